@@ -1,11 +1,11 @@
-"""The charts: tokens a second, slots at work in each step, how long first tokens took, and what a
-row costs.
+"""The charts: tokens a second, slots at work in each step, how long first tokens took, and the price
+of a row.
 
-The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long
-requests waited.
+The problem. A timeline shows every step, but neither the speed of the engine nor the waits of
+requests.
 
-What this file keeps. As in `panes.py`, each function is pure. Every chart has a zero line and an axis
-that can be read, and counts the steps and requests that `State` keeps.
+What this file keeps. As in `panes.py`, each function is pure. Every chart has a zero line and a
+readable axis, and counts the steps and requests in `State`.
 
 Where next: `panes.py`, more of them.
 """
@@ -61,7 +61,7 @@ def draw_scale(on: Paper, mark: str, width: int) -> Pen:
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten
+    """The stretch of time in the charts, from and to: the latest busy period up to the cursor, or its last ten
     seconds."""
     if not state.history:
         return 0.0, 0.0
@@ -110,12 +110,12 @@ def draw_batch(state: State, on: Paper) -> None:
 
 
 def cost_of(seconds: Iterable[float]) -> float:
-    """Of some steps alike the lower quartile, since what interrupts a step only makes it longer."""
+    """Of some steps alike the lower quartile, since an interruption only makes a step longer."""
     return percentile(seconds, 0.25)
 
 
 def draw_cost(state: State, on: Paper) -> None:
-    """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
+    """Why batching pays: the time and the yield of a step, by the number of decoding rows."""
     costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
     on.heading("Why batching pays", "steps that only decode")
     words = lesson(costs, state.view.busy)
@@ -142,7 +142,7 @@ def draw_cost(state: State, on: Paper) -> None:
 
 
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
-    """What the chart shows, in words. `runs`: something still runs."""
+    """The chart in words. `runs`: something still runs."""
     if len(costs) < 2:
         seen = "No step has only decoded so far"
         if costs:
@@ -232,7 +232,7 @@ def first_tokens(state: State) -> tuple[list[RequestView], int]:
 
 
 def mean_note(requests: Sequence[RequestView], waiting: int, room: int) -> str:
-    """The longest of some notes that finds room.
+    """The longest note with room.
 
     A mean that leaves out those that still wait would be too good: the note says how many they are,
     or leaves the mean out.

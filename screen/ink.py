@@ -4,7 +4,7 @@ a slot can do.
 The problem. A prompt or an answer may hold anything, a control character too, and a theme may have
 any colours.
 
-What this file keeps. All text from elsewhere goes through `clean` before it is drawn, so no prompt
+What this file keeps. All text from elsewhere goes through `clean` before the drawing, so no prompt
 and no answer can move the cursor. Words have the theme's own colours and can be read in every
 theme; hues only fill. The glyphs alone tell the phases apart, without any colour.
 
@@ -24,14 +24,14 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# Letters and marks that draw nothing have these words in their names.
+# Letters and marks without a form have these words in the name.
 EMPTY_NAMES = re.compile("FILLER|SELECTOR|GRAPHEME JOINER|VOWEL INHERENT")
-# Unicode will never give these a form: some are no characters, the others are kept for what draws
-# nothing. Any other code point without a name may be an emoji that is younger than this Python.
+# Unicode will never give these a form: some are no characters, the others are reserved for
+# no drawing. Any other code point without a name may be an emoji younger than this Python.
 RESERVED = re.compile("[\u2065\ufdd0-\ufdef\ufff0-\ufff8\U000e0000-\U000e0fff]")
-# Where these stand in ordinary text they are left out: a joiner between two characters that are no
+# In ordinary text these are left out: a joiner between two characters that are no
 # ASCII, as in a family of emoji, and a selector of a form behind a character. Terminals disagree on
-# how wide joined emoji are, and what stands beside them would shift. Side by side, all agree.
+# how wide joined emoji are, and neighbours would shift. Side by side, all agree.
 ORDINARY = re.compile(
     "(?<=[^\x00-\x7f\u200c\u200d])[\u200c\u200d](?=[^\x00-\x7f\u200c\u200d]|$)"
     "|(?<=[^\\s\ufe0e\ufe0f\u200c\u200d])[\ufe0e\ufe0f]"
@@ -41,25 +41,24 @@ PICTURES = {"\t": "    ", "\r": "", "\x7f": "␡"}
 
 
 def clean(text: str) -> str:
-    """Text that may stand in the cells of the screen, or in a line of the log.
+    """Text for the cells of the screen, or in a line of the log.
 
     A terminal would obey control characters. Others draw nothing, or turn the direction of writing:
-    a prompt could hide words in them, and shift what stands beside it. All of those are shown as
-    such: ␛, or <U+202E>. A newline stays, and a tab becomes blanks.
+    a prompt could hide words there, and shift its neighbours. All of those are shown as such: ␛, or <U+202E>. A newline stays, and a tab becomes blanks.
     """
     return UNUSUAL.sub(lambda found: visible(found[0]), ORDINARY.sub("", text))
 
 
 @lru_cache(4096)
 def visible(character: str) -> str:
-    """A character that draws something, or what stands for one that does not."""
+    """A character with a form; else a sign in the place of the character."""
     code = ord(character)
     if character in PICTURES:
         return PICTURES[character]
     if code < 32:
         return chr(0x2400 + code)
     category = unicodedata.category(character)
-    # Cf: all that guides the drawing of others. Arabic signs of this kind (AN) have forms.
+    # Cf: guides for the drawing of others. Arabic signs of this kind (AN) have forms.
     hides = category in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if category == "Cf" and unicodedata.bidirectional(character) == "AN":
         hides = False
@@ -83,14 +82,14 @@ def style(
     reverse: bool = False,
     do: str = "",
 ) -> Style:
-    """A style is made once and kept. `do` is the action that a click on the text runs."""
+    """A style is made once and kept. `do` is the action of a click on the text."""
     return Style(
         color=ink, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
     )
 
 
 class Palette(NamedTuple):
-    """The colours of a theme that drawing needs."""
+    """The colours of a theme, for drawing."""
 
     text: str
     muted: str
@@ -110,7 +109,7 @@ class Palette(NamedTuple):
             Color.parse(variables.get(name, "ansi_default")) for name in names
         )
         if any(color.ansi is not None for color in (text, back, accent, bad)):
-            # These are the terminal's own colours, which cannot be mixed
+            # The terminal's own colours cannot be mixed
             return DARK if theme.dark else LIGHT
         far = Color.parse("white" if theme.dark else "black")
         text, accent, bad = (color.blend(far, 0.3) for color in (text, accent, bad))
@@ -126,8 +125,8 @@ class Palette(NamedTuple):
         return Palette(*(color.hex6.lower() for color in inks))
 
     def fill(self, request: int | None) -> str:
-        # With seven slots, a slot's next request has a number that is seven higher. It still gets
-        # another hue.
+        # With seven slots, a slot's next request has a number seven higher, and still another
+        # hue.
         number = request or 0
         return apart(HUES[(number + number // len(HUES)) % len(HUES)], self.back)
 
@@ -159,7 +158,7 @@ def mixed(back: str, fill: str, part: float) -> str:
 
 @lru_cache(64)
 def apart(hue: str, back: str) -> str:
-    """A hue that can be seen on this ground: yellow on white is darkened."""
+    """A hue, visible on this ground: yellow on white is darkened."""
     bright = Color.parse(back).brightness
     near = abs(Color.parse(hue).brightness - bright) < 0.25
     return mixed(hue, "#000000" if bright > 0.5 else "#ffffff", 0.3) if near else hue
@@ -176,7 +175,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 class Pen:
-    """Writes a line from left to right, and counts the cells it has filled."""
+    """Writes a line from left to right, and counts the filled cells."""
 
     def __init__(self, ink: str | None = None) -> None:
         self.line: Line = []
@@ -194,8 +193,8 @@ class Pen:
         return self.put(" " * max(0, column - self.width))
 
     def bar(self, height: float | None, row: int, hue: str) -> Pen:
-        """One cell of an upright bar, which is so many lines high; `row` counts the lines from
-        below. None draws nothing, and what is small is not drawn as nothing."""
+        """One cell of an upright bar, so many lines high; `row` counts the lines from
+        below. None draws nothing, and a small number is not drawn as nothing."""
         least = int(row == 0 and height is not None)
         eighths = max(least, min(8, round(8 * ((height or 0.0) - row))))
         return self.put(EIGHTHS[max(0, eighths)], style(hue, hue) if eighths == 8 else hue)
@@ -221,7 +220,7 @@ def count(many: int, thing: str) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """One line of at most `width` cells; an ellipsis where it was cut."""
+    """One line of at most `width` cells; an ellipsis at the cut."""
     text = " ".join(text.split())
     return (
         text
@@ -248,8 +247,8 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-# What a slot did in a step, and two more kinds of rows: those that came from an earlier request,
-# and those that a free slot still holds. Last, steps that the screen has missed, and steps that have
+# The work of a slot in a step, and two more kinds of rows: from an earlier request, and in the
+# memory of a free slot. Last, steps that the screen has missed, and steps that have
 # raised an exception. Each kind has a
 # glyph of its own, so it can be told without any colour.
 NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")

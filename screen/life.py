@@ -1,19 +1,19 @@
-"""Why a request waited: its life in parts that add up, and what it would have been in another
+"""Why a request waited: its life in parts with the right sum, and the same life in another
 company.
 
-The problem. A first token that comes late has one of three causes: the line, the prompt's own
+The problem. A late first token has one of three causes: the line, the prompt's own
 length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
 
-The way out. Each moment of a request's life belongs to one part. Before it is admitted, it is in
-line. After that every step is looked at: what did this step do for the request, and what for the
-others? A step's seconds are divided as its work is, by the prices of a row and of a chunk
-(`runs.py`). And since the scheduler needs no model, the same requests go through it once more: this
-one alone, and all of them under each policy.
+The way out. Each moment of a request's life belongs to one part. Before the admission, the request is in
+line. Afterwards every step is looked at: how much work was for the request, and how much for the
+others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
+(`parts/clock.py`). And since the scheduler needs no model, the same requests go through a scheduler
+once more: this one alone, and all of them under each policy.
 
-What this file keeps. The parts of a life add up to it. A replay under the policy that ran has the
+What this file keeps. The parts add up to the whole life. A replay under the same policy has the
 same steps, unless a step failed or the policy changed meanwhile.
 
-Where next: `pages/why.py`, which draws it.
+Where next: `pages/why.py`, the drawing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from screen.ink import DECODE, GHOST, PREFILL, span
 from screen.runs import on_clock
 from screen.timeline import Column
 
-# The parts of a life, in the order in which they are drawn
+# The parts of a life, in the order of the drawing
 PARTS = {
     "line": "in line: no slot yet",
     "slot": "in a slot, without work: another step ran, or the budget was spent",
@@ -52,7 +52,7 @@ LONGEST = 5_000  # steps: a replay of more would keep the screen waiting
 
 
 class Piece(NamedTuple):
-    """A stretch of a life that belongs to one part."""
+    """A stretch of a life, in one part."""
 
     part: str
     began: float
@@ -65,13 +65,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class Life:
-    """One request's life, and who had to do with it. All seconds are the engine's."""
+    """One request's life, and all requests in contact. All seconds are the engine's."""
 
     pieces: list[Piece] = field(default_factory=list)
-    # While it was in line, by request: seconds in a slot
+    # During the time in line, by request: seconds in a slot
     ahead: Counter[int] = field(default_factory=Counter)
     shut: float = 0.0  # seconds in line, while a slot was free but shut
-    # By request: seconds that its chunks took in this one's steps
+    # By request: seconds of chunks in this one's steps
     chunks: Counter[int] = field(default_factory=Counter)
     overtakers: list[int] = field(default_factory=list)  # came later, and were admitted earlier
     before: int | None = None  # had the slot until then
@@ -82,7 +82,7 @@ class Life:
         return self.pieces[-1].ended - self.pieces[0].began
 
     def parts(self, until: float = math.inf) -> dict[str, float]:
-        """By part: its seconds up to a moment. Those without any are left out."""
+        """By part: seconds up to a moment. Parts without seconds are left out."""
         sums = dict.fromkeys(PARTS, 0.0)
         for piece in self.pieces:
             sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
@@ -99,9 +99,9 @@ def life_of(
     prices: Prices,
     now: float,
 ) -> Life:
-    """What is known of a request's life: up to its end, or so far.
+    """A request's life: up to the end, or so far.
 
-    `requests`: all that are known. `history`: a column for each step, oldest first.
+    `requests`: all known ones. `history`: a column for each step, oldest first.
     """
     life = Life()
     prices = with_a_chunk(prices)
@@ -124,12 +124,12 @@ def life_of(
 
 
 def is_noisy(prices: Prices) -> bool:
-    """A chunk has a row at least. If it seems to cost less than one, that was chance."""
+    """A chunk has a row at least. If a chunk seems to cost less than one row, chance was at work."""
     return prices.chunk <= max(LEAST, prices.row)
 
 
 def with_a_chunk(prices: Prices) -> Prices:
-    """If the clock is too noisy to give a chunk a price, it counts as much as a step of one row."""
+    """If the clock is too noisy to give a chunk a price, a chunk counts as much as a step of one row."""
     if not is_noisy(prices):
         return prices
     guessed = copy(prices)
@@ -145,7 +145,7 @@ def admitted_at(request: RequestView) -> float | None:
 def _look_at_line(
     life: Life, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
-    """Which requests were in the slots meanwhile."""
+    """The requests in the slots meanwhile."""
     first = bisect_left(history, request.arrived, key=lambda column: column.ended)
     for i in range(first, len(history)):
         column = history[i]
@@ -167,7 +167,7 @@ def _look_at_slot(
     admitted: float,
     end: float,
 ) -> None:
-    """Divide each step in which it has a slot."""
+    """Divide each step from admission on."""
     slot = request.slot
     now = admitted
     first = bisect_left(history, admitted, key=lambda column: column.ended)
@@ -191,7 +191,7 @@ def _look_at_slot(
             ghost = Piece("ghost", now, max(now, worked))
             life.pieces.append(ghost)
             now = ghost.ended
-    if now < end:  # cancelled in a step that never came
+    if now < end:  # cancelled before the next step
         life.pieces.append(Piece("slot", now, end))
     life.before = _owner(history, slot, range(first, -1, -1), request.id)
     after = bisect_left(history, end, key=lambda column: column.ended)
@@ -211,7 +211,7 @@ def work_ends(step: StepView) -> float:
 def _shares(
     life: Life, request: RequestView, column: Column, prices: Prices, seconds: float
 ) -> dict[str, float]:
-    """How much of a step each part has, by the prices of what was done in it."""
+    """Each part's share of a step, by the prices of the work."""
     rows = len(column.view.decode)
     read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
     tokens = sum(read.values())
@@ -242,7 +242,7 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
 
 
 def _owner(history: Sequence[Column], slot: int, steps: range, request: int) -> int | None:
-    """In these steps, the first other request that has the slot."""
+    """In these steps, the first other request with this slot."""
     for i in steps:
         if i < len(history):
             owner = history[i].cells[slot].request
@@ -255,10 +255,10 @@ def _owner(history: Sequence[Column], slot: int, steps: range, request: int) -> 
 
 
 class Outcome(NamedTuple):
-    """What came of a request, or would have come of it. Seconds begin with its arrival."""
+    """The outcome for a request, real or possible. Seconds begin with the arrival."""
 
     name: str  # "measured" | "alone" | a policy
-    # So many steps were planned without it; then came its first token; then its last
+    # Steps up to the admission, then up to the first token, then up to the last
     steps: tuple[int, int, int]
     line: float
     ttft: float
@@ -272,7 +272,7 @@ def outcomes(
     limits: Limits,
     prices: Prices,
 ) -> list[Outcome]:
-    """As measured; by replay alone, and under each policy. ValueError if that cannot be known."""
+    """As measured; by replay alone, and under each policy. ValueError if nothing can be known."""
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
@@ -283,7 +283,7 @@ def outcomes(
     _, moment = on_clock(columns, prices)
     halting = halts_of(columns)
     most_halt = 2 * len(halting) > len(columns)
-    # Elsewhere a request that was cut short goes on until it has as many tokens
+    # Elsewhere a request with an early end goes on up to the same number of tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
     alone = replayed(limits, [guest_of(whole, lambda at: 0.0)], request.policy, prices)
     arrived = moment(request.arrived)
@@ -305,9 +305,9 @@ def outcomes(
 def by_steps(
     company: Sequence[RequestView], columns: Sequence[Column], moment: Callable[[float], float]
 ) -> list[Guest]:
-    """Requests that come, begin and leave before the same steps as they did.
+    """The same requests: each comes, begins and leaves before the same steps as in the real run.
 
-    A replay knows no text, so it sees none wait until another one has written their common rows.
+    A replay knows no text, so in a replay no request waits until another one has written common rows.
     """
     firsts: dict[int, int] = {}
     for number, column in enumerate(columns, 1):
@@ -326,7 +326,7 @@ def by_steps(
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
-    """The requests of its busy period: those between two moments at which none was open."""
+    """The requests of the busy period, between two moments without an open request."""
     group: list[RequestView] = []
     until = -math.inf
     for r in sorted(requests, key=lambda r: r.id):
@@ -340,7 +340,7 @@ def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[Re
 
 
 def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Sequence[Column]:
-    """The steps of a busy period. ValueError if not all of them are known."""
+    """The steps of a busy period. ValueError if some are unknown."""
     began = company[0].arrived
     ended = max(math.inf if r.ended is None else r.ended for r in company)
     first = bisect_left(history, began - ROUNDING, key=lambda column: column.view.began)
@@ -354,14 +354,15 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
 
 
 def next_plan(columns: Sequence[Column], moment: float) -> int:
-    """The number, from 1, of the first step that was planned at this moment or later."""
+    """The number, from 1, of the first step with a plan at this moment or later."""
     return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
 
 
 def halts_of(columns: Sequence[Column]) -> set[int]:
-    """The steps that were planned only after the one before had been read. (In slow motion all are.)
+    """Late plans: steps with a plan only after the step before had been read. (In slow motion, all
+    steps.)
 
-    A step behind the last one would have been seen if it had not been planned so late.
+    Without such a late plan, there would be a step behind the last one.
     """
     late = {len(columns) + 1}
     for number, (before, column) in enumerate(pairwise(columns), 2):
@@ -371,7 +372,7 @@ def halts_of(columns: Sequence[Column]) -> set[int]:
 
 
 def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
-    """As it ran."""
+    """The real outcome."""
     kinds = {
         i: column.cells[request.slot].kind
         for i, column in enumerate(columns)
@@ -399,7 +400,7 @@ def followed(
     arrived: float,
     came: int = 0,
 ) -> Outcome:
-    """One request in a replay, up to its end. `came`: the first step that it could be in; 0: the
+    """One request in a replay, up to its end. `came`: the first step after the arrival; 0: the
     clock tells."""
     mine: Request | None = None
     line = ttft = 0.0
@@ -431,18 +432,18 @@ def followed(
 
 
 def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
-    """Requests that have ended, the soonest first token first."""
+    """Ended requests, the soonest first token first."""
     done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
     return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
 
 
 def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
-    """Its place among the ranked, from 0."""
+    """The request's place in this order, from 0."""
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
 
 
 def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
-    """The request whose first token so many percent of all do not exceed."""
+    """The request at a percentile of first tokens."""
     return order[max(0, math.ceil(percent / 100 * len(order)) - 1)]
 
 

@@ -2,12 +2,12 @@
 
 The problem. A screen is hard to test, and a terminal may have any size.
 
-What this file keeps. Each function writes what the state holds on a paper, and a pane shows as many
-lines as are in sight. What finds no room is left out as a whole, since a number that is cut is a lie.
+What this file keeps. Each function writes the state on a paper, and a pane shows as many lines as
+there is room for. Words without room are left out as a whole, since half of a number is a lie.
 Nothing here remembers anything between two calls or knows a terminal, so a test compares text with
 text.
 
-Where next: `steps.py` and `charts.py`, more of them; `tui.py`, which places them all.
+Where next: `steps.py` and `charts.py`, more of them; `places.py`, the places of all.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from screen.room import View
 from screen.state import State, client_of, prompt_of
 from screen.timeline import Column, useful_of
 
-TOTALS = "page('totals')"  # the action that opens the table of busy periods
-WAITING = 8  # so many lines that wait for the model are shown, the newest
+TOTALS = "page('totals')"  # opens the table of busy periods
+WAITING = 8  # lines in wait for the model: so many are shown, the newest
 OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
-FIRST = (  # what stands in the timeline before the first step
+FIRST = (  # in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
     "space stops the engine, s takes a step: then read the step's plan.",
@@ -43,7 +43,7 @@ FIRST = (  # what stands in the timeline before the first step
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
-    """Figures in columns of these widths, each at the right of its column. A width of 0 leaves the
+    """Figures in columns of these widths, each at the right of a column. A width of 0 leaves the
     figure out."""
     return "".join(
         f"{value:>{width}}" for value, width in zip(values, widths, strict=False) if width
@@ -51,7 +51,7 @@ def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
 
 
 def fit_slots(state: State, rows: int) -> range:
-    """The slots that are shown. If not all find room, it is those around the selected one."""
+    """The slots in sight. If there is no room for all, the selected one is in the middle."""
     count = len(state.view.engine.slots)
     first = min(max(0, state.selected - rows // 2), max(0, count - rows))
     return range(first, min(count, first + rows))
@@ -76,7 +76,7 @@ def what_is_done(view: View) -> str:
 
 
 def others_of(view: View) -> str:
-    """That other programs take the cores, so that a slow step is not thought to be the engine's."""
+    """Whether other programs take the cores: then a slow step is not the engine's fault."""
     return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
 
 
@@ -90,7 +90,7 @@ def draw_status(state: State, on: Paper) -> None:
 
 
 def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, str]]:
-    """Each part: its text, its colour, whether it is bold, and what a click on it does."""
+    """Each part: text, colour, whether bold, and the action of a click."""
     view, engine, past = state.view, state.view.engine, state.past
     newest = state.history[-1].step if state.history else 0
     yield "nanobatch", on.text, True, ""
@@ -131,7 +131,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, s
     if engine.limits != view.made_with:
         yield f"budget {engine.limits.budget:,}", on.accent, False, "command('/budget off')"
     if state.tour:
-        return  # it has the keys
+        return  # the tour has the keys
     if view.paused:
         yield "space: go on", on.accent, False, "pause"
     elif view.slow:
@@ -146,7 +146,7 @@ def step_ms(state: State) -> str:
 
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
-    """Why the first request in line waits. All behind it wait for the same reason."""
+    """Why the first request in line waits. All others wait for the same reason."""
     view, past = state.view, state.past
     if view.paused and not past:
         return "paused"
@@ -160,8 +160,7 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
 
 
 def draw_slots(state: State, on: Paper) -> None:
-    """A line for each slot: the request that holds it, and what fills how many of its rows of the
-    KV cache."""
+    """A line for each slot: the owner, and the rows of the KV cache, by kind."""
     slots = state.slots()
     rows = fit_slots(state, on.height - 3)
     widths = (11, 9, 7) if on.width >= 70 else (11,)
@@ -204,7 +203,7 @@ def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequenc
             "–" if rate is None else f"{rate:,.0f}",
         )
         right = aligned(figures, widths)
-    elif slot.remembered:  # no request owns these rows: another may reuse them or write over them
+    elif slot.remembered:  # no request owns these rows: another may reuse or overwrite them
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
         right = f"{words:>{sum(widths)}}"
     pen.put(right, hue, *how)
@@ -216,7 +215,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
     pen = on.pen().put(f" queue {waiting:,}", bold=True)
     if waiting and pen.width + cell_len(why) + 14 <= on.width:
         pen.put(f"  {why}", on.bad if "shut" in why else on.muted)
-    left = waiting  # requests that have not been named yet
+    left = waiting  # requests without a name so far
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
         if pen.width + len(text) + 12 > on.width and left > 1:
@@ -227,7 +226,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
 
 
 def last_line(period: Period, on: Paper) -> None:
-    """What the last busy period came to, in as many phrases as find room."""
+    """The last busy period, in as many phrases as there is room for."""
     pen = on.pen().put(" last:", bold=True, do=TOTALS)
     for i, phrase in enumerate(words(period)):
         text = f"{',' if i else ''} {phrase}"
@@ -237,7 +236,7 @@ def last_line(period: Period, on: Paper) -> None:
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
-    """The rows of one slot as a bar. Each kind of rows that the slot has gets one cell at least."""
+    """The rows of one slot as a bar. Each kind gets one cell at least, if there are rows of this kind."""
     prompt = min(slot.used, slot.prompt_tokens)
     kinds = (
         (min(slot.reused, prompt), ink.REUSED),
@@ -259,8 +258,8 @@ def draw_cells(
 ) -> None:
     """One slot's line of a timeline, with each request's number behind the request's first cell.
 
-    The first cell stays as it is, so that a prefill of one step can be seen and the numbers of
-    neighbours never touch. A request with too few cells for its number is shown without it.
+    The first cell stays the same: so a prefill of one step can be seen, and numbers of neighbours
+    never touch. A request with too few cells for the number is shown without.
     """
     first = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
@@ -281,7 +280,7 @@ def draw_cells(
 
 
 def draw_timeline(state: State, on: Paper) -> None:
-    """Slots x steps: what each slot did in each step. This picture shows what batching is about."""
+    """Slots x steps: the work of each slot in each step. This picture shows the point of batching."""
     zoom, columns, cursor = state.window(on.width - 4)
     there = {column.cells[0].kind for column in columns}
     rare = there & {ink.UNSEEN, ink.FAILED}
@@ -305,7 +304,7 @@ def draw_timeline(state: State, on: Paper) -> None:
 
 
 def cursor_line(state: State, on: Paper, at: int) -> None:
-    """Under the timeline: which step the cursor is on."""
+    """Under the timeline: the cursor's step."""
     label = f" step {state.cursor:,}  End: follow "
     if at + 1 + len(label) <= on.width:
         on.pen().to(at).put(f"▲{label}", on.accent, True)
@@ -323,7 +322,7 @@ def step_axis(on: Paper, columns: Sequence[Column], zoom: int) -> None:
 
 
 def draw_stream(state: State, on: Paper, slot: int) -> None:
-    """One slot's request: its prompt, and the end of its text, where the text grows."""
+    """One slot's request: prompt, and the growing end of the text."""
     request = state.owner(slot)
     is_selected = slot == state.selected
     pen = on.pen()
@@ -392,7 +391,7 @@ def draw_streams(state: State, on: Paper) -> None:
 
 
 def draw_loading(state: State, on: Paper) -> None:
-    """What is being done while the model loads; or what went wrong, and what helps."""
+    """The stages of loading; or the fault, and the remedy."""
     view = state.view
     indent = " " * max(2, (on.width - 70) // 2)
     room = on.width - 2 * len(indent) - 2
@@ -434,8 +433,8 @@ def draw_mark(state: State, on: Paper) -> None:
 
 
 def draw_settings(state: State, on: Paper) -> None:
-    """How the next prompt is fired; before the first, which key leads into the box. For a while
-    after a key, what the key has done."""
+    """How the next prompt is fired; before the first, the key for the box. For a while after
+    a key, the key's effect."""
     settings = state.settings
     first = "" if state.has_typed else "press i to type"
     seed = "–" if settings.seed is None else settings.seed
@@ -444,7 +443,7 @@ def draw_settings(state: State, on: Paper) -> None:
         first = shorten(state.said, on.width - 2)
         parts = []
     left = on.width - 2 - cell_len(first)
-    words = ""  # as many of them as find room
+    words = ""  # as many parts as there is room for
     for part in parts:
         blank = " · " if first or words else ""
         left -= cell_len(blank + part)

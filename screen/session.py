@@ -1,10 +1,10 @@
-"""What a user can say to the screen: commands, scripts, and the same run as a plain log.
+"""The words of a user to the screen: commands, scripts, and the same run as a plain log.
 
 The problem. A user may press a key, click, type, use the command palette, write a script, or have
 no terminal at all.
 
-What this file keeps. A line that begins with a slash is a command, any other line is a prompt. All
-these ways lead to `Session.obey`, so what can be done in one of them can be done in all.
+What this file keeps. A line with a slash in front is a command, any other line is a prompt. All these
+ways lead to `Session.obey`, so every way can do the same.
 
 Where next: `tui.py`, the screen itself.
 """
@@ -39,7 +39,7 @@ def read_name(name: str, text: str, least: int, most: int) -> str:
     return text
 
 
-SETTABLE = {  # what /set takes: the field, and its limits
+SETTABLE = {  # for /set: the field, and the limits
     "temperature": ("temperature", read_real, 0, 1_000_000),
     "max": ("max_tokens", read_whole, 1, 2**20),
     "seed": ("seed", read_whole, 0, 2**31 - 1),
@@ -49,7 +49,7 @@ SETTABLE = {  # what /set takes: the field, and its limits
 }
 
 
-NUMBERS = {  # the commands that take a number, and its limits
+NUMBERS = {  # the commands with a number, and the limits
     "burst": (read_whole, 1, 1000),
     "cancel": (read_whole, 0, 2**31),
     "step": (read_whole, 1, 100_000),
@@ -64,16 +64,16 @@ SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as 
 class Session:
     """An engine room and the state of a screen. Every line of a user is obeyed here.
 
-    `eases`: a first burst runs in slow motion, since a small model is done with it before anything
+    `eases`: a first burst runs in slow motion, since a small model is done before anything
     can be seen.
-    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, it ends.
+    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, the trial ends.
     """
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
         self.room, self.state, self.eases = room, state, eases
         self._seen = 0
-        self._coming: dict[str, object] = {}  # what wishes will change in the view
-        self._limits: Limits | None = None  # what the last wish for a budget will lead to
+        self._coming: dict[str, object] = {}  # the changes of the view by open wishes
+        self._limits: Limits | None = None  # the limits after the last wish for a budget
         self.stays = False
 
     @property
@@ -88,12 +88,12 @@ class Session:
 
     @property
     def coming(self) -> View:
-        """The view as it will be when the engine has heard every wish. Keys may come faster than
+        """The view after the last wish. Keys may come faster than
         views, and while the model loads there is none."""
         return self.state.view if self.heard else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:
-        """To be called before the wish that leads to these."""
+        """To be called before the wish for these changes."""
         self._coming = changes if self.heard else self._coming | changes
 
     def look(self) -> bool:
@@ -116,8 +116,8 @@ class Session:
         ]
 
     def obey(self, line: str) -> str:
-        """Do what a line says: a prompt or a command. Answers with what to tell the user;
-        ValueError if it is wrong."""
+        """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the line
+        is wrong."""
         if not line.startswith("/") or line.startswith("//"):
             self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -144,7 +144,7 @@ class Session:
 
     def _do_json(self, rest: str) -> str:
         """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on, and
-        nothing else runs, it begins paused: it would be over before it could be watched."""
+        nothing else runs, the answer begins paused: else nobody could watch."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not self.coming.busy:
             self._do_pause("")
@@ -152,7 +152,7 @@ class Session:
         return "JSON is asked for: s shows how, token by token"
 
     def try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
-        """Begin a trial, unless others would suffer from it. It ends a pause."""
+        """Begin a trial, unless others would suffer. A pause ends."""
         self.check_alone(what)
         self.expect(paused=False)
         self.room.try_out(trial)
@@ -173,19 +173,18 @@ class Session:
         return view.trying and view.trial is not None and view.trial.name == name
 
     def _do_policy(self, rest: str) -> None:
-        """Change to the policy that is named, or to the next."""
+        """Change to the named policy, or to the next."""
         self.room.switch(known(rest) if rest else "")
 
     def _do_load(self, rest: str) -> None:
-        """A steady load of this many requests a second. Without a number, turn it on or off."""
+        """A steady load of this many requests a second. Without a number, turn the load on or off."""
         off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
         self.expect(load=rate)
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
-        """Cancel all requests that were fired from here, or the one that is named, or the one in
-        the selected slot."""
+        """Cancel all requests from here, or the named one, or the one in the selected slot."""
         slot, engine = self.state.selected, self.state.view.engine
         owner = engine.slots[slot].request if engine else None
         if rest:
@@ -250,7 +249,7 @@ class Session:
         if rest not in ("-", "+"):
             budget = None if rest == "off" else number_for("budget", rest)
         said = ""
-        if own:  # else the room itself refuses what cannot be
+        if own:  # else the room itself refuses impossible budgets
             self._limits = own.turned(now, budget)
             said = said_of(self._limits)
         self.room.set_budget(budget)
@@ -293,7 +292,7 @@ def number_for(command: str, text: str) -> float:
     return read(command, text, least, most)
 
 
-# What a script may say besides the commands, and the action of the screen that this runs.
+# More words of a script, besides the commands, and the action of the screen for each.
 SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
@@ -336,16 +335,16 @@ class PlainLog:
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session
-        self.write = lambda line: write(clean(line))  # it may quote anything
-        # Open requests, as they were when last written about
+        self.write = lambda line: write(clean(line))  # a line may quote anything
+        # Open requests, as at the last line about each
         self._told: dict[int, RequestView] = {}
         self._done = self._faults = 0  # how many stages and faults have been written
-        self._tried: Sequence[str] = ()  # the lines of the newest trial that have been written
+        self._tried: Sequence[str] = ()  # the written lines of the newest trial
         # (when, what): not written yet, since something earlier may be told
         self._late: list[tuple[float, str]] = []
-        self._told_to = 0.0  # the end of the last busy period that has been written
+        self._told_to = 0.0  # the end of the last written busy period
         self._policy, self._life = "", 0
-        self._asked: list[Page] = []  # pages that were asked for, and not told yet
+        self._asked: list[Page] = []  # wanted pages, not told yet
 
     def look(self) -> None:
         before = self.session.state.view
@@ -362,7 +361,7 @@ class PlainLog:
             self.write(" ".join(f"{call.client} {call.route} → {end.rstrip(': ')}".split()))
         if (engine := view.engine) is None:
             return
-        if view.life != self._life:  # what has happened there before is no news
+        if view.life != self._life:  # earlier events there are no news
             self._life, self._told = view.life, {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
         news = [
@@ -404,15 +403,14 @@ class PlainLog:
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
-        """Write what is known up to a moment, in its order. A step that is in flight is told of
-        when it has ended."""
+        """Write all events up to a moment, in order. A step in flight is told of after the end."""
         self._late.sort(key=lambda event: event[0])
         while self._late and self._late[0][0] <= until:
             moment, line = self._late.pop(0)
             self.write(f"{moment:8.3f} s  {line}")
 
     def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
-        """A policy holds from the first step that was planned under it; if there is none yet, from
+        """A policy holds from the first step with a plan under this policy; if there is none yet, from
         now."""
         for moment, policy in (
             *((step.began, step.policy) for step in engine.steps),
@@ -423,7 +421,7 @@ class PlainLog:
                 yield moment, f"policy {policy}"
 
     def _news(self, before: RequestView | None, r: RequestView) -> Iterable[tuple[float, str]]:
-        """What has happened to a request since the view `before`: (when, what)."""
+        """The events of a request since the view `before`: (when, words)."""
         if before is None:
             client = client_of(r) and f" ({client_of(r)})"
             yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
@@ -458,12 +456,12 @@ class PlainLog:
         page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
         if answer:
             self.write(answer)
-        elif page and not page.disturbs:  # what a trial finds is told as it comes
+        elif page and not page.disturbs:  # the findings of a trial are told one by one
             self._asked.append(page)
             self._tell_pages()
 
     def _tell_pages(self) -> None:
-        """When the engine has heard what they wish for."""
+        """When the engine has heard the wish."""
         while self._asked and self.session.heard:
             self.tell(self._asked.pop(0).told(self.session.state))
 
@@ -525,7 +523,7 @@ def run_plain(
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """What has come on standard input, without waiting: an unfinished line, the lines, and whether
+    """The news on standard input, without waiting: an unfinished line, the lines, and whether
     more may come."""
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True

@@ -1,8 +1,8 @@
-"""Slots x steps: what each slot did in each step, as it was, or as another policy would have made
-it.
+"""Slots x steps: the work of each slot in each step, real or under another
+policy.
 
-The problem. A policy is hard to judge from numbers. One picture says what batching is about, and
-two of them, one above the other, say why the policy matters:
+The problem. A policy is hard to judge from numbers. One picture says why one batches, and
+two pictures, one above the other, say why the policy matters:
 
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
@@ -12,9 +12,9 @@ two of them, one above the other, say why the policy matters:
 
 A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, too.
 
-What this file keeps. Both pictures draw what the plans say. Nothing here knows a policy.
+What this file keeps. Both pictures are drawn from plans. Nothing here knows a policy.
 
-Where next: `runs.py`, which makes more of columns; `state.py`, which keeps them.
+Where next: `runs.py`, more columns, from replays; `state.py`, the memory of columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Column(NamedTuple):
     ended: float
     cells: tuple[Cell, ...]  # by slot
     tokens: int  # delivered
-    # Cells that computed something for a request; in a merged column, the sum of all its steps
+    # Cells with work for a request; in a merged column, the sum of all its steps
     useful: int
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
@@ -104,8 +104,8 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
-    """Steps of which nothing is known, between `before` and `first`: so many were missed, and so many
-    tokens came in them; or they have failed."""
+    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the steps
+    have failed."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ()
     )

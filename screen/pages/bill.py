@@ -1,5 +1,4 @@
-"""The bill of a step: what it reads, what it multiplies, and how far that is from what this machine
-can do.
+"""The bill of a step: bytes, products and Python, under this machine's roof.
 
 The problem. Eight answers cost hardly more than one, and nobody believes it before the sum is on
 the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
@@ -7,17 +6,17 @@ the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
 The way out. A step's bytes and products are counted, and held against the machine's own roof:
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
-    keys and values  of all rows that a token looks back on: each sequence its own, shared by none
-    arithmetic       so much for each token, and more for each row that it looks back on
+    keys and values  of all rows behind a token: each sequence has its own, and shares none
+    arithmetic       so much for each token, and more for each row behind the token
     Python           the engine's own work, measured
 
-The roof is what this machine can do at most: bytes a second, and operations a second. Both were
-measured (`parts/device/roof.py`). A step cannot take less than the longest of what they allow.
+The roof is the most of this machine: bytes a second, and operations a second. Both were measured
+(`parts/device/roof.py`). No step is quicker than the roof allows.
 
-What this file keeps. A figure that was measured stands beside what was counted (`parts/bill.py`), and
-the page says which of the three bounds a step, or that none does.
+What this file keeps. A measured figure stands beside a counted one (`parts/bill.py`), and the page names
+the bound of a step: one of the three, or none.
 
-Where next: `parts/bill.py`, which counts.
+Where next: `parts/bill.py`, the counting.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from screen.room import View
 from screen.state import State
 from screen.timeline import Column
 
-COUNTS = (1, 2, 4, 8, 16)  # rows of the steps that stand side by side
+COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
 NAMES = 13  # characters of an entry's name
-NEARER = 1.2  # weights that are read so much faster than memory lie in a cache
+NEARER = 1.2  # times as fast as memory: such weights lie in a cache
 DISTURBED = 1.5  # times as long as usual
 MOST = 2**16  # rows: no batch is larger
 ASKED = 100  # of so many steps the experts are kept
 
 
 def parts_of(column: Column) -> list[Part]:
-    """The sequences of a step, those that look back farthest first."""
+    """The sequences of a step, the farthest look back first."""
     step = column.view
     parts = [Part(request, stop - start, stop) for _, request, start, stop in step.prefill]
     for slot, request in step.decode:
@@ -60,10 +59,10 @@ def asked_of(step: StepView) -> int:
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer: by how many tokens each expert was taken; empty if that is not known.
+    """By layer: by how many tokens each expert was taken; empty if unknown.
 
-    It is not if the step took two passes, since only the second one is remembered; nor on a GPU of a
-    step with chunks, since their padding takes experts, too.
+    Of a step with two passes, only the second is remembered. On a GPU, a chunk's padding takes
+    experts, too.
     """
     found = experts_in(state).get(column.step)
     model = state.view.engine.model
@@ -82,7 +81,7 @@ def this_bill(state: State, column: Column) -> Bill:
 
 
 def usual_length(state: State) -> int:
-    """Of the sequences that decode in the step that is shown; else half a slot."""
+    """Of the decoding sequences in the step; else half a slot."""
     column = state.here
     lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
     return round(sum(lengths) / len(lengths)) if lengths else state.view.engine.limits.max_len // 2
@@ -104,7 +103,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
-    """Which of the three bounds the step, in one sentence. If none does, it says so. Of caches it
+    """The bound of the step, in one sentence. If none does, it says so. Of caches it
     says nothing if other programs ran when the roof was measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds
@@ -203,7 +202,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def draw_entries(state: State, on: Paper, column: Column) -> None:
-    """What was read and multiplied."""
+    """Bytes and products."""
     engine = state.view.engine
     model = engine.model
     bill = this_bill(state, column)
@@ -237,7 +236,7 @@ def named(parts: Sequence[Part], width: int) -> str:
 
 
 def experts_of(state: State, column: Column, bill: Bill) -> str:
-    """How many experts were read, and whether that is known or expected."""
+    """How many experts were read, known or expected."""
     model = state.view.engine.model
     if not model.experts:
         return ""
@@ -260,7 +259,7 @@ def windows_of(model: ModelView, column: Column) -> str:
 
 
 def roof_of(state: State) -> str:
-    """What the machine was measured to do."""
+    """The measured roof."""
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
@@ -276,7 +275,7 @@ def roof_of(state: State) -> str:
 
 
 def draw_floors(state: State, on: Paper, column: Column) -> None:
-    """What the step takes at least, by each of the three, over what it took."""
+    """The least time by each of the three bounds, over the real time."""
     step = column.view
     roof = state.view.engine.roof
     bill = this_bill(state, column)
@@ -316,7 +315,7 @@ FIGURES = (
 
 
 def draw_counts(state: State, on: Paper, counts: Sequence[int], length: int) -> None:
-    """Steps of so many rows side by side, and what each comes to for a token."""
+    """Steps of so many rows side by side, and the share of a token."""
     model = state.view.engine.model
     room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
     has_room = room > 17
@@ -334,7 +333,7 @@ def draw_counts(state: State, on: Paper, counts: Sequence[int], length: int) -> 
 
 
 def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
-    """A line of the table. What was not seen in this run is not measured."""
+    """A line of the table. Without such a step in this run, nothing is measured."""
     engine = state.view.engine
     bill = of_rows(engine.model, rows, length)
     floors = floors_of(bill, engine.roof)
@@ -352,7 +351,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
 
 
 def draw_experts(state: State, on: Paper, column: Column) -> None:
-    """Of each layer: which experts were read, and by how many tokens."""
+    """Of each layer: the experts, and for each the number of tokens."""
     many = state.view.engine.model.experts
     seen = seen_experts(state, column)
     if seen:
@@ -393,7 +392,7 @@ def bill_line(state: State) -> str:
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """Of the step under the cursor. The roof is measured when it is asked for first, and once more
+    """Of the step under the cursor. The roof is measured the first time, and once more
     with "again"."""
     if rest not in ("", "again"):
         raise ValueError(f"/bill {shown(rest)}: only again may stand there; it measures the roof")
@@ -403,7 +402,7 @@ def obey(desk: Desk, rest: str) -> None:
 
 
 def look(desk: Desk) -> None:
-    """Which experts the newest step takes: one question at a time, and one for each step."""
+    """The experts of the newest step: one question at a time, and one for each step."""
     engine = desk.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
     known = experts_in(desk.state)
@@ -421,7 +420,7 @@ def take(state: State, before: View) -> None:
 
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
-    """By step: which experts the step took. None: the question has no answer yet."""
+    """By step: the experts. None: the question has no answer yet."""
     return state.kept.setdefault("bill", {})
 
 

@@ -1,22 +1,22 @@
-"""Break it: what a failure, a NaN, a client that hangs up or ten thousand requests do to the others.
+"""Break it: the effect of a failure, of a NaN and of a lost client on all others.
 
-The problem. Every server says that one bad request does not harm its neighbours. Who believes that
-without having tried it?
+The problem. Every server says: one bad request does not harm the neighbours. Who believes so
+without a trial?
 
-The way out is to break the engine that runs, on purpose, in one of three ways:
+The way out is to break the running engine, on purpose, in one of three ways:
 
     step      an exception, raised when the forward pass of the next step has been started
-    nan       numbers that are no numbers, written over the newest values of one slot
-    client    a request that is cancelled in mid-answer, as the door does when a client hangs up
+    nan       no numbers any more, written over the newest values of one slot
+    client    a request is cancelled in mid-answer, as by the door when a client hangs up
 
-All that ran beside it are witnesses. When they have ended, each is run once more, alone, and the
-two answers are compared: all tokens, and all bits of their log probabilities. Of a witness that has
-been cut off, the tokens until then are compared.
+All neighbours are witnesses. After the end, each witness runs once more, alone, and the two answers
+are compared: all tokens, and all bits of the log probabilities. If a witness was cut off, the
+tokens until then are compared.
 
-What this file keeps. Nothing of the engine knows about this. For one step another runner takes the
+What this file keeps. The engine knows nothing of this page. For one step another runner takes the
 place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
 
-Where next: `Engine._fail` in `nanobatch.py`, which decides who ends.
+Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from screen.paper import Figure, Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
 
-BREAKS = {  # by name: the title, and how it is done
+BREAKS = {  # by name: the title, and the way
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
 }
 LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
-LONGEST = 48  # tokens of a witness that is fired from here
+LONGEST = 48  # tokens of a witness from here
 FEWEST = 4  # open requests: if there are fewer, witnesses are fired
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
 COLUMNS = (
@@ -56,21 +56,21 @@ class Planted(Exception):
     """Raised on purpose: nothing is wrong."""
 
 
-# --- what is found ------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------
 
 
 class Witness(NamedTuple):
-    """A request that was open when something was broken."""
+    """A request, open at the moment of the break."""
 
     id: int
-    where: str  # it was then
+    where: str  # at this moment
     reason: str | None = None
     error: str = ""
     tokens: int = 0
-    # Whether its answer is the one that it gives alone, as far as it has come; None: not known yet
+    # Whether the answer is the same as alone, up to the end; None: not known yet
     alike: bool | None = None
-    says_the_same: bool = True  # whether at least its tokens are those
-    covers: int = 0  # log probabilities that were compared
+    says_the_same: bool = True  # whether at least the tokens are the same
+    covers: int = 0  # compared log probabilities
 
     @property
     def went_on(self) -> bool:
@@ -78,10 +78,10 @@ class Witness(NamedTuple):
 
 
 class Breakage(NamedTuple):
-    """What the trial has found so far."""
+    """The findings of the trial so far."""
 
     what: str  # one of `BREAKS`
-    exact: bool  # what the engine says of itself
+    exact: bool  # the engine's own word
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: tuple[Witness, ...] = ()
@@ -109,7 +109,7 @@ class Breakage(NamedTuple):
 
     @property
     def compared(self) -> str:
-        """What "no bit changed" is said of."""
+        """The numbers behind "no bit changed"."""
         tokens = sum(each.tokens for each in self.witnesses if each.alike is not None)
         numbers = sum(each.covers for each in self.witnesses if each.alike is not None)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
@@ -125,8 +125,8 @@ def break_it(what: str) -> Callable[[EngineRoom], Iterator[Breakage]]:
 
 
 class Saboteur:
-    """A runner that does what ours does. Before each step it asks `harm`, which may spoil something,
-    and may answer with what is to be raised when the forward pass has begun."""
+    """A runner in the place of ours, with the same work. Before each step, `harm` may spoil something,
+    and may answer with an exception, to be raised when the forward pass has begun."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], Exception | None]):
         self._ours = ours
@@ -144,14 +144,14 @@ class Saboteur:
 
 
 class Breaking:
-    """The trial while it runs."""
+    """The running trial."""
 
     def __init__(self, room: EngineRoom, what: str):
         self.room = room
         self.engine = room.engine
         self.found = Breakage(what, self.engine.exact)
         self.handles: list[Handle] = []  # the witnesses
-        self.fired: list[Handle] = []  # all that came from here
+        self.fired: list[Handle] = []  # all requests from here
 
     def run(self) -> Iterator[Breakage]:
         if self.engine.snapshot().ranks.memory:
@@ -175,7 +175,7 @@ class Breaking:
         self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
 
     def _gather(self) -> Iterator[Breakage]:
-        """Those that run, if they are enough; else some of ours. Wait until they are at it."""
+        """The running requests, if there are enough; else some of ours. Wait until they decode."""
         self.handles = self._open(self.room.own.values())
         if len(self.handles) < FEWEST:
             many = self.engine.sched.slots + FEWEST
@@ -193,7 +193,7 @@ class Breaking:
         return [handle for handle in handles if handle.finish_reason is None]
 
     def _victim(self) -> Handle | None:
-        """The witness that has most to say still, once half of those in a slot are at it."""
+        """The witness with most tokens to come, once half of all witnesses in slots decode."""
         running = [h for h in self._open(self.handles) if h.request.slot is not None]
         at_it = [handle for handle in running if len(handle.tokens) >= 3]
         if not at_it or 2 * len(at_it) < len(running):
@@ -212,7 +212,7 @@ class Breaking:
         self.found = self.found._replace(stage="goes on", witnesses=tuple(witnesses))
 
     def _look(self) -> Breakage:
-        """What has become of the witnesses so far."""
+        """The state of the witnesses."""
         witnesses = []
         for handle, known in zip(self.handles, self.found.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
@@ -236,8 +236,8 @@ class Breaking:
         self._did(f"step {raised[0]:,} raised an exception")
 
     def _poison(self) -> Iterator[Breakage]:
-        """The rows of a victim's prompt stay as they are, since others may take them over: they
-        would say NaN, too, and rightly."""
+        """The rows of a victim's prompt stay the same, since others may take these rows over, and would
+        rightly say NaN, too."""
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")
@@ -285,7 +285,7 @@ class Breaking:
     # --- the comparison
 
     def _compare(self) -> Iterator[Breakage]:
-        """Each witness once more, alone, with each row of its prompt computed."""
+        """Each witness once more, alone, with each row of the prompt computed."""
         self._look()
         self.found = self.found._replace(stage="compares")
         while self.engine.has_work:
@@ -329,7 +329,7 @@ UNPROMISED = "this product promises no bits in company (engine.exact is False)"
 
 
 def is_alike(handle: Handle, again: Handle) -> bool:
-    """Is the answer the one that comes alone? Of one that was cut off: as far as it came."""
+    """Is the answer the same as alone? If the witness was cut off: until then."""
     many = len(handle.tokens)
     is_whole = handle.finish_reason in ("stop", "length")
     if is_whole and (many, handle.finish_reason) != (len(again.tokens), again.finish_reason):
@@ -339,7 +339,7 @@ def is_alike(handle: Handle, again: Handle) -> bool:
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
-    """Those that ended alike, together."""
+    """Witnesses with the same end, together."""
     found: dict[str, list[Witness]] = {}
     for each in witnesses:
         found.setdefault(each.error or each.reason, []).append(each)
@@ -354,7 +354,7 @@ def ids(witnesses: Sequence[Witness]) -> str:
 
 
 def draw(state: State, on: Paper) -> None:
-    """The three ways; and of the last that was tried, who ended, who went on, and what changed."""
+    """The three ways; and of the last trial, who ended, who went on, and all changes."""
     found = state.found.get("break")
     on.title(
         "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
@@ -390,7 +390,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def draw_witnesses(on: Paper, found: Breakage) -> None:
-    """A line for each request that was open when something was broken."""
+    """A line for each witness."""
     titles = {column.title: column.title for column in COLUMNS}
     on.row(COLUMNS, titles, on.muted).put("as alone?", on.muted)
     for each in found.witnesses:
@@ -418,14 +418,14 @@ def verdict_of(each: Witness) -> str:
 
 
 def known(text: str) -> str:
-    """One of the ways in which an engine can be broken."""
+    """One of the ways to break an engine."""
     if text not in BREAKS:
         raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
     return text
 
 
 def obey(desk: Desk, rest: str) -> str:
-    """Break the engine on purpose: /break step, nan, client or flood. Alone it tells which."""
+    """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the ways."""
     if not rest:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)

@@ -2,20 +2,20 @@
 gaps like an ECG.
 
 The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
-decode. So their next tokens come later. How much later, the chunk decides: narrow chunks keep the
+decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep the
 gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys turn
-it while the engine runs.
+the trade while the engine runs.
 
-The way out. A trial (`EngineRoom.try_out`) sees to it that chats decode, waits until nothing else
-is read, and drops the elephant. From the steps that ran it measures what a chat's reader feels: the
+The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else
+is read, and drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the
 time from a token to the next, while the elephant was read and just before. The median stands beside
 the longest, since a longest gap alone may be another program's doing.
 
-What this file keeps. All times are the engine's, and of each gap it is known how many of the
-elephant's tokens were computed in it. Each elephant begins with other words than all before it: the
-rows of an earlier one would be taken over, and cost nothing. What the trial changes, it puts back.
+What this file keeps. All times are the engine's, and each gap knows the number of the
+elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
+earlier one would be taken over, and cost nothing. All changes of the trial are put back.
 
-Where next: `session.py`, which starts the trial; `tui.py`, which shows the page.
+Where next: `session.py`, the start of every trial.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from screen.timeline import Column
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
 QUIET = 24  # so many steps are measured before an elephant comes
-AFTER = 12  # and so many steps are run after it, so that the picture has an end
-SHUT = 3  # steps: if a free slot is kept from those who wait for longer, a policy does that
+AFTER = 12  # and so many steps are run afterwards, for the end of the picture
+SHUT = 3  # steps: if a free slot is kept shut for longer, a policy is the reason
 KEPT = 40  # so many drops are remembered
 NOUNS = (
     "hen",
@@ -75,7 +75,7 @@ def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str
     """A prompt of `size` tokens, or as many below as whole sentences have. `ask` makes tokens of a
     text.
 
-    It begins with its number, so no other prompt begins alike.
+    The prompt begins with a number, so no other prompt begins alike.
     """
 
     def text(sentences: int) -> str:
@@ -99,39 +99,39 @@ def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str
     return text(fits)
 
 
-# --- what is measured
+# --- measurements
 
 
 class Gap(NamedTuple):
-    """From one token of a chat to its next."""
+    """From one token of a chat to the next."""
 
     seconds: float
     steps: int  # 1: the chat had a token in each step
     tokens: int  # of the elephant, computed meanwhile
-    cost: int  # of the budget, what its chunks took
+    cost: int  # of the elephant's chunks, in tokens of the budget
 
 
 class Held(NamedTuple):
-    """What bounded the steps."""
+    """The bounds of the steps."""
 
     budget: int
     chunk: int
 
 
 class Drop(NamedTuple):
-    """One elephant, and what the chats felt of it. Seconds are the engine's."""
+    """One elephant, and the pain of the chats. Seconds are the engine's."""
 
     request: int
-    held: tuple[Held, ...]  # more than one, if the budget was turned while it was read
+    held: tuple[Held, ...]  # more than one, if the budget was turned in mid-prompt
     chats: int
-    tokens: int  # of its prompt that were computed
-    widest: int  # the most of them in a step
-    steps: int  # in which it was read
+    tokens: int  # computed ones of the prompt
+    widest: int  # the most in a step
+    steps: int  # with a chunk of the elephant
     ttft: float
-    gap: float  # the median of the chats' gaps with a whole chunk in them
+    gap: float  # the median of the chats' gaps with a whole chunk inside
     longest: float
-    steps_between: int  # from a chat's token to its next, at most
-    quiet_gap: float  # the same before it came
+    steps_between: int  # from a chat's token to the next, at most
+    quiet_gap: float  # the same before the elephant
     quiet_longest: float
 
     @property
@@ -140,10 +140,10 @@ class Drop(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the trial has found so far."""
+    """The findings of the trial so far."""
 
-    stage: str  # what it does now, in words
-    reading: int | None  # the elephant that is in line, or is read
+    stage: str  # the work of the moment, in words
+    reading: int | None  # the elephant in line, or in work
     drops: tuple[Drop, ...]
     lines: tuple[str, ...]
     name: str = NAME
@@ -155,10 +155,10 @@ def read_of(step: StepView, request: int) -> int:
 
 
 def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[StepView, int, Gap]]:
-    """Each gap of each chat, with the step that ended it, and the chat's slot."""
+    """Each gap of each chat, with the last step, and the chat's slot."""
     undone = deque(steps)
-    newest: dict[int, StepView] = {}  # by chat: the step of its newest token
-    done: dict[int, list[StepView]] = {}  # by chat: since then, those that read the elephant
+    newest: dict[int, StepView] = {}  # by chat: the step of the newest token
+    done: dict[int, list[StepView]] = {}  # by chat: since then, steps with a chunk of the elephant
     for step in steps:
         while undone and work_ends(undone[0]) <= step.ended:
             other = undone.popleft()
@@ -182,8 +182,8 @@ def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[S
 
 
 def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) -> Drop | None:
-    """What an elephant did, from the steps before it and those that read it. None: no chat decoded
-    beside it."""
+    """The effect of an elephant, from the steps before, and the steps with a chunk. None: no chat
+    decoded at the same time."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []
@@ -194,7 +194,7 @@ def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) ->
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
-    # The last chunk is as wide as what is left: of two gaps, it would be the median
+    # The last chunk is as wide as the rest: of two gaps, the last would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     metrics = handle.metrics
@@ -221,19 +221,19 @@ class Trial:
     """Drops elephants. `drop` asks for one more, in any thread; the rest is the loop's.
 
     `before`: the drops of earlier trials, to be compared with.
-    `stays`: it goes on until somebody ends it; else it ends with the last drop that was asked for.
+    `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
     """
 
     def __init__(self, before: Sequence[Drop], stays: bool):
         self.is_over = False
         self._drops = [*before][-KEPT:]
         self._stays = stays
-        self._wanted: deque[int | None] = deque()  # the budgets of drops to come; None: as it is
+        self._wanted: deque[int | None] = deque()  # the budgets of drops to come; None: no change
         self._lines: list[str] = []
-        self._own: list[Handle] = []  # what this trial has fired, and has not ended
+        self._own: list[Handle] = []  # open requests of this trial
         self._fired = 0  # so many chats
-        self._has_company = False  # it keeps all slots but one filled with chats
-        self._shut = 0  # for so many steps a free slot has been kept from those who wait
+        self._has_company = False  # the trial keeps all slots but one filled with chats
+        self._shut = 0  # for so many steps a free slot has been kept shut
         self._seen = 0  # the newest step then
 
     def drop(self, budget: int | None = None) -> None:
@@ -278,7 +278,7 @@ class Trial:
             yield self._found(stage)
 
     def _keep_company(self, room: EngineRoom) -> None:
-        """If nothing runs, fill all slots but one with chats; from then on, keep them so."""
+        """If nothing runs, fill all slots but one with chats; from then on, again and again."""
         sched = room.engine.sched
         self._own = [handle for handle in self._own if handle.finish_reason is None]
         busy = len(sched.running) + len(sched.waiting)
@@ -290,7 +290,7 @@ class Trial:
             self._fired += missing
 
     def _check_open(self, sched: Scheduler) -> None:
-        """Does the policy admit requests while others run? What it does tells."""
+        """Does the policy admit requests while others run? The steps tell."""
         is_shut = sched.waiting and sched.free and not sched.draining_to
         self._shut = self._shut + (sched.steps > self._seen) if is_shut else 0
         self._seen = sched.steps
@@ -344,7 +344,7 @@ def reading(request: Request) -> str:
 
 
 def sentence(drops: Sequence[Drop]) -> str:
-    """What the budget trades, in the numbers of what ran: with the newest budget, and with the one
+    """The trade of the budget, in real numbers: with the newest budget, and with the one
     before."""
     newest = drops[-1]
     drop, which = calmest(drops, newest.held)
@@ -373,11 +373,11 @@ def calmest(drops: Sequence[Drop], held: tuple[Held, ...]) -> tuple[Drop, str]:
 
 # --- the page
 
-LEFT = 10  # characters before a trace: whose it is
-RIGHT = 10  # and behind it: the newest gap
+LEFT = 10  # characters before a trace: slot and request
+RIGHT = 10  # and behind a trace: the newest gap
 TALLEST = 6  # lines of a trace
 NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
-BEYOND = "↑"  # a gap that is longer than the scale
+BEYOND = "↑"  # a gap beyond the scale
 FIGURES = (
     Figure("elephant", 9, 8),
     Figure("budget", 9, 0),
@@ -392,11 +392,11 @@ FIGURES = (
 
 
 class Scope(NamedTuple):
-    """The steps that are drawn. As on an oscilloscope, the picture begins a little before the
+    """The steps of the picture. As on an oscilloscope, the picture begins a little before the
     newest elephant, and stands still when it is full."""
 
     columns: Sequence[Column]
-    zoom: int  # steps in a cell: of them the longest gap is drawn
+    zoom: int  # steps in a cell: the longest gap is drawn
     elephant: int | None
     before: int  # so many cells stand before the elephant's first chunk
 
@@ -420,7 +420,7 @@ def scope_of(state: State, found: Found | None, width: int) -> Scope:
 
 
 def draw(state: State, on: Paper) -> None:
-    """A trace for each chat, a line for each elephant, and what the budget trades."""
+    """A trace for each chat, a line for each elephant, and the trade of the budget."""
     found = state.found.get(NAME)
     runs = found is not None and state.view.trying and state.view.trial.name == NAME
     keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
@@ -438,7 +438,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def doing(state: State, found: Found | None, runs: bool) -> str:
-    """What goes on, and under which budget."""
+    """The work of the moment, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
     is_empty = found is None or not found.drops
@@ -453,7 +453,7 @@ def doing(state: State, found: Found | None, runs: bool) -> str:
 
 
 def truth(drops: Sequence[Drop]) -> str:
-    """What the figures can tell, and what not."""
+    """The limits of the figures."""
     words = ""
     if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
         longest = span(drops[-1].quiet_longest)
@@ -466,7 +466,7 @@ def truth(drops: Sequence[Drop]) -> str:
 
 
 def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
-    """A trace for each slot, on one scale, and under all of them the axis."""
+    """A trace for each slot, on one scale, and under all traces the axis."""
     cells = on.width - LEFT - RIGHT
     views = [column.view for column in scope.columns]
     first = {view.step: i for i, view in enumerate(views)}
@@ -502,8 +502,8 @@ def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale, in ms. What another program made long may lie beyond it, since it would
-    make all others look alike."""
+    """The end of the scale, in ms. A gap of another program's making may lie beyond; else all
+    others would look alike."""
     usual = percentile([gap.seconds for gap in gaps], 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(1000 * max(usual, read))
@@ -512,7 +512,7 @@ def top_of(gaps: Collection[Gap]) -> float:
 def draw_trace(
     on: Paper, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
-    """One chat's gaps as columns. Those in which the elephant was read have another colour."""
+    """One chat's gaps as columns. Gaps with the elephant inside have another colour."""
     newest = next((gap for gap in reversed(trace) if gap), None)
     for row in reversed(range(tall)):
         is_last = row == 0
@@ -529,7 +529,7 @@ def draw_trace(
 
 
 def draw_chunks(on: Paper, slot: int, elephant: int, busy: Collection[int], cells: int) -> None:
-    """The elephant's own line: the cells in which a chunk of it was computed."""
+    """The elephant's own line: the cells with a chunk."""
     pen = on.pen().put(f"{slot:>3} r{elephant}", bold=True).to(LEFT)
     for x in range(cells):
         if x in busy:
@@ -568,11 +568,11 @@ def as_budget(text: str) -> int:
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """Drop a prompt as long as a slot into the chats that run; with numbers, one with each of these
+    """Drop a prompt as long as a slot into the running chats; with numbers, one with each of these
     budgets."""
     state = desk.state
     budgets = [as_budget(word) for word in rest.split()]
-    for budget in budgets if state.view.engine else ():  # else the room refuses it
+    for budget in budgets if state.view.engine else ():  # else the room refuses
         state.view.made_with.with_budget(budget)
     trial = desk.state.kept.get(NAME)
     begins = not is_running(desk)
@@ -597,7 +597,7 @@ def is_running(desk: Desk) -> bool:
 
 
 def leave(desk: Desk) -> None:
-    """The trial ends, and puts back what it has changed."""
+    """The trial ends, and puts back all changes."""
     if is_running(desk):
         desk.room.end_trial()
         del desk.state.kept[NAME]  # the next one is another trial, though the engine may not know

@@ -3,8 +3,7 @@
 The problem. Whether a policy is quicker is seen at once if both timelines have the same scale, and
 never if each fills the width.
 
-What this file keeps. What is drawn is a `Contest` (`runs.py`), whether it was measured or simulated;
-each run says which.
+What this file keeps. The picture is of a `Contest` (`runs.py`), measured or simulated; each run says how.
 
 Where next: `runs.py`, the clock and the replay.
 """
@@ -41,8 +40,8 @@ from screen.runs import (
 )
 from screen.state import State, prices
 
-FILM = (4.0, 10.0)  # seconds for which the two legs of a race are shown, at least and at most
-WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then its figures
+FILM = (4.0, 10.0)  # seconds of the film with both legs, at least and at most
+WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
 NARROW = (12, 7, 11, 11, 0, 9, 0)
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
@@ -52,12 +51,12 @@ RACE_BEGINS = "The race begins."
 
 @dataclass
 class Shown:
-    """What the two pages show."""
+    """The subject of the two pages."""
 
-    # The comparison, or the race, that was asked for; None: the race that runs, or ran last
+    # The wanted comparison, or the wanted race; None: the running race, or the last one
     contest: Contest | None = None
-    last: Contest | None = None  # the last race that has ended
-    # How far both of its legs are shown, in seconds of their clock; None: to the end
+    last: Contest | None = None  # the last ended race
+    # How far both legs are shown, in seconds of the clock; None: to the end
     film: float | None = None
     looked: float = 0.0  # the time of the last look at the film
 
@@ -67,7 +66,7 @@ def shown_in(state: State) -> Shown:
 
 
 def draw(state: State, on: Paper) -> None:
-    """Each run under its figures, and a sentence that says which policy won."""
+    """Each run under its figures, and a sentence about the winner."""
     contest = contest_of(state)
     film = shown_in(state).film
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
@@ -105,7 +104,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def contest_of(state: State) -> Contest:
-    """What was asked for; else the race that runs, or ran last."""
+    """The wanted contest; else the running race, or the last one."""
     shown = shown_in(state)
     if shown.contest:
         return shown.contest
@@ -115,7 +114,7 @@ def contest_of(state: State) -> Contest:
 
 
 def draw_run(run: Run, on: Paper, slots: Sequence[int], longest: float) -> None:
-    """One run: its figures, then a timeline on which `longest` seconds fill the width."""
+    """One run: figures, then a timeline on which `longest` seconds fill the width."""
     widths = WIDE if on.width >= 80 else NARROW
     name = f" {run.policy}, {run.how}" if on.width >= 80 else f" {run.policy}"
     on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
@@ -128,7 +127,7 @@ def draw_run(run: Run, on: Paper, slots: Sequence[int], longest: float) -> None:
 
 
 def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
-    """The runs of a race side by side: what each slot's request has answered so far, its end in
+    """The runs of a race side by side: the answer of each slot's request so far, with the end in
     sight."""
     runs = [run for run in runs if run.requests]
     if on.room < 2 or not runs:
@@ -152,7 +151,7 @@ def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
 
 
 def compare(state: State, rival: str = "") -> Contest:
-    """What just ran, replayed under its own policy and under another.
+    """The last busy period, replayed under its own policy and under another.
 
     Both runs are simulated, since a measured time and a simulated one differ by the simulation's
     faults, too. If there is nothing to compare, a ValueError says why.
@@ -167,7 +166,7 @@ def compare(state: State, rival: str = "") -> Contest:
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     limits = state.limits_of(columns[0].step, columns[-1].step)
-    # More than one, if the user changed it meanwhile
+    # More than one, if the user changed the policy meanwhile
     policies = Counter(column.view.policy for column in columns)
     ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
@@ -228,8 +227,8 @@ def race_in(state: State) -> Contest:
 
 
 def asked(state: State, policies: Sequence[str]) -> Contest:
-    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
-    it."""
+    """A race before the first step: shown from the key on, while the engine has yet to hear of the
+    race."""
     view = state.view
     note = RACE_WAITS if view.works else RACE_BEGINS
     if view.trying and not view.racing:
@@ -238,7 +237,7 @@ def asked(state: State, policies: Sequence[str]) -> Contest:
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """One sentence that compares two runs, once both have ended."""
+    """One sentence about two runs, once both have ended."""
     if len(runs) < 2 or any(
         run.how in ("running …", "cut short") or not run.makespan for run in runs
     ):
@@ -300,7 +299,7 @@ def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Ite
 
 
 def obey_race(desk: Desk, rest: str) -> None:
-    """A burst of this size under the policies that are named: /race 12 static serial. /race last
+    """A burst of this size under the named policies: /race 12 static serial. /race last
     shows the last."""
     state = desk.state
     if rest == "last":
@@ -317,7 +316,7 @@ def obey_race(desk: Desk, rest: str) -> None:
     seed = state.settings.seed or 0
     shown = shown_in(state)
     shown.contest = None if state.view.racing else asked(state, policies)
-    # A chat template may take long, so this is not left to the thread that steps
+    # A chat template may take long, so the stepping thread does not read prompts
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", lambda room: run(room, reads, policies))
 
@@ -328,7 +327,7 @@ def obey_compare(desk: Desk, rest: str) -> None:
 
 
 def show_again(state: State) -> None:
-    """The last race, and both of its legs on one clock, if there are two."""
+    """The last race, and both legs on one clock, if there are two."""
     shown = shown_in(state)
     shown.contest = shown.last
     shown.film = 0.0 if verdict(shown.last.runs) else None
@@ -336,8 +335,8 @@ def show_again(state: State) -> None:
 
 
 def take(state: State, before: View) -> None:
-    """A race that was asked for may have begun. When a race has ended, it is shown once more: both legs
-    side by side, on one clock; but not if a comparison has been asked for meanwhile."""
+    """A wanted race may have begun. An ended race is shown once more: both legs side by side, on one
+    clock; but not if a comparison is wanted meanwhile."""
     shown = shown_in(state)
     view = state.view
     has_begun = view.racing or view.legs != before.legs

@@ -1,20 +1,20 @@
 """The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
 
-The problem. An engine answers many requests in one pass. Does it matter to an answer who else is in
-there? On most engines it does: a library multiplies eight rows in another order than one, the last
-bits differ, and sooner or later a token does. Temperature 0 does not help against that.
+The problem. An engine answers many requests in one pass. Does an answer depend on the other
+requests there? On most engines, yes: a library multiplies eight rows in another order than one, the last
+bits differ, and sooner or later a token does. Temperature 0 does not help.
 
-The way out is to try. The trial runs a prompt alone. Then it runs the prompt again and again, some
+The way out is to try. The trial runs a prompt alone. Then the prompt runs again and again, some
 of the runs at a time, while neighbours of random lengths and temperatures come, go and are
-cancelled. Half of the runs compute each row of their prompt. The other half may take over the rows
-of a beginning that a slot remembers, and half of the neighbours begin like the prompt. Each run
-becomes a short hash of its tokens and of the bits of their log probabilities, and hashes are
+cancelled. Half of the runs compute each row of the prompt. The other half may take over rows of a
+beginning from a slot's memory, and half of the neighbours begin like the prompt. Each run
+becomes a short hash of all tokens and of the bits of all log probabilities, and hashes are
 counted.
 
-What this file keeps. The trial only submits, cancels and reads what the engine hands out. All
+What this file keeps. The trial only submits, cancels and reads the engine's answers. All
 random choices come from one seed. The page is a pure function, as in `panes.py`.
 
-Where next: `breakage.py`, which asks the same of those whose neighbour fails.
+Where next: `breakage.py`, the same question beside a failing neighbour.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
 
 RUNS = 200
-LONGEST = 24  # tokens of a run, so that 200 runs take seconds
-WAVE = 20  # steps: then it is decided anew how many there are at a time
+LONGEST = 24  # tokens of a run: 200 runs then take seconds
+WAVE = 20  # steps: then the number of runs at a time is drawn anew
 LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
 CANCELLED = 0.25  # of the neighbours
-WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # what neighbours say
+WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
 TALLEST = 6  # lines of the picture of the company
 TEXT_ROWS = 3  # lines of the answer's text
-BEFORE = {  # by stage: what is said before the first run in company has ended
+BEFORE = {  # by stage: words before the first end of a run in company
     "waits": "It begins when all that runs has ended.",
     "alone": "The prompt runs alone.",
     "runs": "The company gathers.",
 }
 
 
-# --- what is found ------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
     """One run in company."""
 
     digest: str
-    beside: float  # so many others ran beside it, on average over its steps
-    reused: int  # tokens of its prompt whose rows were taken over
-    met: int  # so many others ran beside it in some step
+    beside: float  # so many others at a time, on average over all steps
+    reused: int  # tokens of the prompt, with rows from a slot's memory
+    met: int  # so many others in all
 
 
 class Kind(NamedTuple):
-    """Runs that are alike in every bit."""
+    """Runs with the same bits."""
 
     answer: Answer
     count: int
@@ -69,12 +69,12 @@ class Kind(NamedTuple):
 
 
 class Company(NamedTuple):
-    """What the trial has found so far."""
+    """The findings of the trial so far."""
 
     ask: Ask
     wanted: int  # runs
-    exact: bool  # what the engine says of itself
-    product: str  # which multiplies
+    exact: bool  # the engine's own word
+    product: str  # the engine's matrix product
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
     alone: Answer | None = None
     prompt_tokens: int = 0
@@ -114,7 +114,7 @@ class Company(NamedTuple):
 
     @property
     def covers(self) -> str:
-        """What a hash is made of."""
+        """The numbers inside a hash."""
         if self.alone is None:
             return ""
         tokens = count(len(self.alone.tokens), "token")
@@ -154,17 +154,17 @@ def same(ask: Ask, runs: int = RUNS) -> Callable[[EngineRoom], Iterator[Company]
 
 
 class Guest:
-    """A run that is under way."""
+    """A run under way."""
 
     def __init__(self, handle: Handle):
         self.handle = handle
         self.steps = 0
-        self.beside = 0  # others, added up over its steps
+        self.beside = 0  # others, added up over all steps
         self.met: set[int] = set()
 
 
 class Gathering:
-    """The trial while it runs."""
+    """The running trial."""
 
     def __init__(self, room: EngineRoom, ask: Ask, runs: int):
         self.room = room
@@ -212,7 +212,7 @@ class Gathering:
         self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
 
     def _run_alone(self) -> Iterator[Company]:
-        """Until it has really been alone: a user may fire something meanwhile."""
+        """Until the prompt was really alone: a user may fire something meanwhile."""
         self._tell(stage="alone")
         while self.found.alone is None:
             before = self.engine.sched.submitted
@@ -241,7 +241,7 @@ class Gathering:
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
             self.guests.append(Guest(self.room.submit(self.ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
-            with suppress(ValueError):  # its prompt does not fit a slot
+            with suppress(ValueError):  # the prompt does not fit a slot
                 handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
                 stays = dice.random() >= CANCELLED
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
@@ -278,7 +278,7 @@ class Gathering:
                 del self.others[handle]
 
     def _collect(self) -> None:
-        """Count the runs that have ended. One that was cancelled by hand is run again."""
+        """Count the ended runs. A run that was cancelled by hand comes again."""
         for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
             self.guests.remove(guest)
             if not check(guest.handle):
@@ -312,14 +312,14 @@ class Gathering:
 
 
 def check(handle: Handle) -> bool:
-    """Whether an answer has come to its end. A failure ends the trial."""
+    """Whether an answer has come to the end. A failure ends the trial."""
     if handle.error:
         raise ValueError(f"a run failed: {handle.error}")
     return handle.finish_reason in ("stop", "length")
 
 
 def unlike(found: Company) -> list[Kind]:
-    """The answers that should not be: first those with other tokens, then the most frequent."""
+    """The wrong answers: first those with other tokens, then the most frequent."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 
@@ -328,7 +328,7 @@ def unlike(found: Company) -> list[Kind]:
 
 
 def draw(state: State, on: Paper) -> None:
-    """How many answers there are, in what company, and where they differ."""
+    """How many answers there are, the company, and the differences."""
     found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
     on.title("The same answer in company", note)
@@ -367,7 +367,7 @@ def draw_counter(state: State, on: Paper, found: Company) -> None:
 
 
 def draw_kinds(on: Paper, found: Company) -> None:
-    """A line for each answer: its hash, its runs, and where it differs."""
+    """A line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
     kinds = [found.kinds[0], *unlike(found)]
@@ -385,8 +385,8 @@ def draw_kinds(on: Paper, found: Company) -> None:
 
 
 def draw_strip(state: State, on: Paper, found: Company) -> None:
-    """A column for each run, in the order of their ends: as high as it had company. Under those
-    that are not like the run alone stands a cross."""
+    """A column for each run, in the order of the ends: as high as the company. Under a run that
+    is not like the run alone stands a cross."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1
@@ -413,8 +413,8 @@ def how_many(text: str) -> int:
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """A prompt alone, then so many times in company: /same 200. The prompt is the one that stands
-    behind the number (/same 50 What is 3 + 4?), the one that a user has typed and the selected slot
+    """A prompt alone, then so many times in company: /same 200. The prompt stands
+    behind the number (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot
     has answered, or one of ours. /same last shows the last."""
     if rest == "last" or (not rest and desk.is_trying("same")):
         return
@@ -428,7 +428,7 @@ def obey(desk: Desk, rest: str) -> None:
 
 
 def own_prompt(state: State) -> str:
-    """What a user has asked last in the selected slot; else the longest of ours, which has a
+    """The user's last prompt in the selected slot; else the longest of ours, which has a
     beginning to share."""
     owner = state.owner(state.selected)
     ours = [prompt for prompt, _ in state.prompts]

@@ -1,18 +1,18 @@
-"""The scenes of the tour: for each of eight questions a stage, a question, a run, and what came of
-it.
+"""The scenes of the tour: for each of eight questions a stage, the question, a run, and the
+explanation.
 
-The problem. A screen shows what an engine does, and not why. Whoever looks at a timeline for the
-first time does not know where to look, and reads past what would surprise them.
+The problem. A screen shows the work of an engine, and no reasons. On the first day, a reader does
+not know where to look in a timeline, and reads past every surprise.
 
-The way out. Each scene stops the engine, asks what will happen next, lets it happen, and explains
-what has happened by the figures of this very run. A scene is a row of `SCENES`: a few lines that a
-user could type as well, and a few functions of what has been seen.
+The way out. Each scene stops the engine, asks a question, goes on, and explains the
+answer by the figures of this very run. A scene is a row of `SCENES`: a few lines that a
+user could type as well, and a few functions of the steps and requests.
 
-What this file keeps. No figure is written down here: all of them are read from the steps and the
-requests of the scene. Where a run has none of what the scene is about, its functions raise a
-ValueError that says so, and the tour goes on.
+What this file keeps. No figure is written down here: all are read from the steps and the requests
+of the scene. Where a run lacks the scene's subject, the functions raise a ValueError, and the tour
+goes on.
 
-Where next: `tour.py`, which plays the scenes and draws the strip.
+Where next: `tour.py`, the player of the scenes.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")
 STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROES)
 
 
-# --- what a scene is made of --------------------------------------------------------------------
+# --- the parts of a scene -----------------------------------------------------------------------
 
 
 @dataclass
 class Seen:
-    """What a scene has seen so far: the steps and the requests since it began."""
+    """The steps and the requests since the scene began."""
 
     state: State
     first: int  # all steps up to this one, and all requests up to `newest`, were there before
     newest: int
-    found: dict[str, Finding]  # by trial: what earlier ones have found
+    found: dict[str, Finding]  # by trial: earlier findings
     guess: int | None = None  # from 1
-    late: bool = False  # what was to happen took too long, and was cut short
+    late: bool = False  # the run took too long, and was cut short
     notes: dict = field(default_factory=dict)  # whatever a scene wants to remember
 
     @staticmethod
@@ -67,12 +67,12 @@ class Seen:
 
     @property
     def requests(self) -> list[RequestView]:
-        """In the order of their arrival."""
+        """In the order of arrival."""
         return [r for id, r in sorted(self.state.requests.items()) if id > self.newest]
 
     @property
     def columns(self) -> list[Column]:
-        """The steps in which a request of this scene had a slot."""
+        """The steps with a request of this scene in a slot."""
         return [
             column
             for column in self.state.history
@@ -81,12 +81,12 @@ class Seen:
         ]
 
     def finding(self, trial: str) -> Finding | None:
-        """What a trial of this scene has found."""
+        """The findings of a trial in this scene."""
         found = self.state.found.get(trial)
         return None if found is self.found.get(trial) else found
 
     def decodes(self, rows: int) -> list[float]:
-        """The seconds of the steps that decoded so many rows, and did nothing else."""
+        """The seconds of the steps with so many decoding rows, and nothing else."""
         steps = [column.view for column in self.columns]
         return [s.seconds for s in steps if len(s.decode) == rows and not s.prefill]
 
@@ -99,20 +99,20 @@ class Until(NamedTuple):
     each: str = ""
 
 
-# A line as a user types it, or a function: it makes such a line, or does something to the screen
-# and answers with the name of the key that does the same
+# A line as from a user, or a function: the function makes such a line, or does something to the
+# screen and answers with the name of a key for the same
 Act = str | Until | Callable[[Seen], str]
 
 
 class Scene(NamedTuple):
     """A row of the table.
 
-    `stage`: what happens before the question is asked. `run`: what happens after the guess.
-    `prompts`: those that a burst fires, with the longest answer of each.
+    `stage`: the acts before the question. `run`: the acts after the guess.
+    `prompts`: for a burst, with the longest answer of each.
     `says`: how far the run is.
-    `judge`: which of the answers was right, from 1.
-    `tell`: what came of it, in two lines of a small screen.
-    `place`: the file and the function that decide it.
+    `judge`: the right answer, from 1.
+    `tell`: the explanation, in two lines of a small screen.
+    `place`: file and function of the decision.
     """
 
     title: str
@@ -128,15 +128,15 @@ class Scene(NamedTuple):
 
 
 def usual(times: Sequence[float]) -> float:
-    """What a step takes if nothing comes in between."""
+    """The time of a step without an interruption."""
     if not times:
         raise ValueError("no step was seen that could be compared")
     return undisturbed(times, one_in=8)
 
 
 def back_to(state: State, column: Column) -> str:
-    """Put the cursor on a step, so that a reader sees what the text says. What came before the step is
-    in sight, too."""
+    """Put the cursor on a step, so a reader sees the subject of the text. The steps before are in sight,
+    too."""
     state.zoom = 1
     state.look_at(state.index_of(column.step))
     state.edge = state.at + 12
@@ -148,7 +148,7 @@ def is_settled(seen: Seen) -> bool:
 
 
 def was_tried(seen: Seen) -> bool:
-    """A trial is begun by a wish; has it ended, too?"""
+    """A trial begins with a wish; has the trial ended, too?"""
     return not seen.state.view.trying
 
 
@@ -158,16 +158,16 @@ def still_open(seen: Seen) -> int:
 
 
 def has_decoded(rows: int | None, steps: int, seen: Seen) -> bool:
-    """So many steps that decode so many rows, unless too many answers have ended before. None: as
+    """So many steps with so many decoding rows, unless too many answers have ended before. None: as
     many rows as there are slots."""
     rows = rows or seen.slots
     return still_open(seen) < rows or len(seen.decodes(rows)) >= steps
 
 
-# --- what a row more costs ------------------------------------------------------------------------
+# --- the price of a row more ----------------------------------------------------------------------
 
 WATCHED = 16  # steps of a kind, slowly
-TIMED = 64  # and so many in all, to know what they take
+TIMED = 64  # and so many in all, for the usual time
 
 
 def ask_rows(seen: Seen) -> str:
@@ -185,7 +185,7 @@ def times_as_long(seen: Seen) -> list[float]:
 
 
 def back_to_a_usual(rows: int | None, seen: Seen) -> str:
-    """A step that took as long as the text says. The newest before a pause is often slower."""
+    """A step of the same time as in the text. The newest before a pause is often slower."""
     rows = rows or seen.slots
     steps = [c for c in seen.columns if len(c.view.decode) == rows and not c.view.prefill]
     time = usual(seen.decodes(rows))
@@ -203,7 +203,7 @@ def rows_ratio(seen: Seen) -> float:
 
 
 def judge_rows(seen: Seen) -> int:
-    """The answer that is nearest."""
+    """The nearest answer."""
     answers = times_as_long(seen)
     ratio = rows_ratio(seen)
     nearest = min(answers, key=lambda times: abs(math.log(ratio / times)))
@@ -230,7 +230,7 @@ def tell_rows(seen: Seen) -> str:
 
 
 def last_in_line(seen: Seen) -> RequestView:
-    """The longest prompt of those that find no slot."""
+    """The longest prompt of those without a slot."""
     waiting = seen.requests[seen.slots :]
     if not waiting:
         raise ValueError("no prompt had to wait")
@@ -282,7 +282,7 @@ def tell_fault(seen: Seen) -> str:
     return f"{said} w says it of any request."
 
 
-# --- what a long prompt does to others ----------------------------------------------------------
+# --- a long prompt among others -----------------------------------------------------------------
 
 
 def ask_elephant(seen: Seen) -> str:
@@ -299,7 +299,7 @@ def elephants(seen: Seen) -> str:
 
 
 def drops(seen: Seen) -> list[Drop]:
-    """What the elephants of this scene did."""
+    """The elephants of this scene."""
     found = seen.finding("elephant")
     return [drop for drop in found.drops if drop.request > seen.newest] if found else []
 
@@ -311,7 +311,7 @@ def judge_elephant(seen: Seen) -> int:
 
 
 def quiet_gap(seen: Seen) -> float:
-    """From a chat's token to its next, before the elephants came."""
+    """From a chat's token to the next, before the elephants came."""
     return min(drop.quiet_gap for drop in both(seen))
 
 

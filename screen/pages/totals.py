@@ -1,6 +1,6 @@
-"""What each busy period came to, the newest first: so bursts and policies can be compared.
+"""The figures of each busy period, the newest first: so bursts and policies can be compared.
 
-Where next: `screen/periods.py`, which adds up.
+Where next: `screen/periods.py`, the sums.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def draw_table(state: State, on: Paper, most: int) -> None:
 
 
 def farewell(state: State, width: int) -> list[str]:
-    """What stays in the terminal: the last busy periods, and how many requests have been left
+    """For the terminal, after the end: the last busy periods, and how many requests have been left
     unfinished."""
     on = Paper(DARK, width, 0)
     draw_table(state, on, 10)

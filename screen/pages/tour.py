@@ -1,23 +1,22 @@
-"""The tour: a few scenes that ask what will happen next, let it happen, and explain what happened.
+"""The tour: a few scenes. Each asks a question, lets the engine answer, and explains the answer.
 
-The problem. A tour that only talks is skipped, and one that takes the screen hides what it talks
-about. And a person leaves a tour at any moment, wants everything back as it was, and never waits.
+The problem. A tour of mere words is skipped, and a tour over the whole screen hides its subject.
+And a person leaves a tour at any moment, wants everything back as before, and never waits.
 
-The way out. The tour is a script over what any user can do: it pauses, fires, steps and switches by
-the same lines that are typed (`Session.obey`), and names the keys. `Tour.look` is called as often
-as the screen is looked at, goes on as far as it can, and never waits. What it says is a `Telling`
-in the state, and `draw_tour` draws it as a strip of a few lines under the panes, so what runs is
-seen.
+The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies come
+by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. `Tour.look` is
+called as often as the screen is looked at, goes on as far as possible, and never waits. The tour's
+words are a `Telling` in the state, and `draw_tour` draws a strip of a few lines under the panes, so
+the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
 
-What this file keeps. Whatever happens, `leave` puts back what the tour has changed: policy, budget,
-pause, slow motion, settings, and what is selected; and it ends the requests that were fired. No
-part of a scene takes longer than `LONGEST`: then the scene goes on with what there is, or says that
-it did not come off. The line of code that is named is looked up in the source, so it cannot be
-stale.
+What this file keeps. Whatever happens, `leave` puts back all changes of the tour: policy, budget,
+pause, slow motion, settings and selection; and ends all requests of the tour. No
+part of a scene takes longer than `LONGEST`: then the scene goes on with less, or says: it did not
+come off. Each line of code is looked up in the source, so no line is stale.
 
-Where next: `tui.py`, which gives the tour its keys.
+Where next: `app.py`, the keys of the tour.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from screen.session import Session
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]
-# Seconds: what a scene runs goes on at full speed then, and is cut short then
+# Seconds: a scene's run goes on at full speed then, and is cut short then
 HURRY, LONGEST = 8.0, 14.0
 LEAST_SLOTS = 4  # with fewer there is nothing to see
-# What every scene begins with: nothing runs, and no slot remembers anything
+# The begin of every scene: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
 RUNS = "enter: at full speed · esc: leave"
 FAREWELL = (
@@ -59,7 +58,7 @@ FAREWELL = (
 
 
 class Before(NamedTuple):
-    """What the tour changes, as it was before."""
+    """Everything under the tour's hands, as before."""
 
     policy: str
     budget: int | None  # None: as the engine was made
@@ -112,7 +111,7 @@ def refuse(session: Session) -> None:
         raise ValueError(
             f"no tour {whose}, since its clients would suffer; start a python tui.py for it"
         )
-    if not session.heard:  # what is put back at the end would be stale
+    if not session.heard:  # else stale values would be put back
         raise ValueError("the engine has yet to hear the last keys; press T again")
     if view.busy or view.load:
         raise ValueError(
@@ -126,7 +125,7 @@ def refuse(session: Session) -> None:
 
 
 class Tour:
-    """Plays scenes, one after the other. No method of it waits.
+    """Plays scenes, one after the other. No method waits.
 
     `now`: a clock, in seconds.
     """
@@ -144,10 +143,10 @@ class Tour:
         self._now = now
         self._scenes = scenes
         self._before = Before.of(session)
-        self._right = 0  # guesses that came true
+        self._right = 0  # true guesses
         self._number = -1  # of the scene, from 0
         session.eases = False
-        session.stays = False  # a trial ends with what it was asked for
+        session.stays = False  # a trial ends by itself
         self._next_scene()
 
     @property
@@ -159,7 +158,7 @@ class Tour:
         """Does nothing happen before the user says something?"""
         return self._phase in ("ask", "tell", "end")
 
-    # --- what the user says
+    # --- the user's words
 
     def guess(self, answer: int) -> None:
         """From 1. Nothing happens if there is no such answer, or nothing was asked."""
@@ -179,7 +178,7 @@ class Tour:
             self.leave()
 
     def leave(self) -> None:
-        """At once; everything is as it was before."""
+        """At once; everything is as before."""
         if not self.is_over:
             self.is_over = True
             self._before.put_back(self.session)
@@ -193,7 +192,7 @@ class Tour:
     # --- going on by itself
 
     def look(self) -> None:
-        """Go on as far as that is possible now."""
+        """Go on as far as possible."""
         if self._phase in ("stage", "run") and not self.is_over:
             spent = self._now() - self._began
             self.seen.late = self.seen.late or spent >= LONGEST
@@ -240,7 +239,7 @@ class Tour:
 
     @property
     def _is_quiet(self) -> bool:
-        """Does the view show the effect of all that was said?"""
+        """Does the view show the effect of all lines?"""
         return self.session.heard and not self.state.view.stepping
 
     def _do(self, act: Act) -> None:
@@ -339,7 +338,7 @@ class Tour:
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
-    """Which answer was right, and whether it was the user's."""
+    """The right answer, and whether the user's was the same."""
     if not 1 <= right <= len(answers):
         return "None of the answers came true."
     said = f"{right}, {answers[right - 1]}."
@@ -363,7 +362,7 @@ def line_of(file: str, name: str) -> str:
         SyntaxError,
         StopIteration,
         AttributeError,
-    ):  # somebody is changing it just now
+    ):  # somebody is changing the file just now
         return f"{file}  {name}"
     return f"{file}:{node.lineno}  {name}"
 
@@ -372,7 +371,7 @@ def line_of(file: str, name: str) -> str:
 
 
 def draw_tour(state: State, on: Paper) -> None:
-    """What the tour says now: a heading, a text, and as many of the rest as find room."""
+    """The tour's words: a heading, a text, and as much of the rest as there is room for."""
     told = state.tour
     if told is None:
         return
@@ -411,7 +410,7 @@ def draw_answers(told: Telling, on: Paper) -> None:
 
 
 def run_plain_tour(session: Session) -> int:
-    """The tour as lines: each question, a guess from standard input, and what came of it."""
+    """The tour as lines: each question, a guess from standard input, and the explanation."""
     tour: Tour | None = None
     told: Telling | None = None
     while tour is None or not tour.is_over:
@@ -434,7 +433,7 @@ def run_plain_tour(session: Session) -> int:
 
 
 def in_lines(told: Telling) -> list[str]:
-    """What the tour says now, for the plain log."""
+    """The tour's words, for the plain log."""
     if told.guess or not (told.asks or told.verdict or told.place):
         return [f"  ({told.hint})"] if told.guess else [told.text, *filter(None, [told.verdict])]
     lines = [told.text]

@@ -1,11 +1,11 @@
-"""A request's life as a waterfall, and beneath it what it would have been in another company.
+"""A request's life as a waterfall, and beneath the same life in another company.
 
-The problem. "TTFT 1.2 s" says that somebody waited, and not for what.
+The problem. "TTFT 1.2 s" says how long, and not why.
 
-What this file keeps. The parts are rounded before they are added up, so a reader who adds them up
-gets the same sum.
+What this file keeps. The parts are rounded before they are added up, so a reader's sum is the
+same.
 
-Where next: `screen/life.py`, which finds the parts, and replays.
+Where next: `screen/life.py`, the parts and the replays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SOON, LATE = "█▒"  # until the first token, and after it
 
 
 def draw(state: State, on: Paper) -> None:
-    """One request: the parts of its life, whom it waited for, and the replays."""
+    """One request: the parts of the life, the others, and the replays."""
     on.names = NAMES - 1
     r = state.open
     if r is None:
@@ -67,8 +67,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def draw_slider(state: State, on: Paper, r: RequestView) -> None:
-    """Where its first token stands among those of all that have ended. Each percentile leads to the
-    request that stands there."""
+    """The place of the first token among all ended requests. Each percentile leads to a request."""
     order = ranked(state.ended)
     place = place_of(r, order)
     cells = ["─"] * (on.width - 8)
@@ -96,7 +95,7 @@ def at_cell(part: float, cells: int) -> int:
 
 
 def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
-    """The waterfall: each part begins where the one above it ends."""
+    """The waterfall: each part begins at the end of the part above."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
     parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
     parts = {part: spent for part, spent in parts.items() if spent}
@@ -123,7 +122,7 @@ def in_ms(seconds: float) -> float:
 
 
 def ink_of(p: Palette, part: str, request: int) -> str:
-    """What is its own has the request's colour. The line and the neighbours have none."""
+    """The request's own parts have the request's colour. The line and the neighbours have none."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
@@ -204,7 +203,7 @@ def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
 
 
 def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
-    """How far the replays can be compared with what was measured."""
+    """How far the replays can be compared with the real run."""
     words = ""
     ran = next(each for each in found if each.name == r.policy)
     times = found[0].life / ran.life if ran.life else 1.0
@@ -227,8 +226,8 @@ def which(text: str) -> int | str:
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """Look into the request that is open; into the one that is named (/why 7); or into the one
-    whose first token came as late as that of so many percent (/why p95)."""
+    """Look into the open request; into the named one (/why 7); or into the one at a percentile of
+    first tokens (/why p95)."""
     state = desk.state
     chosen = which(rest) if rest else None
     request = state.open
@@ -244,7 +243,7 @@ def obey(desk: Desk, rest: str) -> None:
 
 
 def look_into(state: State, request: RequestView) -> None:
-    """Open a request, and replay what ran around it."""
+    """Open a request, and replay the busy period."""
     state.opened = request.id
     requests = state.requests.values()
     limits = state.view.made_with
@@ -261,7 +260,7 @@ def look_into(state: State, request: RequestView) -> None:
 
 
 def lead(state: State, by: int) -> None:
-    """To the request whose first token came next sooner, or next later."""
+    """To the request with the next sooner first token, or the next later."""
     order = ranked(state.ended)
     if order and state.open:
         place = place_of(state.open, order)
@@ -270,7 +269,7 @@ def lead(state: State, by: int) -> None:
 
 
 def to_mark(state: State) -> None:
-    """To the first of the percentiles that is beyond the request; then from the start."""
+    """To the first percentile beyond the request; then from the start."""
     order = ranked(state.ended)
     if not order:
         return

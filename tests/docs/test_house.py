@@ -85,7 +85,7 @@ SCREEN = """
     room paper
     ink places
 """
-SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/price parts/replay parts/device/cores
+SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/replay parts/device/cores
     parts/text/speech door/journal door/wire sched policies"""
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
     parts/dialogue parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/*

@@ -521,8 +521,8 @@ def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
     engine, monkeypatch
 ):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
-    monkeypatch.setattr(remote, "STEPS", 20)
-    monkeypatch.setattr(remote, "ENDS", 5)
+    monkeypatch.setattr(wire, "STEPS", 20)
+    monkeypatch.setattr(wire, "ENDS", 5)
     door = canned_door()[0]
     seen = heard = None
     for number in range(6):
