@@ -205,7 +205,8 @@ def load_engine(
     from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    # Prompts and answers of the demo are short. So they fill more of a slot, and some take two chunks
+    # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
+    # chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
@@ -242,8 +243,8 @@ def open_room(args: argparse.Namespace) -> Room:
 
 
 def failed(state: State) -> int:
-    """The exit code behind a screen: 2 if the model could not be loaded, and then the reason is told
-    once more."""
+    """The exit code behind a screen: 2 if the model could not be loaded, and then the reason is
+    told once more."""
     if state.view.stage != "failed":
         return 0
     print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
@@ -321,7 +322,8 @@ def leave(*_) -> NoReturn:
 
 
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
-    """The screen, to the end. Answers with the exit code, and with the picture, if one was wanted."""
+    """The screen, to the end. Answers with the exit code, and with the picture, if one was
+    wanted."""
     note = tour_note() if session.eases else None
     app = Screen(session, args.script, bool(args.screenshot), args.tour, note)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)

@@ -1,8 +1,8 @@
 """The screen: it places the panes, looks for news up to ten times a second, and turns keys into
 wishes.
 
-The problem. Keys come from a keyboard, a mouse, a palette and a script, pages lie over panes, and the
-engine must never wait for any of these.
+The problem. Keys come from a keyboard, a mouse, a palette and a script, pages lie over panes, and
+the engine must never wait for any of these.
 
 What this file keeps. The picture depends only on `State` and on the size. Every key leads to
 `Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
@@ -356,7 +356,8 @@ class Screen(App):
         self.paint()
 
     def say(self, message: str) -> None:
-        """Words for the user, for a while: beside the prompt; in a notice, if they find no room there."""
+        """Words for the user, for a while: beside the prompt; in a notice, if they find no room
+        there."""
         beside = self.screen_stack[0].query_one("#settings")
         is_long = beside.display and cell_len(message) > beside.size.width - 2
         if message and (is_long or len(self.screen_stack) > 1):

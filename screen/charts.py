@@ -1,5 +1,5 @@
-"""The charts: tokens a second, slots at work in each step, how long first tokens took, and the price
-of a row.
+"""The charts: tokens a second, slots at work in each step, how long first tokens took, and the
+price of a row.
 
 The problem. A timeline shows every step, but neither the speed of the engine nor the waits of
 requests.
@@ -61,8 +61,8 @@ def draw_scale(on: Paper, mark: str, width: int) -> Pen:
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """The stretch of time in the charts, from and to: the latest busy period up to the cursor, or its last ten
-    seconds."""
+    """The stretch of time in the charts, from and to: the latest busy period up to the cursor, or
+    its last ten seconds."""
     if not state.history:
         return 0.0, 0.0
     last = state.here.ended

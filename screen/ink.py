@@ -44,7 +44,8 @@ def clean(text: str) -> str:
     """Text for the cells of the screen, or in a line of the log.
 
     A terminal would obey control characters. Others draw nothing, or turn the direction of writing:
-    a prompt could hide words there, and shift its neighbours. All of those are shown as such: ␛, or <U+202E>. A newline stays, and a tab becomes blanks.
+    a prompt could hide words there, and shift its neighbours. All of those are shown as such: ␛, or
+    <U+202E>. A newline stays, and a tab becomes blanks.
     """
     return UNUSUAL.sub(lambda found: visible(found[0]), ORDINARY.sub("", text))
 

@@ -4,9 +4,9 @@ company.
 The problem. A late first token has one of three causes: the line, the prompt's own
 length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
 
-The way out. Each moment of a request's life belongs to one part. Before the admission, the request is in
-line. Afterwards every step is looked at: how much work was for the request, and how much for the
-others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
+The way out. Each moment of a request's life belongs to one part. Before the admission, the request
+is in line. Afterwards every step is looked at: how much work was for the request, and how much for
+the others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
 (`parts/clock.py`). And since the scheduler needs no model, the same requests go through a scheduler
 once more: this one alone, and all of them under each policy.
 
@@ -124,12 +124,14 @@ def life_of(
 
 
 def is_noisy(prices: Prices) -> bool:
-    """A chunk has a row at least. If a chunk seems to cost less than one row, chance was at work."""
+    """A chunk has a row at least. If a chunk seems to cost less than one row, chance was at
+    work."""
     return prices.chunk <= max(LEAST, prices.row)
 
 
 def with_a_chunk(prices: Prices) -> Prices:
-    """If the clock is too noisy to give a chunk a price, a chunk counts as much as a step of one row."""
+    """If the clock is too noisy to give a chunk a price, a chunk counts as much as a step of one
+    row."""
     if not is_noisy(prices):
         return prices
     guessed = copy(prices)
@@ -202,7 +204,8 @@ def work_ends(step: StepView) -> float:
     """When the work of a step was done.
 
     A step ends when its tokens were read. On a CPU Python stands still while the step is started,
-    and the device works meanwhile. Then the next step is started, and only then the tokens are read.
+    and the device works meanwhile. Then the next step is started, and only then the tokens are
+    read.
     """
     started = step.began + step.plan_s + step.build_s + step.device_s
     return min(started, step.ended) if step.device_s > step.wait_s else step.ended
@@ -307,7 +310,8 @@ def by_steps(
 ) -> list[Guest]:
     """The same requests: each comes, begins and leaves before the same steps as in the real run.
 
-    A replay knows no text, so in a replay no request waits until another one has written common rows.
+    A replay knows no text, so in a replay no request waits until another one has written common
+    rows.
     """
     firsts: dict[int, int] = {}
     for number, column in enumerate(columns, 1):

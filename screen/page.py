@@ -1,8 +1,8 @@
 """A page of the screen: one record, and all else follows from the record.
 
-The problem. A page has a key, a command, a word in a script, a line in a log, more keys while the page
-is open, and a place in footer, help, palette and completion. With a table for each, a page would be
-named in ten tables.
+The problem. A page has a key, a command, a word in a script, a line in a log, more keys while the
+page is open, and a place in footer, help, palette and completion. With a table for each, a page
+would be named in ten tables.
 
 What this file keeps. A file in `screen/pages/` knows a `Desk`, the state and a paper, and makes a
 record. The table of keys (`keys.py`) lists the records. No other file knows a page by name.
@@ -61,8 +61,8 @@ class Page(NamedTuple):
     help: str
     draw: Callable[[State, Paper], None]  # any number of lines: a page can be scrolled
     footer: int = 0
-    # The command, with the words behind its name: runs before the page opens. Answers with words for
-    # the user; a ValueError says why a command is refused
+    # The command, with the words behind its name: runs before the page opens. Answers with words
+    # for the user; a ValueError says why a command is refused
     obey: Callable[[Desk, str], str | None] | None = None
     example: str = ""  # of the words behind the command
     words: Sequence[str] = ()  # known to completion there

@@ -236,7 +236,8 @@ def last_line(period: Period, on: Paper) -> None:
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
-    """The rows of one slot as a bar. Each kind gets one cell at least, if there are rows of this kind."""
+    """The rows of one slot as a bar. Each kind gets one cell at least, if there are rows of this
+    kind."""
     prompt = min(slot.used, slot.prompt_tokens)
     kinds = (
         (min(slot.reused, prompt), ink.REUSED),
@@ -280,7 +281,8 @@ def draw_cells(
 
 
 def draw_timeline(state: State, on: Paper) -> None:
-    """Slots x steps: the work of each slot in each step. This picture shows the point of batching."""
+    """Slots x steps: the work of each slot in each step. This picture shows the point of
+    batching."""
     zoom, columns, cursor = state.window(on.width - 4)
     there = {column.cells[0].kind for column in columns}
     rare = there & {ink.UNSEEN, ink.FAILED}
@@ -346,8 +348,8 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
 
 
 def draw_glass(request: RequestView, on: Paper) -> list[Line]:
-    """JSON under glass: the newest token; then, without the grammar, the likeliest others, the forbidden
-    struck through. A blank is drawn (␣), for a token may be nothing else."""
+    """JSON under glass: the newest token; then, without the grammar, the likeliest others, the
+    forbidden struck through. A blank is drawn (␣), for a token may be nothing else."""
     pen = Pen()
     for i, (text, probability, is_allowed) in enumerate(request.glass):
         said = clean(repr(text)[1:-1]).replace(" ", "␣")

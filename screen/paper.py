@@ -1,7 +1,7 @@
 """Paper: panes and pages write lines on a paper, from the top to the bottom.
 
-The problem. Every line needs the theme's colours and a width. Handed to every function, the two take
-more room in the code than the picture.
+The problem. Every line needs the theme's colours and a width. Handed to every function, the two
+take more room in the code than the picture.
 
 What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
 never wider than the paper: words without room are left out, or go on in the next line.
@@ -75,8 +75,8 @@ class Paper:
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as there
-        is room."""
+        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as
+        there is room."""
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()

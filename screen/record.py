@@ -49,7 +49,8 @@ Ids = Callable[[RequestView], Sequence[int]]  # the tokens of a request's prompt
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """The last race, or else the latest busy period. `about`: the command, the machine and so on."""
+    """The last race, or else the latest busy period. `about`: the command, the machine and so
+    on."""
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):

@@ -515,7 +515,8 @@ class EngineRoom(Room):
         return handle
 
     def submit(self, ask: Ask, reuse: bool = True, read: Read | None = None) -> Handle:
-        """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit raises.
+        """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit
+        raises.
 
         `reuse`: whether rows of a beginning may be taken over.
         `read`: the prompt in tokens, if known.
@@ -650,8 +651,8 @@ class EngineRoom(Room):
         times among random neighbours. It ends a pause.
 
         A trial is a generator. It is asked for its next finding between two steps, so there it may
-        fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in a
-        `finally`. After the last finding it is over.
+        fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in
+        a `finally`. After the last finding it is over.
         """
         if self._trial:
             self.fault(f"a {'race' if self._known.racing else 'trial'} runs already; X ends it")

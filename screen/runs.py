@@ -4,8 +4,8 @@ The problem. Two policies are to be compared by seconds. But other programs take
 away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
 
 The way out. A run's seconds are the prices of all steps, added up (`parts/clock.py`). All other
-seconds on the engine's clock have a name: interruptions. And the number of steps is printed; nothing
-can disturb it.
+seconds on the engine's clock have a name: interruptions. And the number of steps is printed;
+nothing can disturb it.
 
 What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
 at 0.

@@ -3,8 +3,8 @@
 The problem. A user may press a key, click, type, use the command palette, write a script, or have
 no terminal at all.
 
-What this file keeps. A line with a slash in front is a command, any other line is a prompt. All these
-ways lead to `Session.obey`, so every way can do the same.
+What this file keeps. A line with a slash in front is a command, any other line is a prompt. All
+these ways lead to `Session.obey`, so every way can do the same.
 
 Where next: `tui.py`, the screen itself.
 """
@@ -66,7 +66,8 @@ class Session:
 
     `eases`: a first burst runs in slow motion, since a small model is done before anything
     can be seen.
-    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, the trial ends.
+    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, the
+    trial ends.
     """
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
@@ -116,8 +117,8 @@ class Session:
         ]
 
     def obey(self, line: str) -> str:
-        """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the line
-        is wrong."""
+        """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the
+        line is wrong."""
         if not line.startswith("/") or line.startswith("//"):
             self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -143,8 +144,8 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def _do_json(self, rest: str) -> str:
-        """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on, and
-        nothing else runs, the answer begins paused: else nobody could watch."""
+        """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on,
+        and nothing else runs, the answer begins paused: else nobody could watch."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not self.coming.busy:
             self._do_pause("")
@@ -177,7 +178,8 @@ class Session:
         self.room.switch(known(rest) if rest else "")
 
     def _do_load(self, rest: str) -> None:
-        """A steady load of this many requests a second. Without a number, turn the load on or off."""
+        """A steady load of this many requests a second. Without a number, turn the load on or
+        off."""
         off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
         self.expect(load=rate)
@@ -410,8 +412,8 @@ class PlainLog:
             self.write(f"{moment:8.3f} s  {line}")
 
     def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
-        """A policy holds from the first step with a plan under this policy; if there is none yet, from
-        now."""
+        """A policy holds from the first step with a plan under this policy; if there is none yet,
+        from now."""
         for moment, policy in (
             *((step.began, step.policy) for step in engine.steps),
             (engine.now, engine.policy),

@@ -50,7 +50,8 @@ class Telling(NamedTuple):
 
 @dataclass
 class State:
-    """Everything for the picture. `absorb` takes in a new view; the other changes are the user's choices."""
+    """Everything for the picture. `absorb` takes in a new view; the other changes are the user's
+    choices."""
 
     model: str = "demo"
     book: str = ""  # whose chapters run; empty: ours
@@ -128,7 +129,8 @@ class State:
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
-        """A user's choices from before the engine was known, as far as the engine can fulfil them."""
+        """A user's choices from before the engine was known, as far as the engine can fulfil
+        them."""
         self.select(self.selected)
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
@@ -347,14 +349,14 @@ class State:
 
     @property
     def at(self) -> int:
-        """The place of the step in the pane "Step": the cursor's, or the newest. -1: no step has run
-        yet."""
+        """The place of the step in the pane "Step": the cursor's, or the newest. -1: no step has
+        run yet."""
         return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
 
     @property
     def first(self) -> int:
-        """Where the story of the step begins: the latest busy period; for an earlier step, the oldest
-        step in memory."""
+        """Where the story of the step begins: the latest busy period; for an earlier step, the
+        oldest step in memory."""
         return self.woke if self.woke <= self.at else 0
 
     @property

@@ -1,7 +1,7 @@
 """One step, in words: the plan, the work, and where the time went.
 
-What this file keeps. The parts of a step's time add up to the whole, also after rounding: a reader who
-adds up the figures gets the same sum.
+What this file keeps. The parts of a step's time add up to the whole, also after rounding: a reader
+who adds up the figures gets the same sum.
 
 Where next: `Engine.step` in `nanobatch.py`.
 """

@@ -104,8 +104,8 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
-    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the steps
-    have failed."""
+    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the
+    steps have failed."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ()
     )

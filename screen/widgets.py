@@ -1,12 +1,12 @@
 """A pane, and the prompt box, as Textual wants them.
 
-The problem. Panes are pure functions from the state to lines. A terminal wants strips, a few times a
-second, and sends clicks and turns of the wheel.
+The problem. Panes are pure functions from the state to lines. A terminal wants strips, a few times
+a second, and sends clicks and turns of the wheel.
 
 What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
-core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever is typed
-or pasted, the box shows no control character; several lines become one, and are several again when
-they are fired.
+core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever
+is typed or pasted, the box shows no control character; several lines become one, and are several
+again when they are fired.
 
 Where next: `places.py`, the places of all panes.
 """
@@ -151,8 +151,8 @@ class Prompt(Input):
         self.cursor_blink = False
 
     def put(self, text: str) -> None:
-        """The cursor stands behind the text. So Ctrl-U, for all text at the left of the cursor, takes
-        the whole text."""
+        """The cursor stands behind the text. So Ctrl-U, for all text at the left of the cursor,
+        takes the whole text."""
         self.value = text
         self.cursor_position = len(self.value)
 

@@ -67,8 +67,8 @@ class Limits(NamedTuple):
 
     @property
     def budgets(self) -> tuple[int, int]:
-        """The least and the largest budget that an engine can be turned to: a row for each slot, and
-        the narrowest chunk or the widest."""
+        """The least and the largest budget that an engine can be turned to: a row for each slot,
+        and the narrowest chunk or the widest."""
         least = min(NARROWEST, self.chunk)
         return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
 

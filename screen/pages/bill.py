@@ -13,8 +13,8 @@ The way out. A step's bytes and products are counted, and held against the machi
 The roof is the most of this machine: bytes a second, and operations a second. Both were measured
 (`parts/device/roof.py`). No step is quicker than the roof allows.
 
-What this file keeps. A measured figure stands beside a counted one (`parts/bill.py`), and the page names
-the bound of a step: one of the three, or none.
+What this file keeps. A measured figure stands beside a counted one (`parts/bill.py`), and the page
+names the bound of a step: one of the three, or none.
 
 Where next: `parts/bill.py`, the counting.
 """

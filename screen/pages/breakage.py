@@ -125,8 +125,8 @@ def break_it(what: str) -> Callable[[EngineRoom], Iterator[Breakage]]:
 
 
 class Saboteur:
-    """A runner in the place of ours, with the same work. Before each step, `harm` may spoil something,
-    and may answer with an exception, to be raised when the forward pass has begun."""
+    """A runner in the place of ours, with the same work. Before each step, `harm` may spoil
+    something, and may answer with an exception, to be raised when the forward pass has begun."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], Exception | None]):
         self._ours = ours
@@ -236,8 +236,8 @@ class Breaking:
         self._did(f"step {raised[0]:,} raised an exception")
 
     def _poison(self) -> Iterator[Breakage]:
-        """The rows of a victim's prompt stay the same, since others may take these rows over, and would
-        rightly say NaN, too."""
+        """The rows of a victim's prompt stay the same, since others may take these rows over, and
+        would rightly say NaN, too."""
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")
@@ -425,7 +425,8 @@ def known(text: str) -> str:
 
 
 def obey(desk: Desk, rest: str) -> str:
-    """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the ways."""
+    """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the
+    ways."""
     if not rest:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)

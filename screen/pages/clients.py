@@ -1,10 +1,10 @@
 """The clients: programs on HTTP, their calls, and the refusals.
 
-The problem. A refused request never reaches the engine, so no slot tells of the refusal; and a client's
-hanging up looks like any other end.
+The problem. A refused request never reaches the engine, so no slot tells of the refusal; and a
+client's hanging up looks like any other end.
 
-What this file keeps. A column without room is left out as a whole. The page has a line for each call,
-and messages in full; the pane has the newest calls.
+What this file keeps. A column without room is left out as a whole. The page has a line for each
+call, and messages in full; the pane has the newest calls.
 
 Where next: `door/journal.py`, where calls are noted.
 """

@@ -2,14 +2,14 @@
 gaps like an ECG.
 
 The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
-decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep the
-gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys turn
-the trade while the engine runs.
+decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep
+the gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys
+turn the trade while the engine runs.
 
-The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else
-is read, and drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the
-time from a token to the next, while the elephant was read and just before. The median stands beside
-the longest, since a longest gap alone may be another program's doing.
+The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else is read, and
+drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the time
+from a token to the next, while the elephant was read and just before. The median stands beside the
+longest, since a longest gap alone may be another program's doing.
 
 What this file keeps. All times are the engine's, and each gap knows the number of the
 elephant's tokens inside. Each elephant begins with other words than all before: the rows of an

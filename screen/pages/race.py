@@ -3,7 +3,8 @@
 The problem. Whether a policy is quicker is seen at once if both timelines have the same scale, and
 never if each fills the width.
 
-What this file keeps. The picture is of a `Contest` (`runs.py`), measured or simulated; each run says how.
+What this file keeps. The picture is of a `Contest` (`runs.py`), measured or simulated; each run
+says how.
 
 Where next: `runs.py`, the clock and the replay.
 """
@@ -272,7 +273,8 @@ def how_many(text: str) -> int:
 
 
 def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Iterator[Race]:
-    """The trial: when all requests have ended, these under one policy, then again under the next."""
+    """The trial: when all requests have ended, these under one policy, then again under the
+    next."""
     engine = room.engine
     own = room.next_policy
     race = Race((), tuple(policies))
@@ -335,8 +337,8 @@ def show_again(state: State) -> None:
 
 
 def take(state: State, before: View) -> None:
-    """A wanted race may have begun. An ended race is shown once more: both legs side by side, on one
-    clock; but not if a comparison is wanted meanwhile."""
+    """A wanted race may have begun. An ended race is shown once more: both legs side by side, on
+    one clock; but not if a comparison is wanted meanwhile."""
     shown = shown_in(state)
     view = state.view
     has_begun = view.racing or view.legs != before.legs

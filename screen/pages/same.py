@@ -1,8 +1,8 @@
 """The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
 
 The problem. An engine answers many requests in one pass. Does an answer depend on the other
-requests there? On most engines, yes: a library multiplies eight rows in another order than one, the last
-bits differ, and sooner or later a token does. Temperature 0 does not help.
+requests there? On most engines, yes: a library multiplies eight rows in another order than one, the
+last bits differ, and sooner or later a token does. Temperature 0 does not help.
 
 The way out is to try. The trial runs a prompt alone. Then the prompt runs again and again, some
 of the runs at a time, while neighbours of random lengths and temperatures come, go and are
@@ -413,9 +413,9 @@ def how_many(text: str) -> int:
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """A prompt alone, then so many times in company: /same 200. The prompt stands
-    behind the number (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot
-    has answered, or one of ours. /same last shows the last."""
+    """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
+    (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
+    or one of ours. /same last shows the last."""
     if rest == "last" or (not rest and desk.is_trying("same")):
         return
     word, _, prompt = rest.partition(" ")

@@ -135,8 +135,8 @@ def usual(times: Sequence[float]) -> float:
 
 
 def back_to(state: State, column: Column) -> str:
-    """Put the cursor on a step, so a reader sees the subject of the text. The steps before are in sight,
-    too."""
+    """Put the cursor on a step, so a reader sees the subject of the text. The steps before are in
+    sight, too."""
     state.zoom = 1
     state.look_at(state.index_of(column.step))
     state.edge = state.at + 12

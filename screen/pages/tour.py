@@ -3,11 +3,11 @@
 The problem. A tour of mere words is skipped, and a tour over the whole screen hides its subject.
 And a person leaves a tour at any moment, wants everything back as before, and never waits.
 
-The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies come
-by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. `Tour.look` is
-called as often as the screen is looked at, goes on as far as possible, and never waits. The tour's
-words are a `Telling` in the state, and `draw_tour` draws a strip of a few lines under the panes, so
-the engine's work is seen.
+The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
+come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. `Tour.look`
+is called as often as the screen is looked at, goes on as far as possible, and never waits. The
+tour's words are a `Telling` in the state, and `draw_tour` draws a strip of a few lines under the
+panes, so the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
 

@@ -21,7 +21,7 @@ from door.door import Door
 from door.http import Options
 from door.journal import Call, DoorView
 from nanobatch import Sampling
-from screen import ink, panes, remote
+from screen import ink, panes
 from screen.pages import clients, requests
 from screen.remote import RemoteRoom, base_of
 from screen.room import EngineRoom, View
