@@ -59,6 +59,7 @@ class Shown:
     last: Contest | None = None  # the last ended race
     # How far both legs are shown, in seconds of the clock; None: to the end
     film: float | None = None
+    is_new: bool = False  # nobody has looked at the last race
     looked: float = 0.0  # the time of the last look at the film
 
 
@@ -318,6 +319,7 @@ def obey_race(desk: Desk, rest: str) -> None:
     seed = state.settings.seed or 0
     shown = shown_in(state)
     shown.contest = None if state.view.racing else asked(state, policies)
+    shown.is_new = False
     # A chat template may take long, so the stepping thread does not read prompts
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", lambda room: run(room, reads, policies))
@@ -337,8 +339,7 @@ def show_again(state: State) -> None:
 
 
 def take(state: State, before: View) -> None:
-    """A wanted race may have begun. An ended race is shown once more: both legs side by side, on
-    one clock; but not if a comparison is wanted meanwhile."""
+    """A wanted race may have begun, or have ended."""
     shown = shown_in(state)
     view = state.view
     has_begun = view.racing or view.legs != before.legs
@@ -346,20 +347,23 @@ def take(state: State, before: View) -> None:
         shown.contest = None
     if before.racing and not view.racing:
         shown.last = race_in(state)
-        if shown.contest is None:
-            show_again(state)
+        shown.is_new = True
 
 
 def look(desk: Desk) -> None:
-    """The film goes on."""
+    """An ended race is shown once more: both legs side by side, on one clock; but not if a
+    comparison is wanted meanwhile."""
     shown = shown_in(desk.state)
     now = time.monotonic()
-    if shown.film is not None:
+    if shown.is_new and shown.contest is None:
+        show_again(desk.state)
+    elif shown.film is not None:
         longest = max(run.makespan for run in shown.last.runs)
         least, most = FILM
         shown.film += longest / min(max(longest, least), most) * (now - shown.looked)
         if shown.film >= longest:
             shown.film = None
+    shown.is_new = False
     shown.looked = now
 
 

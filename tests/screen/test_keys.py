@@ -421,6 +421,7 @@ def test_words_without_room_beside_the_prompt_are_a_notice():
         assert it.stage.state.said == "fired" and not it.app._notifications
         words = "budget 30: at most 22 tokens of a prompt in a step"
         it.app.say(words)
+        await it.pilot.pause()
         assert [told.message for told in it.app._notifications] == [words]
 
     show(scenario, size=(120, 40))
