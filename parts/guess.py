@@ -12,27 +12,37 @@ The way out. A pointer follows the place where the two newest tokens stood side 
               the pointer, which moves on with each token that comes as the text says
 
 That is one look into a dictionary for each token. Tokens that come as the pointer says are *hits*,
-whether they were guessed or not. They say when a guess is worth its price. Under a grammar some
-tokens are forced: these guesses are always right.
+whether they were guessed or not. How often there is a hit depends on how many hits stand before it:
+of a pair that stood before, a third may go on in the same way; of a run of four, nearly all. So an
+answer keeps a rate for each length of a run, and guesses as far as the chance is worth the price of
+a row, which is learned from the clock. Nothing else makes it pause: where guesses fail, the rates
+fall. Under a grammar some tokens are forced: these guesses are always right.
 
 What this file keeps. A guess changes no token: `Scheduler.commit` takes what the sampler says. So
-what is guessed may depend on the clock. And a text of one client is never looked up for another.
+what is guessed may depend on the clock. A text of one client is never looked up for another. And
+guesses make steps that others share longer by a twentieth at most, on average.
 
 Where next: `Scheduler.plan`, which asks, and `Scheduler.commit`, which decides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sched import Plan, Request
 
-MOST = 7  # so many tokens of an answer are guessed at a time, unless the engine is told otherwise
-PAUSE = 16  # after many guesses that were all wrong, so many hits in a row are asked for
-AT_FIRST = 0.7  # how likely the first hit of an answer is taken to be
-NEWEST = 0.2  # the weight of the newest token in how often there are hits
+MOST = 15  # so many tokens of an answer are guessed at a time, unless the engine is told otherwise
+# How often a token comes as the pointer says, behind 0, 1, 2, 3 and more hits: so an answer begins.
+USUAL = (0.4, 0.6, 0.7, 0.85, 0.93)
+COPIED = 0.3  # the share of hits among an answer's tokens, to begin with
+NEWEST = 0.1  # the weight of the newest token in these
 FORGET = 0.02  # and of the newest step in what steps cost
+WAITING = 0.05  # a step that is read before the next one is planned takes so much longer
+PATIENCE = 0.05  # so much longer may steps be for those who gain nothing
+COPIES = 0.25  # below this share of hits, an answer gains nothing
+SELDOM = 16  # a grammar that has forced nothing for so many tokens is asked once in so many
 
 
 class Text:
@@ -57,45 +67,50 @@ class Hints:
     def __init__(self, grammar: Any = None):
         self.text: Text | None = None  # prompt and answer, once there is a token to guess
         self.hits = 0  # so many tokens in a row came as the pointer says
-        self.need = 1  # so many are asked for before a guess
-        self.rate = AT_FIRST  # how often there are hits
+        self.rates = list(USUAL)  # how often there is a hit, by the hits before
+        self.copied = COPIED  # the share of hits among the newest tokens
         self._grammar = grammar
         self._earlier: Text | None = None  # of the same client
         self._source: Text | None = None  # where the pointer stands
         self._at = 0  # the token there may come next
         self._read = 0  # so many tokens of the answer have been read
-        self._guessed: int | None = None  # the first token of the newest guess
-        self._unforced = 0  # so many tokens in a row were not forced
+        self._sure = 0  # so many tokens of the answer are written or forced
 
     def begin(self, prompt: Sequence[int], earlier: Text | None) -> None:
         self.text = Text()
         self._earlier = earlier
         self._push(prompt)
-        self.rate = AT_FIRST
+        self.rates = list(USUAL)
+        self.copied = COPIED
 
     def follow(self, answer: Sequence[int]) -> None:
         """Read the tokens that are new in an answer."""
         new = answer[self._read :]
-        if new and self._guessed is not None:
-            is_right = new[0] == self._guessed
-            self.need = 0 if is_right else min(2 * self.need or 1, PAUSE)
-            self._guessed = None
-        self._read = len(answer)
         self._push(new)
+        self._read = len(answer)
 
     def _push(self, tokens: Iterable[int]) -> None:
         text = self.text
         for token in tokens:
-            if self._source is not None:
-                is_hit = self._source.tokens[self._at] == token
-                self.rate += NEWEST * (is_hit - self.rate)
-                self.hits = self.hits + 1 if is_hit else 0
-                self._at += 1
-                if not is_hit or self._at == len(self._source.tokens):
-                    self._source = None
+            is_hit = self._is_hit(token)
             if self._source is None and text.tokens:
                 self._point((text.tokens[-1], token))
             text.add(token)
+            self.copied += NEWEST * (is_hit - self.copied)
+
+    def _is_hit(self, token: int) -> bool:
+        """Does this token come as the pointer says? The pointer moves on, or is gone."""
+        source = self._source
+        if source is None:
+            return False
+        is_hit = source.tokens[self._at] == token
+        run = min(self.hits, len(USUAL) - 1)
+        self.rates[run] += NEWEST * (is_hit - self.rates[run])
+        self.hits = self.hits + 1 if is_hit else 0
+        self._at += 1
+        if not is_hit or self._at == len(source.tokens):
+            self._source = None
+        return is_hit
 
     def _point(self, pair: tuple[int, int]) -> None:
         for text in (self.text, self._earlier):
@@ -104,20 +119,10 @@ class Hints:
                 self._at = text.behind[pair]
                 return
 
-    @property
-    def may_follow(self) -> bool:
-        """May there be a guess behind the token that comes next?
-
-        A grammar that forces nothing for a while is asked again now and then.
-        """
-        if self._grammar is not None and (self._unforced < PAUSE or self._read % PAUSE == 0):
-            return True
-        return self.need == 0 or (self._source is not None and self.hits >= self.need - 1)
-
     def forced(self, most: int) -> list[int]:
         """The tokens that the grammar forces."""
         tokens = [] if self._grammar is None else self._grammar.forced()
-        self._unforced = 0 if tokens else self._unforced + 1
+        self._sure = max(self._sure, self._read + len(tokens))
         return tokens[:most]
 
     def guess(self, most: int) -> list[int]:
@@ -126,9 +131,28 @@ class Hints:
             return []
         return self._source.tokens[self._at : self._at + most]
 
-    def note(self, guess: Sequence[int]) -> None:
-        """This was guessed."""
-        self._guessed = guess[0]
+    def chances(self, count: int, hits: int | None = None) -> list[float]:
+        """How likely each of so many guesses is right, if all before it are."""
+        run = self.hits if hits is None else hits
+        return [self.rates[min(run + i, len(USUAL) - 1)] for i in range(count)]
+
+    @property
+    def may_be_forced(self) -> bool:
+        """Is the grammar to be asked, as soon as the newest token is known?"""
+        if self._grammar is None:
+            return False
+        return self._read - self._sure < SELDOM or self._read % SELDOM == 0
+
+    @property
+    def next(self) -> tuple[float, int]:
+        """How likely there is a pointer behind the token that comes next, and behind how many hits."""
+        if self._source is None:
+            return self.copied, 0
+        return self.chances(1)[0], self.hits + 1
+
+    @property
+    def gains(self) -> bool:
+        return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
 class Guesses:
@@ -146,9 +170,13 @@ class Guesses:
         self._step_s = self._row_s = 0.0
         self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds
         self._last = 0.0  # when the newest step was read
+        self._owed = 0.0  # so many steps were lost by those who gain nothing
 
     def __call__(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        guesses = {}
+        guesses: dict[int, tuple[int, ...]] = {}
+        self._owed = max(0.0, self._owed - PATIENCE)
+        if self._must_wait(decoding):
+            return guesses
         rows = len(decoding)
         expected = float(rows)  # tokens of this step
         for request in decoding:
@@ -157,48 +185,70 @@ class Guesses:
             most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
             if hints is None or most < 1:
                 continue
-            forced = hints.forced(most)
-            guess = forced
-            rate = 1.0
-            if not forced and (self.most is not None or hints.hits >= hints.need):
-                guess = hints.guess(most)
-                rate = hints.rate
-            if self.most is None:
-                guess = guess[: self._paying(rate, len(guess), rows, expected)]
-            if not guess:
-                continue
+            guess = forced = hints.forced(most)
+            chances = [1.0] * len(forced)
             if not forced:
-                hints.note(guess)
-            guesses[request.id] = tuple(guess)
-            left -= len(guess)
-            rows += len(guess)
-            expected += sum(rate ** (i + 1) for i in range(len(guess)))
+                guess = hints.guess(most)
+                chances = hints.chances(len(guess))
+            if self.most is None:
+                count, expected = self._paying(chances, rows, expected)
+                guess = guess[:count]
+            if guess:
+                guesses[request.id] = tuple(guess)
+                left -= len(guess)
+                rows += len(guess)
+        others = [request for request in decoding if request.id not in guesses]
+        if guesses and self.most is None and not self._all_gain(others):
+            longer = self._row_s * (rows - len(decoding))
+            self._owed = WAITING + longer / self._seconds(len(decoding))
         return guesses
 
-    def _paying(self, rate: float, count: int, rows: int, expected: float) -> int:
-        """How many of these guesses bring more tokens a second than the step has without them?
+    def _seconds(self, rows: int) -> float:
+        """What a step of so many rows takes."""
+        return self._step_s + self._row_s * rows
+
+    def _must_wait(self, requests: Iterable[Request]) -> bool:
+        """Do some of them gain nothing, and have lost what they may lose?"""
+        return self.most is None and self._owed > 0 and not self._all_gain(requests)
+
+    def _all_gain(self, requests: Iterable[Request]) -> bool:
+        return all(request.hints is not None and request.hints.gains for request in requests)
+
+    def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
+        """How many of these guesses bring more tokens a second than the step has without them? And
+        how many tokens are expected then?
 
         A guess is right if all before it are. With a chance of c for one token more, a row more
         pays if (expected + c) / (seconds + a row's) is above expected / seconds.
         """
         chance = 1.0
-        for i in range(count):
-            chance *= rate
-            if chance * (self._step_s + self._row_s * rows) <= self._row_s * expected:
-                return i
+        for i, each in enumerate(chances):
+            chance *= each
+            if chance * self._seconds(rows) <= self._row_s * expected:
+                return i, expected
             rows += 1
             expected += chance
-        return count
+        return len(chances), expected
 
     def may_follow(self, plan: Plan) -> bool:
-        """May the next step have guesses, if the tokens of this one are read before?"""
-        return any(self._may_follow(member.request) for member in plan.emitters)
+        """Does it pay to read the tokens of this step before the next one is planned, since there may
+        be guesses in the next?"""
+        requests = [member.request for member in plan.emitters]
+        open_ended = [r for r in requests if r.max_tokens - r.planned > 1 and self._follow(r)]
+        if self.most is not None or self._must_wait(requests):
+            return self.most is not None and bool(open_ended)
+        rows = len(requests)
+        gain = sum(self._gain(request, rows) for request in open_ended)
+        return gain > WAITING * rows * self._seconds(rows)
 
-    def _may_follow(self, request: Request) -> bool:
-        if request.max_tokens - request.planned < 2:
-            return False
-        hints = self._follow(request)
-        return hints is not None and (self.most is not None or hints.may_follow)
+    def _gain(self, request: Request, rows: int) -> float:
+        """What may be gained by guesses in a step of so many rows: tokens times seconds."""
+        hints = request.hints
+        if hints.may_be_forced:
+            return math.inf
+        chance, hits = hints.next
+        count, expected = self._paying(hints.chances(MOST, hits), rows, rows)
+        return chance * ((expected - rows) * self._seconds(rows) - count * self._row_s * rows)
 
     def _follow(self, request: Request) -> Hints | None:
         """What may follow in this answer, as far as it has been read."""
@@ -224,6 +274,10 @@ class Guesses:
         if plan.chunks or self.most is not None:
             return
         rows = len(plan.decodes) + plan.guessed
+        if (
+            self._sums[0] > 5
+        ):  # some steps are known; and another program may have had the processor
+            seconds = min(seconds, 2 * self._seconds(rows))
         newest = (1, rows, rows * rows, seconds, rows * seconds)
         self._sums = [(1 - FORGET) * a + b for a, b in zip(self._sums, newest, strict=True)]
         n, r, rr, s, rs = self._sums

@@ -3,6 +3,7 @@ without them, for every kind of request, in company. Right and wrong guesses are
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from plants import poisoned
 import kv
 from nanobatch import Engine, Handle, Order, Sampling
 from parts.guess import Guesses, Hints
-from sched import Request, Scheduler
+from sched import Decode, Request, Scheduler
 
 ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
 DIGITS = {"regex": "[0-9]{3,20}"}
@@ -262,18 +263,92 @@ def test_what_stood_behind_the_two_newest_tokens_before_is_guessed():
     assert hints.guess(3) == [] and hints.hits == 0
 
 
-def test_after_a_guess_that_was_all_wrong_more_hits_are_asked_for_and_after_a_right_one_none():
-    hints = hints_of([1, 2, 3, 4, 5, 6, 1])
-    hints.follow([2])
-    needs = []
-    for token in (9, 9, 9, 9, 9, 9):
-        hints.note([3])
-        hints.follow([*range(hints._read), token])
-        needs.append(hints.need)
-    assert needs == [2, 4, 8, 16, 16, 16]
-    hints.note([9])
-    hints.follow([*range(hints._read), 9])
-    assert hints.need == 0
+def test_how_likely_a_guess_is_right_is_learned_for_each_length_of_a_run():
+    """One rate for all took a copy with changes for a copy, and a pair of words for a quotation."""
+    hints = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
+    assert hints.chances(6) == [0.4, 0.6, 0.7, 0.85, 0.93, 0.93]
+    answer = []
+    for n in range(40):  # two tokens that stood before, and a third that did not
+        answer += [2, 3, 100 + n, 1]
+        hints.follow(answer)
+    assert hints.hits == 0 and hints.next == (pytest.approx(0.25, abs=0.05), 0)
+    hints.follow([*answer, 2])
+    first, second, third = hints.chances(3)
+    assert first > 0.95 and second < 0.05 and third == 0.7
+    hints.follow([*answer, 2, 3])
+    assert hints.next == (second, 2)
+
+
+def priced(row_s: float) -> Guesses:
+    """A step takes 1 second, and so many more for each row."""
+    guesses = Guesses()
+    guesses._step_s = 1.0
+    guesses._row_s = row_s
+    return guesses
+
+
+def copying(id: int, client: str = "") -> Request:
+    """An answer that copies its prompt, and one token of which is to be planned."""
+    request = Request(id, tuple(range(40)), 30, 0.0, client=client)
+    request.hints = Hints()
+    request.slot = id
+    request.answer += range(8)
+    request.planned = 8
+    return request
+
+
+def inventing(id: int) -> Request:
+    request = copying(id)
+    request.answer[:] = range(100, 120)
+    request.planned = 20
+    return request
+
+
+@pytest.mark.parametrize(("row_s", "wide"), [(0.02, 15), (0.4, 8), (2.0, 3), (9.0, 1)])
+def test_the_dearer_a_row_is_the_fewer_tokens_are_guessed(row_s, wide):
+    guesses = priced(row_s)([copying(0)], 100)
+    assert len(guesses[0]) == wide
+
+
+def test_a_step_is_read_at_once_only_if_the_guesses_behind_it_pay():
+    """Else every answer in which a pair came again lost run-ahead, though nothing was guessed."""
+
+    def may_follow(row_s: float, *requests: Request) -> bool:
+        emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
+        return priced(row_s).may_follow(SimpleNamespace(emitters=emitters))
+
+    assert may_follow(0.1, copying(0))
+    assert not may_follow(0.1, inventing(0))
+    assert may_follow(0.1, *map(copying, range(8)))
+    assert not may_follow(9.0, *map(copying, range(8)))
+
+
+def test_who_gains_nothing_by_guesses_waits_a_twentieth_longer_at_most():
+    """A copier took the half of a step more of three neighbours, in each of its steps."""
+    requests = [copying(0), inventing(1), inventing(2), inventing(3)]
+    guesses = priced(0.1)
+    longer = 0.0
+    made = 0
+    for _ in range(1000):
+        found = guesses(requests, 100)
+        count = sum(map(len, found.values()))
+        longer += (0.05 + 0.1 * count / 1.4) if count else 0
+        made += count > 0
+    assert made > 20 and longer / 1000 == pytest.approx(0.05, rel=0.1)
+    alone = [guesses([copying(0), copying(1)], 100) for _ in range(10)]
+    assert all(len(found) == 2 for found in alone), "among themselves they may"
+
+
+def test_a_step_that_another_program_made_long_is_no_price():
+    guesses = Guesses()
+    now = 0.0
+    for n in range(60):
+        decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
+        began = now
+        now += 0.01 * (1 + 0.1 * (n % 4)) + (2.0 if n % 20 == 10 else 0.0)
+        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, guessed=n % 4)
+        guesses.learn(plan, now)
+    assert guesses._seconds(1) == pytest.approx(0.01, rel=0.2)
 
 
 def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
