@@ -69,6 +69,7 @@ from parts.model.fit import (
 )
 from parts.model.layers import Chain, Model
 from parts.price import Price
+from parts.replay import guesses_of
 from parts.source import Checked, Report, Source
 from parts.text.tokens import Text
 from policies import DEFAULT, POLICIES, policy_of
@@ -472,11 +473,6 @@ def unpack(numbers: Sequence[int]) -> Order:
 # --- the engine ---------------------------------------------------------------------------------
 
 
-def count_right(plan: Plan) -> int:
-    """So many guesses were right so far in the answers that a step goes on with."""
-    return sum(member.request.right for member in plan.emitters)
-
-
 class Engine:
     """The scheduler and the runner, tied together. `step` is the heart.
 
@@ -688,7 +684,7 @@ class Engine:
             sampled += tokens[member.slot :: self.sched.slots][: 1 + len(member.guess)]
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         said = self._ledger.output_tokens
-        right = count_right(plan)
+        before = [decode.request.right for decode in plan.decodes]
         with self.changed:
             ghosts = []
             for member in plan.emitters:
@@ -706,7 +702,7 @@ class Engine:
                 read=read,
                 ended=self.clock(),
                 tokens=self._ledger.output_tokens - said,
-                right=count_right(plan) - right,
+                guesses=guesses_of(plan, before),
             )
             self._ledger.record(view)
             self.guesses.learn(plan, read)

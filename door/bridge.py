@@ -404,7 +404,8 @@ class Answer:
             times = choice.times
             first_tokens.append(times[0] - began if times else choice.handle.metrics.ttft_s)
             figures.times(first_tokens[-1], times or choice.handle.times)
-        first = self.choices[0].handle.metrics
+        metrics = [choice.handle.metrics for choice in self.choices]
+        first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
         visit.note(
             reason=visit.call.reason
@@ -412,6 +413,8 @@ class Answer:
             prompt_tokens=total.prompt,
             cached_tokens=total.cached,
             tokens=total.answer,
+            guessed=sum(m.guessed for m in metrics),
+            right=sum(m.right for m in metrics),
             ttft_s=first_tokens[0],
             prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
             if reading > 0

@@ -61,6 +61,8 @@ class Call:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
+    guessed: int = 0  # tokens of the answers were guessed,
+    right: int = 0  # and so many of them rightly
     ttft_s: float | None = None
     prompt_tps: float | None = None
     generation_tps: float | None = None
@@ -88,6 +90,8 @@ class Call:
             values |= {
                 name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "tokens")
             }
+            if self.guessed:
+                values |= {"guessed": self.guessed, "right": self.right}
             values |= {
                 "ttft": self.ttft_s,
                 "prompt_tps": self.prompt_tps,
@@ -240,6 +244,8 @@ class Figures:
             "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
         )
         self.tokens = self._counter("generated_tokens", "Tokens of answers.")
+        self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
+        self.right = self._counter("right_guesses", "Guesses that were right.")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
         )
@@ -261,6 +267,8 @@ class Figures:
         self.prompt_tokens.inc(call.prompt_tokens)
         self.cached_tokens.inc(call.cached_tokens)
         self.tokens.inc(call.tokens)
+        self.guessed.inc(call.guessed)
+        self.right.inc(call.right)
         if call.requests and call.latency_s is not None:
             self.latency.observe(call.latency_s)
 

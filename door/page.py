@@ -35,8 +35,8 @@ SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.
 MODULES = (
-    "words",
     "recording",
+    "words",
     "draw",
     "player",
     "lanes",

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from parts.api.views import Limits, RequestView, StepView
-from parts.replay import Guest, Ran, Replay
+from parts.replay import Guest, Ran, Replay, guesses_in
 from policies import POLICIES
 from sched import Plan, Request
 
@@ -92,7 +92,16 @@ def replayed(
     return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
 
 
-def guest_of(request: RequestView, moment: Callable[[float], float]) -> Guest:
+def guesses_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
+    """What these steps guessed, for `guest_of`."""
+    return guesses_in((step.decode, step.ghosts, step.guesses) for step in steps)
+
+
+def guest_of(
+    request: RequestView,
+    moment: Callable[[float], float],
+    guesses: Mapping[int, Sequence[tuple[int, int]]],
+) -> Guest:
     """A request for a replay. If it still runs, it counts as far as it is.
 
     `moment` says what the clock of the prices showed when it arrived.
@@ -108,9 +117,10 @@ def guest_of(request: RequestView, moment: Callable[[float], float]) -> Guest:
         client=request.client,
         prefilled=metrics.cached_tokens,
     )
+    guest = Guest(again, tokens, again.arrived, guesses=guesses.get(request.id, ()))
     if is_cut_short(request):
-        return Guest(again, math.inf, again.arrived, [moment(request.ended)] * 2)
-    return Guest(again, tokens, again.arrived)
+        return guest._replace(tokens=math.inf, leaves=[moment(request.ended)] * 2)
+    return guest
 
 
 def is_cut_short(request: RequestView) -> bool:

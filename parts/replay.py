@@ -7,6 +7,9 @@ The way out. A scheduler decides by lengths, common beginnings and a budget. `Re
 of known lengths through it, and turns the wheel as `Engine.step` does: plan -> run -> commit. All that
 is left of the run is how long it takes.
 
+Tokens that were guessed are guessed again, and as many of them are right: a replay knows lengths, and
+cannot know what another policy's steps would have guessed.
+
 What this file keeps. It decides nothing, and the standard library is enough. A run that is replayed
 under its own policy has the same steps.
 
@@ -23,6 +26,7 @@ from parts.price import NEVER, Price
 from sched import Plan, Policy, Request, Scheduler
 
 SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
+WRONG = SAID + 1  # and a guess that is wrong
 
 
 class Guest(NamedTuple):
@@ -32,6 +36,8 @@ class Guest(NamedTuple):
     tokens: float  # of its answer: after so many it ends by itself
     comes: float
     leaves: Sequence[float] = ()  # if it is cut short: before this plan, and this reading
+    # Of each step in which it decodes: how many tokens are guessed, and how many of these are right
+    guesses: Sequence[tuple[int, int]] = ()
 
 
 class Ran(NamedTuple):
@@ -41,6 +47,36 @@ class Ran(NamedTuple):
     began: float
     ended: float
     ghosts: list[int]  # slots whose request had ended before
+    guesses: tuple[tuple[int, int, int], ...] = ()  # (slot, guessed, right)
+
+
+def guesses_of(plan: Plan, before: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """A step's guesses, once it has been committed: (slot, guessed, right). `before`: by decode, how
+    many were right before."""
+    found = []
+    for (request, slot, _, guess), known in zip(plan.decodes, before, strict=True):
+        if guess:
+            found.append((slot, len(guess), request.right - known))
+    return tuple(found)
+
+
+def guesses_in(
+    steps: Iterable[
+        tuple[Iterable[tuple[int, int]], Collection[int], Iterable[tuple[int, int, int]]]
+    ],
+) -> dict[int, list[tuple[int, int]]]:
+    """By request: of each step in which it decodes, how many tokens were guessed, and how many of
+    these were right.
+
+    `steps`: of each (slot, request) that decode, the slots of ghosts, and the guesses.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for decodes, ghosts, guesses in steps:
+        of_slot = {slot: (guessed, right) for slot, guessed, right in guesses}
+        for slot, request in decodes:
+            if slot not in ghosts:
+                found.setdefault(request, []).append(of_slot.get(slot, (0, 0)))
+    return found
 
 
 class Stuck(ValueError):
@@ -77,6 +113,9 @@ class Replay:
         self.now = 0.0
         self._coming = deque(sorted(guests, key=lambda guest: guest.comes))
         self._tokens: dict[int, float] = {}  # by request
+        self._guesses: dict[int, deque[tuple[int, int]]] = {}  # by request, of the steps to come
+        if any(guest.guesses for guest in self._coming):
+            sched.guess = self._guess
         self._leaving: list[Guest] = []
         self._flights: deque[tuple[Plan, Sequence[int]]] = deque()  # planned, and not committed
 
@@ -120,6 +159,24 @@ class Replay:
         while len(self._flights) > self._may_fly(plan):
             yield self._commit()
 
+    def _guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        """What was guessed, as far as there is room."""
+        found = {}
+        for request in decoding:
+            known = self._guesses.get(request.id)
+            guessed, right = known.popleft() if known else (0, 0)
+            most = min(left, request.max_tokens - request.planned - 1)
+            guess = ((SAID,) * right + (WRONG,) * (guessed - right))[: max(0, most)]
+            if guess and request.planned == request.committed:
+                found[request.id] = guess
+                left -= len(guess)
+        return found
+
+    def _may_guess(self, plan: Plan) -> bool:
+        """Are there guesses in the next step of one of these answers?"""
+        coming = [self._guesses.get(member.request.id) for member in plan.emitters]
+        return any(known and known[0][0] for known in coming)
+
     def run(self, plan: Plan) -> Sequence[int]:
         """In place of a device: a token for each row that yields one."""
         return [SAID] * (len(plan.emitters) + plan.guessed)
@@ -130,7 +187,9 @@ class Replay:
 
     def _may_fly(self, plan: Plan | None) -> int:
         """How many steps may stay in flight, as `Engine._may_fly` says."""
-        if plan is None or plan.guessed or not self.run_ahead or plan.step + 1 in self.halting:
+        if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
+            return 0
+        if plan.guessed or self._may_guess(plan):
             return 0
         return 0 if self.hurries and plan.has_first_token else 1
 
@@ -140,21 +199,23 @@ class Replay:
         ghosts = [each.slot for each in plan.emitters if each.request.finish_reason is not None]
         began = self.now
         self.now += self.seconds(plan)
+        before = [decode.request.right for decode in plan.decodes]
         self.sched.commit(plan, tokens, self.accept, self.now)
-        return Ran(plan, began, self.now, ghosts)
+        return Ran(plan, began, self.now, ghosts, guesses_of(plan, before))
 
     def _look(self, step: int, is_read: bool) -> None:
         """Before a step is planned or read: who comes, and who leaves?"""
         now = step if self.by_steps else self.now
         while self._coming and self._coming[0].comes <= now:
             self._enter()
-        for request, _, _, leaves in self._leaving:
-            if leaves[is_read] <= now:
-                self.sched.finish(request, "cancelled", self.now)
+        for guest in self._leaving:
+            if guest.leaves[is_read] <= now:
+                self.sched.finish(guest.request, "cancelled", self.now)
 
     def _enter(self) -> None:
         guest = self._coming.popleft()
         self._tokens[guest.request.id] = guest.tokens
+        self._guesses[guest.request.id] = deque(guest.guesses)
         if guest.leaves:
             self._leaving.append(guest)
         self.sched.submit(guest.request)

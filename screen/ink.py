@@ -256,3 +256,4 @@ NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "re
 NAMES += ("unseen", "failed")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN, FAILED = range(10)
 GLYPHS = "▒█┈╳▚·▓░?✗"
+SMALL = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺"  # numbers that a cell has room for; the last one: ten or more

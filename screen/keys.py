@@ -139,7 +139,14 @@ WORDS = (
         "a short name for many numbers: an answer's tokens and log probabilities. Another bit, another hash.",
     ),
     ("batch size", "how many slots did useful work at a time."),
-    ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
+    (
+        "useful",
+        "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong guesses.",
+    ),
+    (
+        "¹ ² ³",
+        "tokens were guessed, and checked in one step: so many came. A wrong guess costs its row, and nothing else.",
+    ),
     (
         "client",
         "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one.",

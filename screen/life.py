@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
-from parts.clock import LEAST, Prices, guest_of, is_cut_short, replayed
+from parts.clock import LEAST, Prices, guesses_by_request, guest_of, is_cut_short, replayed
 from parts.replay import Guest, Ran
 from policies import POLICIES
 from sched import Request
@@ -284,29 +284,33 @@ def outcomes(
     ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)
+    guesses = guesses_by_request(column.view for column in columns)
     halting = halts_of(columns)
     most_halt = 2 * len(halting) > len(columns)
     # Elsewhere a request with an early end goes on up to the same number of tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
-    alone = replayed(limits, [guest_of(whole, lambda at: 0.0)], request.policy, prices)
+    alone = replayed(limits, [guest_of(whole, lambda at: 0.0, guesses)], request.policy, prices)
     arrived = moment(request.arrived)
     out = [measured(request, columns), followed("alone", request, alone, 0.0)]
     for policy in POLICIES:
         came = 0
         if policy == request.policy:
             came = next_plan(columns, request.arrived)
-            guests = by_steps(company, columns, moment)
+            guests = by_steps(company, columns, moment, guesses)
             steps = replayed(limits, guests, policy, prices, by_steps=True, halting=halting)
         else:
             others = [whole if r.id == request.id else r for r in company]
-            guests = [guest_of(r, moment) for r in others]
+            guests = [guest_of(r, moment, guesses) for r in others]
             steps = replayed(limits, guests, policy, prices, run_ahead=not most_halt)
         out.append(followed(policy, request, steps, arrived, came))
     return out
 
 
 def by_steps(
-    company: Sequence[RequestView], columns: Sequence[Column], moment: Callable[[float], float]
+    company: Sequence[RequestView],
+    columns: Sequence[Column],
+    moment: Callable[[float], float],
+    guesses: Mapping[int, Sequence[tuple[int, int]]],
 ) -> list[Guest]:
     """The same requests: each comes, begins and leaves before the same steps as in the real run.
 
@@ -319,7 +323,7 @@ def by_steps(
             firsts.setdefault(id, number)
     guests = []
     for r in company:
-        guest = guest_of(r, moment)
+        guest = guest_of(r, moment, guesses)
         guest.request.begins = firsts.get(r.id, 0)
         leaves = ()
         if guest.leaves:
@@ -409,7 +413,7 @@ def followed(
     mine: Request | None = None
     line = ttft = 0.0
     admitted = first = last = said = 0
-    for number, (plan, _, ended, _) in enumerate(steps, 1):
+    for number, (plan, _, ended, *_) in enumerate(steps, 1):
         if not came and plan.at >= arrived:
             came = number
         for one in plan.admitted:

@@ -260,15 +260,17 @@ def draw_cells(
     """One slot's line of a timeline, with each request's number behind the request's first cell.
 
     The first cell stays the same: so a prefill of one step can be seen, and numbers of neighbours
-    never touch. A request with too few cells for the number is shown without.
+    never touch. A request with too few cells for the number is shown without. In other cells a
+    small number says how many tokens came where some were guessed.
     """
     first = 0
-    for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
+    for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
+        stretch = list(group)
         kinds = [column.cells[slot].kind for column in stretch]
         label = "" if request is None or len(str(request)) >= len(kinds) else f" {request}"
         places = []
         for i, kind in enumerate(kinds):
-            digit = label[i : i + 1].strip()
+            digit = label[i : i + 1].strip() or tokens_of(stretch[i], slot)
             places.append((kind, digit, first + i == cursor))
         for (kind, digit, here), alike in groupby(places):
             many = sum(1 for _ in alike)
@@ -278,6 +280,14 @@ def draw_cells(
             else:
                 pen.put(ink.GLYPHS[kind] * many, p.cell(kind, request, here))
         first += len(kinds)
+
+
+def tokens_of(column: Column, slot: int) -> str:
+    """How many tokens came, in a sign: where a step is a column, and some were guessed."""
+    for guesser, _, right in column.view.guesses if column.steps == 1 else ():
+        if guesser == slot:
+            return ink.SMALL[min(1 + right, 10)]
+    return ""
 
 
 def draw_timeline(state: State, on: Paper) -> None:

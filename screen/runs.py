@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
-from parts.clock import Prices, guest_of, replayed
+from parts.clock import Prices, guesses_by_request, guest_of, replayed
 from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
 
@@ -145,13 +145,16 @@ def replay(
     policy: str,
     moment: Callable[[float], float],
     prices: Prices,
+    steps: Iterable[StepView] = (),
 ) -> Run:
     """The same requests through the same scheduler under another policy, on the clock of the
-    prices: timeline and figures."""
+    prices: timeline and figures. `steps`: the steps that were run, with their guesses."""
     columns: list[Column] = []
     firsts: dict[int, float] = {}  # by request: the time to its first token
-    guests = [guest_of(request, moment) for request in requests]
-    for plan, _, ended, _ in replayed(limits, guests, policy, prices):
+    guesses = guesses_by_request(steps)
+    guests = [guest_of(request, moment, guesses) for request in requests]
+    for plan, _, ended, _, guessed in replayed(limits, guests, policy, prices):
+        tokens = len(plan.emitters) + sum(right for *_, right in guessed)
         view = StepView.of(
             plan,
             (),
@@ -161,6 +164,8 @@ def replay(
             wait_s=0.0,
             read=ended,
             ended=ended,
+            tokens=tokens,
+            guesses=guessed,
         )
         columns.append(column(view, limits.slots, columns[-1] if columns else None))
         for chunk in plan.chunks:
@@ -193,6 +198,7 @@ def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
         known = run.requests.get(number)
         is_first = known is not None and known.metrics.prompt_tokens in stops
         said += kind == DECODE or is_first
+        said += sum(right for guesser, _, right in step.view.guesses if guesser == slot)
     if number not in run.requests:
         return None
     request = run.requests[number]

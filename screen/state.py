@@ -253,7 +253,7 @@ class State:
             self._begin_period(new, last, working.values(), ended)
         self.history.append(new)
         self._count(new)
-        if step.decode and not step.prefill:
+        if step.decode and not step.prefill and not step.guesses:
             self.costs.setdefault(len(step.decode), deque(maxlen=256)).append(step.seconds)
         self.owners |= working
 

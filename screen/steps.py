@@ -49,7 +49,9 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)
-    computed = f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step"
+    whole = prefill + decode + step.guessed
+    more = f" + {step.guessed} guessed" if step.guessed else ""
+    computed = f"{prefill:,} prefill + {decode} decode{more} = {whole:,} in one step"
     held = ", ".join(f"r{request}" for _, request in sorted(step.held))
     budget = state.limits_at(step.step).budget
     entries = {
@@ -58,6 +60,7 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
         "decode": named(slot for slot, _ in step.decode) if decode else "no slot",
         "tokens": f"{computed}; {step.tokens} delivered",
         "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,}",
+        "guesses": guesses_line(step),
     }
     if held:
         entries["held"] = f"{held}: over the budget, or what they share is being written"
@@ -67,6 +70,14 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
         entries["in line"] = f"{step.waiting:,}"
     entries["ranks"] = ranks_line(state.view.engine.ranks)
     return entries
+
+
+def guesses_line(step: StepView) -> str:
+    """ "guessed 4, 3 right", and in which slots."""
+    if not step.guesses:
+        return ""
+    slots = ", ".join(f"slot {slot}: {right} of {of}" for slot, of, right in sorted(step.guesses))
+    return f"guessed {step.guessed}, {step.right} right ({slots})"
 
 
 def admissions(step: StepView) -> str:

@@ -209,6 +209,10 @@ export function drawMicroscope(canvas, lane, index, chosen) {
         pen.textAlign = "center";
         pen.font = "9px ui-monospace, monospace";
         pen.fillText(String(cell.request), x + column / 2, slot * row + row / 2 + 0.5);
+        if (cell.tokens) { // where some were guessed: so many came
+          pen.font = "7px ui-monospace, monospace";
+          pen.fillText(String(cell.tokens), x + column - 5, slot * row + 5);
+        }
       }
     });
     pen.globalAlpha = 1;

@@ -165,10 +165,10 @@ export class Lab {
     const number = (name) => Number(this.find(name).value);
     const limits = { ...this.limits, slots: number("slots"), budget: number("budget"), chunk: number("chunk") };
     const { fields, runs } = this.recording;
-    const { requests, ids, asked, arrivals } = runs[0];
+    const { requests, ids, asked, arrivals, steps } = runs[0];
     return {
       fields,
-      run: { requests, ids, asked, arrivals },
+      run: { requests, ids, asked, arrivals, steps },
       rate: number("rate"),
       lines: this.find("lines").value,
       limits,

@@ -15,7 +15,7 @@ export const EMPTY = 0;
 export const BLOCKED = 1; // free, but kept shut while others wait
 export const HELD = 2; // its request is in the slot, but without a chunk in this step
 export const PREFILL = 3; // a chunk of the prompt goes in
-export const DECODE = 4; // one more token comes out
+export const DECODE = 4; // one more token comes out, or several where some were guessed
 export const GHOST = 5; // its request had ended; that was seen one step late, and the token is dropped
 
 // A list of values as an object, by the names of a recording's fields.
@@ -51,6 +51,11 @@ function lettersOf(text, lengths) {
     out.push(at);
   }
   return out;
+}
+
+// Where tokens were guessed in a step: [slot, guessed, right]. Earlier recordings know of no guesses.
+export function guessesOf(step) {
+  return step.guesses ?? [];
 }
 
 export class Lane {
@@ -96,13 +101,17 @@ export class Lane {
       const kind = step.ghosts.includes(slot) ? GHOST : DECODE;
       cells[slot] = { kind, request };
     }
+    let useful = cells.filter((cell) => cell.kind === PREFILL || cell.kind === DECODE).length;
+    for (const [slot, guessed, right] of guessesOf(step)) {
+      cells[slot].tokens = 1 + right;
+      useful -= (guessed - right) / (1 + guessed);
+    }
     this.steps.push(step);
     this.began.push(began);
     this.ended.push(ended);
     this.cells.push(cells);
     const last = (values) => (values.length ? values[values.length - 1] : 0);
     this.tokens.push(last(this.tokens) + step.tokens);
-    const useful = cells.filter((cell) => cell.kind === PREFILL || cell.kind === DECODE).length;
     this.useful.push(last(this.useful) + useful);
     cells.forEach((cell, slot) => this.#stretch(slot, cell, index));
     this.#tellRequests(step, index, ended);
@@ -135,7 +144,9 @@ export class Lane {
     }
     for (const [slot, number] of step.decode) {
       const request = this.requests.get(number);
-      if (request && !step.ghosts.includes(slot)) this.#token(request, index, ended);
+      if (!request || step.ghosts.includes(slot)) continue;
+      const tokens = this.cells[index][slot].tokens ?? 1;
+      for (let i = 0; i < tokens; i++) this.#token(request, index, ended);
     }
   }
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import policies
-from parts.replay import Guest, Ran, Replay, Stuck
+from parts.replay import Guest, Ran, Replay, Stuck, guesses_in
 from policies import POLICIES
 from sched import Plan, Policy, Request
 
@@ -45,10 +45,13 @@ class Sent(NamedTuple):
     tokens: int  # of its answer
     arrived: float
     client: str = ""
+    guesses: Sequence[tuple[int, int]] = ()  # of each step in which it decodes: guessed, right
 
 
 def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]:
     """The prompts of a recorded run."""
+    steps = [dict(zip(fields["StepView"], step, strict=True)) for step in run["steps"]]
+    guesses = guesses_in((s["decode"], s["ghosts"], s.get("guesses", ())) for s in steps)
     out = []
     for i, packed in enumerate(run["requests"]):
         request = dict(zip(fields["RequestView"], packed, strict=True))
@@ -58,7 +61,8 @@ def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
         client = request.get("client", "")
-        out.append(Sent(tuple(prompt), most, tokens, run["arrivals"][i], client))
+        guessed = guesses.get(i + 1, ())
+        out.append(Sent(tuple(prompt), most, tokens, run["arrivals"][i], client, guessed))
     return out
 
 
@@ -72,7 +76,7 @@ def play(
     guests = []
     for number, sent in enumerate(prompts, start=1):
         request = Request(number, sent.prompt, sent.max_tokens, sent.arrived, client=sent.client)
-        guests.append(Guest(request, sent.tokens, sent.arrived))
+        guests.append(Guest(request, sent.tokens, sent.arrived, guesses=sent.guesses))
 
     def seconds(plan: Plan) -> float:
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -100,8 +104,9 @@ def step_of(ran: Ran) -> dict[str, Any]:
         "blocked": list(plan.blocked),
         "waiting": plan.waiting,
         "policy": plan.policy,
-        "tokens": len(plan.emitters) - len(ran.ghosts),
-        "cost": len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
+        "tokens": len(plan.emitters) - len(ran.ghosts) + sum(right for *_, right in ran.guesses),
+        "guesses": ran.guesses,
+        "cost": len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks),
     }
 
 

@@ -6,6 +6,8 @@
 // What this file keeps. Each function takes plain values and gives plain text. Nothing in here touches
 // the page, so whatever a prompt holds can only become text.
 
+import { guessesOf } from "./recording.js";
+
 // Seconds, with three digits.
 export function span(seconds) {
   if (seconds === null || seconds === undefined || !isFinite(seconds)) return "–";
@@ -71,6 +73,11 @@ export function planInWords(lane, index) {
     const names = listed(decoding.map(([, request]) => r(request)));
     const get = decoding.length > 1 ? "requests get" : "request gets";
     said.push(`${decoding.length} ${get} one more token: ${names}.`);
+  }
+  const guessed = guessedIn(step);
+  if (guessed) {
+    const right = guessesOf(step).reduce((sum, [, , some]) => sum + some, 0);
+    said.push(`Behind that, guessed ${guessed}, ${right} right: so many more tokens came in the same step.`);
   }
   if (step.held.length) {
     const names = listed(step.held.map(([, request]) => r(request)));
@@ -142,7 +149,11 @@ export function capital(text) {
 // What a step spent on prompts: so many tokens are read, and so many of the budget are charged for them.
 function spentOn(step) {
   const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
-  return { read, charged: step.cost - step.decode.length };
+  return { read, charged: step.cost - step.decode.length - guessedIn(step) };
+}
+
+function guessedIn(step) {
+  return guessesOf(step).reduce((sum, [, guessed]) => sum + guessed, 0);
 }
 
 // What a step paid of its budget.
@@ -151,7 +162,8 @@ export function costInWords(lane, index) {
   const took = span(lane.ended[index] - lane.began[index]);
   const { read, charged } = spentOn(step);
   const price = charged > read ? `, at a price of ${charged}` : "";
-  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers, ${read} for prompts${price}`;
+  const guessed = guessedIn(step) ? `, ${guessedIn(step)} for guesses` : "";
+  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${guessed}, ${read} for prompts${price}`;
 }
 
 // What became of a request in a lane, in one sentence.

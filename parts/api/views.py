@@ -264,8 +264,8 @@ class StepView:
     # Python waited until the device had done the rest (`mx.eval`), and read the tokens
     wait_s: float
     commit_s: float  # Python handed out the tokens
-    guessed: int = 0  # so many tokens were guessed
-    right: int = 0  # and so many of these were right
+    # (slot, guessed, right): so many tokens were guessed behind the newest one, so many were right
+    guesses: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
     def of(
@@ -279,7 +279,7 @@ class StepView:
         read: float,
         ended: float,
         tokens: int | None = None,
-        right: int = 0,
+        guesses: tuple[tuple[int, int, int], ...] = (),
     ) -> StepView:
         """A plan in plain numbers, once it has been run.
 
@@ -307,9 +307,16 @@ class StepView:
             device_s=device_s,
             wait_s=wait_s,
             commit_s=ended - read,
-            guessed=plan.guessed,
-            right=right,
+            guesses=guesses,
         )
+
+    @property
+    def guessed(self) -> int:
+        return sum(guessed for _, guessed, _ in self.guesses)
+
+    @property
+    def right(self) -> int:
+        return sum(right for *_, right in self.guesses)
 
     @property
     def python_s(self) -> float:

@@ -48,14 +48,17 @@ def parts_of(column: Column) -> list[Part]:
     """The sequences of a step, the farthest look back first."""
     step = column.view
     parts = [Part(request, stop - start, stop) for _, request, start, stop in step.prefill]
+    guesses = {slot: (guessed, right) for slot, guessed, right in step.guesses}
     for slot, request in step.decode:
-        # A ghost's row is written and read, and counted by nobody
-        parts.append(Part(request, 1, column.rows[slot] + (slot in step.ghosts)))
+        guessed, right = guesses.get(slot, (0, 0))
+        # Rows of ghosts and of wrong guesses are written and read, and counted by nobody
+        rows = column.rows[slot] + (slot in step.ghosts) + guessed - right
+        parts.append(Part(request, 1 + guessed, rows))
     return sorted(parts, key=lambda part: -part.rows)
 
 
 def asked_of(step: StepView) -> int:
-    return step.tokens + len(step.ghosts)
+    return step.tokens + len(step.ghosts) + step.guessed - step.right
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:

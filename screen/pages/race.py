@@ -173,7 +173,8 @@ def compare(state: State, rival: str = "") -> Contest:
     ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
     _, moment = on_clock(columns, costs)
-    runs = [replay(limits, requests, policy, moment, costs) for policy in (ran, rival)]
+    steps = [column.view for column in columns]
+    runs = [replay(limits, requests, policy, moment, costs, steps) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests, costs)
     paid = (
         (costs.of(1, 0), "with one row"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from parts.api.views import RequestView
+from parts.api.views import Metrics, RequestView
 from parts.text.speech import marked
 from screen import ink
 from screen.ink import clean, count, number, span
@@ -71,13 +71,19 @@ def figures_of(r: RequestView, now: float) -> str:
         r.reason or "open",
         r.policy or never,
         f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused",
-        count(m.output_tokens, "new token"),
+        count(m.output_tokens, "new token") + guessed_of(m),
         f"waited {span(m.queued_s)}",
         f"TTFT {span(m.ttft_s)}",
         f"{number(m.tokens_per_s)} tokens/s",
         f"in all {span(lasted)}",
     )
     return "; ".join(figures)
+
+
+def guessed_of(metrics: Metrics) -> str:
+    if not metrics.guessed:
+        return ""
+    return f", guessed {metrics.guessed:,}, {metrics.right:,} right"
 
 
 def steps_of(state: State, request: RequestView, now: float) -> str:

@@ -28,7 +28,7 @@ def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
 def timeline(replay: Replay) -> list[str]:
     """For each step the requests that read and decode, and its time."""
     lines = []
-    for plan, began, ended, ghosts in replay:
+    for plan, began, ended, ghosts, _ in replay:
         chunks = [f"{chunk.request.id}:p" for chunk in plan.chunks]
         decodes = [f"{decode.request.id}:d" for decode in plan.decodes]
         ghost = f" ghosts {ghosts}" if ghosts else ""
@@ -46,6 +46,16 @@ def test_an_end_is_seen_a_step_late_unless_the_step_before_is_read_at_once():
 
     assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts [0]", "4-6 | 2:d ghosts [1]"]
     assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
+
+
+def test_what_was_guessed_is_guessed_again_and_as_much_of_it_is_right():
+    """A lane of the page whose answers had come several tokens a step would have taken a step for each
+    token here. And the step before a guess is read first."""
+    (guest,) = guests((9, math.inf))
+    guest = guest._replace(guesses=[(0, 0), (3, 2), (2, 0), (9, 2)])
+    played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
+    assert [step.guesses for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
+    assert guest.request.committed == 9 and guest.request.right == 4
 
 
 def test_limits_of_an_old_recording_have_no_price_and_no_hurry():

@@ -147,6 +147,26 @@ def like_golden(name: str, text: str) -> None:
     assert text + "\n" == before, f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
 
 
+def guess_at_random(engine: Engine, dice: random.Random) -> None:
+    """What will be said, but for some tokens."""
+
+    def guess(decoding, left):
+        found = {}
+        for r in decoding:
+            most = min(left, r.max_tokens - r.planned - 1, dice.randint(0, 4))
+            if most < 1 or r.planned != r.committed:
+                continue
+            tokens = [engine.runner.says(r.slot, r.planned + i) for i in range(most)]
+            if dice.random() < 0.4:
+                tokens[-1] += 1
+            found[r.id] = tuple(tokens)
+            left -= most
+        return found
+
+    engine.sched.guess = guess
+    engine.guesses.may_follow = lambda plan: dice.random() < 0.5
+
+
 def disturb(stage: Stage, seconds: float) -> None:
     """From now on other programs take the processor away: in two of five steps, for as long as this
     on average."""

@@ -129,16 +129,21 @@ class WordRunner:
         for chunk in order.prefills:
             held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
-        tokens = [-1] * self.slots
+        tokens = [-1] * self.slots * max([1, *map(len, order.known.values())])
         logprobs = {}
-        for slot, pick in order.picks.items():
-            tokens[slot] = self.text.token(speak(self.prompts[slot], pick.index))
-            if pick.sampling.logprobs is not None:
-                logprobs[slot, pick.index] = TokenLogprob(-0.25, ((tokens[slot], -0.25),))
+        for slot in order.picks:
+            for i, pick in enumerate(order.rows(slot)):
+                said = self.says(slot, pick.index)
+                tokens[i * self.slots + slot] = said
+                if pick.sampling.logprobs is not None:
+                    logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         device_s = max(0.0, self.clock() - began - 0.001)
         self.flight = WordFlight(self, tokens, began, cost, device_s, logprobs)
         return self.flight
+
+    def says(self, slot: int, index: int) -> int:
+        return self.text.token(speak(self.prompts[slot], index))
 
     def finish(self, flight: WordFlight, masks: object) -> WordFlight:
         return flight

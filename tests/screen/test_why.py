@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from stage import Stage, at_every_size, drawn, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, guess_at_random, like_golden, plain, show
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
@@ -34,7 +34,7 @@ class EndsAfter:
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
 
 
-def random_run(seed: int, cancels: bool, shares: bool = False) -> Stage:
+def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = False) -> Stage:
     """Some crowds of several clients, one behind the other, under a random policy."""
     dice = random.Random(seed)
     stage = Stage(policy=dice.choice(list(POLICIES)), slots=dice.randint(1, 5)).load()
@@ -44,6 +44,8 @@ def random_run(seed: int, cancels: bool, shares: bool = False) -> Stage:
     engine.sched.budget = dice.randint(1, 60)
     engine.price = engine.sched.price = Price(dice.choice([20, 2**40]))
     engine.hurries = dice.random() < 0.5
+    if guesses:
+        guess_at_random(engine, dice)
     clients = "abc"[: dice.randint(1, 3)]
     handles = []
     for _ in range(dice.randint(1, 2)):
@@ -106,12 +108,14 @@ def outcomes(state: State, id: int) -> list[life.Outcome]:
 
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
-def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels):
+@pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
+def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, guesses):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
-    not matter, since it is told before which plan each request came, and went."""
+    not matter, since it is told before which plan each request came, and went. What was guessed is
+    guessed again: without that, each answer took a step for each token."""
     compared = Counter()
     for seed in range(REPLAYS):
-        stage = random_run(seed, cancels, shares)
+        stage = random_run(seed, cancels, shares, guesses)
         state = stage.state
         for request in state.requests.values():
             if not request.metrics.output_tokens:
@@ -123,10 +127,12 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels):
             compared[request.policy] += 1
             compared["waited"] += ran["measured"][0] > 0
             compared["shared"] += request.metrics.cached_tokens > 0
+            compared["guessed"] += request.metrics.right > 0
             compared["cancelled"] += not is_whole
     assert {*POLICIES} < {*compared} and compared["waited"] > 4 * REPLAYS, compared
     assert (compared["shared"] > REPLAYS) == shares, compared
     assert (compared["cancelled"] > REPLAYS / 10) == cancels, compared
+    assert (compared["guessed"] > REPLAYS) == guesses, compared
 
 
 def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():

@@ -12,17 +12,22 @@ from web import simulate
 ROOT = Path(__file__).parents[2]
 LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
 PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
-FIELDS = {"RequestView": ["metrics"], "Metrics": ["prompt_tokens", "output_tokens"]}
+FIELDS = {
+    "RequestView": ["metrics"],
+    "Metrics": ["prompt_tokens", "output_tokens"],
+    "StepView": ["decode", "ghosts", "guesses"],
+}
 RUN = {
     "requests": [[[20, 5 + 7 * (number % 4)]] for number in range(12)],
     "ids": [[number] * 20 for number in range(12)],
     "asked": [40] * 12,
     "arrivals": [0.0] * 12,
+    "steps": [],
 }
 
 
-def asked(lines: str = "", policy: str = "continuous", rate: float = 0) -> dict:
-    question = {"run": RUN, "fields": FIELDS, "rate": rate, "limits": LIMITS, "price": PRICE}
+def asked(lines: str = "", policy: str = "continuous", rate: float = 0, run: dict = RUN) -> dict:
+    question = {"run": run, "fields": FIELDS, "rate": rate, "limits": LIMITS, "price": PRICE}
     question |= {"lines": lines or simulate.lines(), "policy": policy}
     return json.loads(simulate.answer(json.dumps(question)))
 
@@ -42,6 +47,16 @@ def test_the_lines_as_they_are_change_no_plan(policy):
         wishes = simulate.sent_of(RUN, FIELDS)
         plain = simulate.play(LIMITS, POLICIES[policy], wishes, PRICE)
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
+
+
+def test_answers_that_came_several_tokens_a_step_take_as_many_steps_in_the_page():
+    """r3 decodes in three steps, with seven guesses in the second, five of which were right."""
+    steps = [[[[0, 3]], [], []], [[[0, 3]], [], [[0, 7, 5]]], [[[0, 3]], [], []]]
+    played = asked(run=RUN | {"steps": steps})
+    plain = asked()
+    assert [step["guesses"] for step in played["steps"] if step["guesses"]] == [[[2, 7, 5]]]
+    tokens = [sum(step["tokens"] for step in run["steps"]) for run in (plain, played)]
+    assert tokens[0] == tokens[1]
 
 
 def test_a_changed_line_changes_the_plans():
