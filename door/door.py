@@ -331,7 +331,7 @@ class Door:
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _page(self, visit: Visit) -> Response:
-        """The page holds no data of this server. It asks `/watch`, as any watcher does."""
+        """The page holds no data of this server. It asks as any watcher and any client does."""
         text, policy = page.live()
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
         headers |= {"cache-control": "no-cache", "referrer-policy": "no-referrer"}

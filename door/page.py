@@ -42,6 +42,8 @@ MODULES = (
     "lanes",
     "details",
     "live",
+    "markdown",
+    "chat",
     "lab",
     "game",
     "main",
@@ -83,7 +85,7 @@ def without(template: str, part: str) -> str:
 
 @cache
 def live() -> tuple[str, str]:
-    """The page of a server, and the page's policy. The page asks `/watch`, and nothing else."""
+    """The page of a server, and the page's policy. The page may ask this server alone."""
     text = page({"shape": SHAPE | {"protocol": wire.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"

@@ -78,9 +78,9 @@ export class LaneView {
   }
 
   draw(range) {
-    const { now, seen, chosen } = this.player;
+    const { now, seen, chosen, mine } = this.player;
     this.range = range;
-    drawTimeline(this.canvas, this.lane, { ...range, now, seen, chosen });
+    drawTimeline(this.canvas, this.lane, { ...range, now, seen, chosen, mine });
     const figures = this.lane.figuresAt(now);
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
     const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
@@ -112,6 +112,7 @@ export class LaneView {
         row.chip.replaceChildren(...(owner ? [chip(owner, this.choose)] : []));
       }
       row.element.classList.toggle("shut", isShut);
+      row.element.classList.toggle("mine", this.player.mine.has(owner));
       row.element.classList.toggle("left", isLeft);
       row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
       const text = request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "";

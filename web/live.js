@@ -8,7 +8,7 @@
 // in an address, where histories and logs would keep it.) What comes is put into a lane, on a clock that
 // leaves out most of the time in which nothing ran.
 //
-// What this file keeps. The key is kept in this page's memory alone. A lane holds some thousand steps at
+// What this file keeps. A key goes into a header, and nowhere else. It is kept in this page's memory alone. A lane holds some thousand steps at
 // most, however long the page is open.
 
 import { Lane, countUpTo, named, requestOf } from "./recording.js";
@@ -31,9 +31,21 @@ export async function* eventsOf(stream) {
       const lines = part.split("\n");
       const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
       const event = lines.find((line) => line.startsWith("event: "))?.slice(7) ?? "message";
+      if (data[0] === "[DONE]") return;
       if (data.length) yield { event, data: JSON.parse(data.join("\n")) };
     }
   }
+}
+
+// What the server answers. A refusal is an error in the server's words.
+export async function ask(path, { key, signal, body }) {
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const how = { method: body ? "POST" : "GET", cache: "no-store", credentials: "omit" };
+  const answer = await fetch(path, { headers, body, signal, ...how });
+  if (answer.ok) return answer;
+  const { error } = await answer.json();
+  throw Object.assign(new Error(error.message), { code: error.code, status: answer.status });
 }
 
 // The lane of one server, from its first frame on.
@@ -161,12 +173,14 @@ export class Watcher {
       this.left = new AbortController();
       let rest = AGAIN;
       try {
-        const isRefused = await this.#watch(this.left.signal);
-        if (isRefused) rest = Infinity; // until there is another key
-        else this.say("The server has ended. It is asked again.");
+        await this.#watch(this.left.signal);
+        this.say("The server has ended. It is asked again.");
       } catch (error) {
         if (this.left.signal.aborted) continue;
-        this.say(`No news from the server: ${error.message}. It is asked again.`);
+        const isRefused = error.status === 401;
+        if (isRefused) rest = Infinity; // until there is another key
+        if (isRefused) this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
+        else this.say(`No news from the server: ${error.message}. It is asked again.`);
       }
       await new Promise((wake) => {
         this.wake = wake;
@@ -175,21 +189,14 @@ export class Watcher {
     }
   }
 
-  // One stream, from its first event to its last. True if the server wants another key.
+  // One stream, from its first event to its last.
   async #watch(signal) {
-    const headers = this.key ? { authorization: `Bearer ${this.key}` } : {};
-    const answer = await fetch("watch", { headers, signal, cache: "no-store", credentials: "omit" });
-    if (answer.status === 401) {
-      this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
-      return true;
-    }
-    if (!answer.ok) throw new Error((await answer.json()).error?.message ?? String(answer.status));
+    const answer = await ask("watch", { key: this.key, signal });
     const live = new LiveLane(this.shape);
     for await (const { event, data } of eventsOf(answer.body)) {
       if (event !== "hello") this.show(live, live.take(data));
       else if (data.protocol === this.shape.protocol) live.hello = data;
       else throw new Error("it is of another version; load this page again");
     }
-    return false;
   }
 }

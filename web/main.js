@@ -12,6 +12,7 @@ import { Game } from "./game.js";
 import { Lab } from "./lab.js";
 import { forgetInks } from "./draw.js";
 import { Watcher } from "./live.js";
+import { Chat } from "./chat.js";
 
 const PLAYS = 10; // seconds that a recording takes on the page, about
 
@@ -169,13 +170,13 @@ function play(recording) {
 
 const WINDOW = 20; // seconds of a server's time that are in sight
 
-function show(live, isNew) {
+function show(live, isNew, mine) {
   live.lane.hidesTexts = !live.hello.texts;
-  $("key-form").hidden = live.hello.texts; // another key may show more
+  if (isNew) $("key-form").hidden = live.hello.texts; // another key may show more
   let page = window.nanobatch;
   if (!page) {
     page = window.nanobatch = new Page([live.lane]);
-    Object.assign(page.player, { window: WINDOW, follows: true });
+    Object.assign(page.player, { window: WINDOW, follows: true, mine });
     document.body.classList.add("lives-on");
   } else if (isNew) {
     page.replace(live.lane);
@@ -191,20 +192,29 @@ function show(live, isNew) {
   write($("status"), said.join(" "));
 }
 
-// A key that is typed goes into a header, and nowhere else.
+// Who watches may need another key than who asks. Whoever wanted one gets the key that is typed.
 function watch(shape) {
   const form = $("key-form");
-  const wantKey = (why) => {
+  let wants = null;
+  const wantKey = (why, who = watcher) => {
+    wants = who;
     write($("status"), why);
     form.hidden = false;
     $("key").focus();
   };
-  const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
+  const chat = new Chat($("chat"), { page: () => window.nanobatch, wantKey: (why) => wantKey(why, chat) });
+  const watcher = new Watcher(shape, {
+    show: (live, isNew) => show(live, isNew, chat.mine),
+    say: (text) => write($("status"), text),
+    wantKey,
+  });
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     form.hidden = true;
-    watcher.useKey($("key").value.trim());
+    const key = $("key").value.trim();
     $("key").value = "";
+    if (wants !== chat) watcher.useKey(key);
+    if (wants === chat || !chat.key) chat.useKey(key);
   });
   watcher.run();
 }

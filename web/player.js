@@ -23,6 +23,7 @@ export class Player {
     this.pace = 10;
     this.lane = lanes.length - 1; // the one whose steps are stepped through
     this.chosen = 0; // a request
+    this.mine = new Set(); // requests that this page has sent
     this.frames = 0;
     this.looks = 0; // changes with the colours
     this.draw = draw;

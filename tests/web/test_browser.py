@@ -11,15 +11,14 @@ import functools
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from browsers import DESK, PHONE, SCREENS, in_place, needs_browser, until
 from doors import Server
 from recordings import HOSTILE, TEXTS, recording
 from words import Clock, word_engine
@@ -30,58 +29,10 @@ from door.http import Options
 from nanobatch import Sampling
 from parts.text.tokens import Prompt
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "docs" / "index.html"
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 PYODIDE = os.environ.get("NANOBATCH_PYODIDE", "")
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="there is no Chromium; apt-get install chromium"
-)
-
-Opens = Callable[..., "playwright.Page"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["playwright.Browser"]:
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opens(browser) -> Iterator[Opens]:
-    """Opens a page; afterwards nothing may have gone wrong in it, and nothing may have been asked."""
-    contexts, said = [], []
-
-    def opened(address: str | Path, *, offline: bool = True, **how):
-        context = browser.new_context(**{"viewport": DESK} | how)
-        context.set_offline(offline)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("dialog", lambda dialog: said.append(f"a dialog: {dialog.message}"))
-        tab.on("pageerror", lambda error: said.append(f"an error: {error}"))
-        tab.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
-        tab.goto(f"file://{address}" if isinstance(address, Path) else address)
-        tab.said = said
-        return tab
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert said == []
-
-
-def until(tab, true: str, seconds: float = 60) -> None:
-    """Until an expression is true. (Playwright's own way to wait would need `eval` in the page.)"""
-    deadline = time.monotonic() + seconds
-    while not tab.evaluate(true):
-        assert time.monotonic() < deadline, (true, tab.said)
-        tab.wait_for_timeout(30)
+pytestmark = needs_browser
 
 
 def test_the_page_plays_from_a_file_without_a_network(opens):
@@ -209,21 +160,10 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
     assert (sum(map(int, paper[4:-1].split(","))) < 200) == (scheme == "dark")
 
 
-ASTRAY = (ROOT / "tests" / "lib" / "astray.js").read_text()
 FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
-SCREENS = [PHONE, {"width": 820, "height": 1180}, {"width": 1280, "height": 800}]
 at_every_screen = pytest.mark.parametrize(
     "viewport", SCREENS, ids=lambda size: "{width}x{height}".format(**size)
 )
-
-
-def in_place(tab, least: int) -> None:
-    """Nothing is astray, in light and in dark, and so many boxes have been measured."""
-    for scheme in ("dark", "light"):
-        tab.emulate_media(color_scheme=scheme)
-        measured, found = tab.evaluate(ASTRAY)
-        assert not found, "\n".join(found)
-        assert measured > least
 
 
 @at_every_screen

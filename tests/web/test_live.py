@@ -32,9 +32,11 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
 
 
 def test_the_key_goes_into_a_header_and_never_into_an_address():
-    text = (page.FOLDER / "live.js").read_text()
-    assert "Bearer ${this.key}" in text and 'fetch("watch", ' in text
-    assert "new EventSource" not in text and "localStorage" not in text
+    """And what is said in the page stays in the tab's memory."""
+    text = "".join((page.FOLDER / f"{name}.js").read_text() for name in page.MODULES)
+    assert text.count("Bearer ${key}") == 1 and 'ask("watch", { key' in text
+    for word in ("new EventSource", "localStorage", "sessionStorage", "indexedDB", "cookie"):
+        assert word not in text, word
 
 
 TAKES = """

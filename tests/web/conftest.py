@@ -1,0 +1,41 @@
+"""The browser in which the page is tried. Without Playwright its tests are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browsers import CHROMIUM, DESK
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opens(browser) -> Iterator:
+    """Opens a page; afterwards nothing may have gone wrong in it, and nothing may have been asked."""
+    contexts, said = [], []
+
+    def opened(address: str | Path, *, offline: bool = True, **how):
+        context = browser.new_context(**{"viewport": DESK} | how)
+        context.set_offline(offline)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("dialog", lambda dialog: said.append(f"a dialog: {dialog.message}"))
+        tab.on("pageerror", lambda error: said.append(f"an error: {error}"))
+        tab.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
+        tab.goto(f"file://{address}" if isinstance(address, Path) else address)
+        tab.said = said
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert said == []

@@ -1,0 +1,373 @@
+"""A conversation in a server's page, in a real browser (see test_browser.py).
+
+Some answers come from an engine, which says what it is told (`tests/lib/parrot.py`). What only has to
+be drawn is put in the place of a server's answer.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from browsers import SCREENS, in_place, needs_browser, until
+from parrot import Parrot
+from recordings import HOSTILE, TEXTS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = needs_browser
+STOPPED = "document.querySelector('[data-chat-part=stop]').hidden"
+FACTS = re.compile(
+    r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in its slot; first token after"
+)
+
+
+@pytest.fixture(scope="module")
+def parrots() -> Iterator[Callable[..., Parrot]]:
+    made = []
+
+    @cache
+    def make(**options) -> Parrot:
+        made.append(Parrot(**options))
+        return made[-1]
+
+    yield make
+    for parrot in made:
+        parrot.close()
+
+
+@pytest.fixture
+def talks(opens, parrots):
+    """Opens the page of a server that repeats what it is told. Each request of the page is kept."""
+
+    def opened(parrot: Parrot | None = None, **how):
+        address = (parrot or parrots()).door.address
+        tab = opens(f"{address}/", offline=False, **how)
+        tab.asked = []
+        tab.on("request", lambda asked: tab.asked.append(asked))
+        until(tab, "!document.querySelector('[data-chat]').hidden")
+        return tab
+
+    return opened
+
+
+def part(tab, name: str):
+    return tab.locator(f"[data-chat-part={name}]")
+
+
+def say(tab, question: str, waits: bool = True) -> None:
+    part(tab, "box").fill(question)
+    part(tab, "box").press("Enter")
+    if waits:
+        until(tab, STOPPED)
+
+
+def sent(tab) -> list[dict]:
+    """The bodies of all questions."""
+    return [json.loads(r.post_data) for r in tab.asked if r.method == "POST"]
+
+
+def facts(tab) -> str:
+    return tab.inner_text(".turn:last-child .facts")
+
+
+def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(talks):
+    """The page only watched: who wanted to ask needed another program, and saw nothing of the reuse."""
+    tab = talks()
+    until(tab, "window.nanobatch")  # it knows the slots
+    part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
+    say(tab, "say: **Hello**, Ada. " + "And more. " * 20)
+    assert tab.inner_text(".turn:last-child > .reply strong") == "Hello"
+    assert facts(tab).startswith("read ") and "were still" not in facts(tab)
+    until(
+        tab,
+        "nanobatch.player.lanes[0].requests.get(Number(document.querySelector('.turn .chip').textContent))?.slot >= 0",
+    )
+    say(tab, "say: Ada. " + "Once more. " * 5)
+    read, total, cached = (int(n.replace(",", "")) for n in FACTS.match(facts(tab)).groups())
+    assert read + cached == total and cached > 400 and read < total / 2
+    first, second = (body["messages"] for body in sent(tab))
+    assert [m["role"] for m in first] == ["system", "user"]
+    assert second[:2] == first and second[2]["content"].startswith("**Hello**, Ada.")
+    assert len(second) == 4
+    until(tab, "document.querySelectorAll('.slots .mine').length === 1")
+    home = tab.evaluate("location.origin")
+    assert {r.url.removeprefix(home) for r in tab.asked} == {"/v1/models", "/v1/chat/completions"}
+    assert tab.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
+        0,
+        0,
+        "",
+    ]
+
+
+def test_a_question_is_asked_again_and_a_new_conversation_knows_nothing(talks):
+    tab = talks()
+    say(tab, "say: one")
+    say(tab, "say: two")
+    part(tab, "again").click()
+    until(tab, STOPPED)
+    part(tab, "anew").click()
+    assert tab.locator(".turn").count() == 0 and not part(tab, "again").is_visible()
+    say(tab, "say: three")
+    lengths = [len(body["messages"]) for body in sent(tab)]
+    assert lengths == [1, 3, 3, 1]
+
+
+def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(talks, parrots):
+    parrot = parrots()
+    tab = talks(parrot)
+    parrot.loop.slow = 80  # steps a second
+    say(tab, "say: " + "on and on " * 300, waits=False)
+    until(tab, "document.querySelector('.turn > .reply').textContent.length > 20")
+    assert not part(tab, "send").is_visible()
+    part(tab, "box").press("Escape")
+    until(tab, STOPPED)
+    parrot.loop.slow = 0.0
+    assert "stopped" in facts(tab)
+    said = tab.inner_text(".turn > .reply")
+    say(tab, "say: well")
+    kept = sent(tab)[1]["messages"][1]["content"]
+    assert kept.startswith("on and on") and len(kept) < 3000 and said.strip() == kept.strip()
+    assert not parrot.engine.snapshot().requests
+
+
+def test_two_tabs_are_two_clients_and_each_knows_its_own_row(talks, parrots):
+    parrot = parrots()
+    tabs = [talks(parrot), talks(parrot)]
+    parrot.loop.slow = 80  # steps a second
+    for tab in tabs:
+        say(tab, "say: " + "on and on " * 200, waits=False)
+    rows = "[...document.querySelectorAll('.slots .row')].findIndex((row) => row.matches('.mine'))"
+    for tab in tabs:
+        until(tab, f"{rows} >= 0")
+    assert {tab.evaluate(rows) for tab in tabs} == {0, 1}
+    for tab in tabs:
+        part(tab, "stop").click()
+    parrot.loop.slow = 0.0
+
+
+def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, parrots):
+    tab = talks(parrots(max_len=512))
+    say(tab, "say: " + "a" * 80)
+    assert "are left" not in facts(tab) and not part(tab, "drop").is_visible()
+    say(tab, "say: " + "b" * 60)
+    left = int(re.search(r"(\d+) tokens are left: begin anew", facts(tab))[1])
+    assert left < 128 and part(tab, "drop").is_visible()
+    question = "say: c" + " " * 10 + "d" * left
+    say(tab, question)
+    until(tab, "document.querySelector('[data-chat-part=note]').textContent")
+    assert "maximum context length is 512 tokens" in part(tab, "note").inner_text()
+    assert part(tab, "box").input_value() == question and tab.locator(".turn").count() == 2
+    tab.said.clear()  # the browser's own line about a refusal
+    part(tab, "drop").click()
+    until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
+    assert "left out" in tab.inner_text(".turn.dropped >> nth=0 >> .facts")
+    told = [m["content"] for m in sent(tab)[-1]["messages"]]
+    dropped = tab.locator(".turn.dropped").count()
+    assert len(told) == 5 - 2 * dropped and told[-1] == question
+
+
+def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
+    """There are two: the watch key shows all texts, and the API key lets one ask."""
+    tab = talks(parrots(api_key="hush", watch_key="eye"))
+    form = "document.querySelector('[data-key-form]').hidden"
+    until(tab, f"!{form}")
+
+    def give(key: str) -> None:
+        tab.fill("[data-key]", key)
+        tab.press("[data-key]", "Enter")
+
+    give("eye")
+    until(tab, "window.nanobatch")
+    say(tab, "say: hello")
+    until(tab, f"!{form}")
+    assert "API key" in tab.inner_text("[data-status]") or "key" in part(tab, "note").inner_text()
+    assert part(tab, "box").input_value() == "say: hello"
+    give("hush")
+    until(tab, "document.querySelector('.turn .facts')?.textContent.startsWith('read')")
+    assert tab.inner_text(".turn > .reply").strip() == "hello"
+    assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
+    tab.said.clear()  # the browser's own lines about 401
+
+
+# --- answers that only have to be drawn ---------------------------------------------------------
+
+
+def events(said: str, thought: str = "") -> str:
+    """A server's stream."""
+    deltas = [{"reasoning_content": thought[i : i + 7]} for i in range(0, len(thought), 7)]
+    deltas += [{"content": said[i : i + 7]} for i in range(0, len(said), 7)]
+    chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    chunks += [
+        {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": usage},
+    ]
+    lines = [json.dumps({"id": "chatcmpl-7-ab"} | chunk) for chunk in chunks]
+    return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+
+
+def hear(tab, said: str, thought: str = "") -> None:
+    tab.unroute("**/v1/chat/completions")
+    body = events(said, thought)
+    how = {"body": body, "content_type": "text/event-stream; charset=utf-8"}
+    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**how))
+    say(tab, "?")
+
+
+EVIL = (
+    *(text.strip('"') for text in HOSTILE),
+    "<script>document.title = 'owned'</script>",
+    "<img src=x onerror=\"document.title = 'owned'\">",
+    "[x](javascript:document.title='owned') and ![seen](http://127.0.0.1:9/seen.png)",
+    "<a href=http://127.0.0.1:9/>x</a><style>*{display:none}</style><iframe srcdoc=x></iframe>",
+    "\u202egnp.exe\u2066 \u200fend",
+    "```html\n<script>document.title = 'owned'</script>",
+    "`<b>` **<i>** | <td> |\n| <td> | **<th>** |",
+)
+
+
+def test_whatever_an_answer_holds_it_runs_nothing_fetches_nothing_and_is_read(talks):
+    tab = talks()
+    for text in EVIL:
+        hear(tab, text, thought=text)
+    shown = tab.evaluate("document.querySelector('.log').textContent")
+    for words in (
+        "</script><script>alert(1)",
+        "javascript:document.title",
+        "![seen](http://127",
+        "<a href=",
+    ):
+        assert shown.count(words) >= 2, words
+    assert "<U+202E>" in shown and "\u202e" not in shown
+    made = "[...new Set([...document.querySelectorAll('.reply *')].map((e) => e.tagName))]"
+    allowed = {"P", "CODE", "PRE", "STRONG", "TABLE", "TR", "TD"}
+    assert set(tab.evaluate(made)) == allowed
+    assert "owned" not in tab.title()
+    home = tab.evaluate("location.origin")
+    assert all(r.url.startswith(home) for r in tab.asked)
+    isolated = (
+        "[...document.querySelectorAll('.reply p')].map((e) => getComputedStyle(e).unicodeBidi)"
+    )
+    assert set(tab.evaluate(isolated)) == {"isolate"}
+
+
+def test_any_answer_stays_in_its_place_on_any_screen(talks):
+    tab = talks()
+    for text in TEXTS:
+        hear(tab, text + "\n\n```\n" + text, thought=text[:200])
+    for viewport in SCREENS:
+        tab.set_viewport_size(viewport)
+        in_place(tab, 50)
+    wide = "[...document.querySelectorAll('.reply')].filter((e) => e.getBoundingClientRect().right > innerWidth).length"
+    assert tab.evaluate(wide) == 0
+
+
+@pytest.fixture
+def draws(opens):
+    """A page with `Markdown` in it, and nothing else."""
+    tab = opens(ROOT / "web" / "index.html", java_script_enabled=True)
+    tab.route(
+        "http://web.test/*.js",
+        lambda asked: asked.fulfill(path=ROOT / "web" / asked.request.url.rpartition("/")[2]),
+    )
+    script = "import { Markdown } from './markdown.js'; window.Markdown = Markdown;"
+    page = f"<!doctype html><meta charset=utf-8><body><script type=module>{script}</script>"
+    tab.route("http://web.test/", lambda asked: asked.fulfill(body=page, content_type="text/html"))
+    tab.said.clear()
+    tab.goto("http://web.test/")
+    until(tab, "!!window.Markdown")
+    return tab
+
+
+DRAWN = (
+    "(pieces) => { const root = document.createElement('div'); const view = new Markdown(root);"
+    " for (const piece of pieces) view.push(piece); return root.innerHTML.replaceAll(' dir=\"auto\"', ''); }"
+)
+
+FORMS = {
+    "a line\nand one": "<p>a line<span>\nand one</span></p>",
+    "one\n\ntwo": "<p>one</p><p>two</p>",
+    "## A *head*\ntext": "<h4>A <em>head</em></h4><p>text</p>",
+    "**bold `co_de`** and snake_case, 2 * 3 * 4, *args": "<p><strong>bold <code>co_de</code></strong>"
+    " and snake_case, 2 * 3 * 4, *args</p>",
+    "```py\nif a < b:\n    **c**\n```\nafter": "<pre><code>if a &lt; b:\n    **c**</code></pre><p>after</p>",
+    "```\nnever closed": "<pre><code>never closed</code></pre>",
+    "- a\n- b\n  1. c\n  2. d\n- e": '<ul><li>a</li><li>b<ol start="1"><li>c</li><li>d</li></ol></li><li>e</li></ul>',
+    "3. a\n   ```\n   x\n   ```\n4. b": '<ol start="3"><li>a<pre><code>x</code></pre></li><li>b</li></ol>',
+    "> said\n> twice\n\nand I": "<blockquote>said<span>\ntwice</span></blockquote><p>and I</p>",
+    "| a | b |\n|---|:-:|\n| 1 | **2** |\nend": "<table><tr><td>a</td><td>b</td></tr>"
+    "<tr><td>1</td><td><strong>2</strong></td></tr></table><p>end</p>",
+    "a\n---\nb": "<p>a</p><hr><p>b</p>",
+}
+
+
+def test_markdown_is_drawn_as_elements(draws):
+    assert {text: draws.evaluate(DRAWN, [text]) for text in FORMS} == FORMS
+
+
+def test_an_answer_is_drawn_the_same_however_its_stream_is_cut(draws):
+    dice = random.Random(4)
+    texts = [*FORMS, *TEXTS, *EVIL, "\n\n".join(FORMS), "word " * 300 + "`x` " * 300]
+    compared = 0
+    for text in texts:
+        whole = draws.evaluate(DRAWN, [text])
+        for _ in range(5):
+            cuts = sorted(dice.choices(range(len(text) + 1), k=dice.randint(1, 40)))
+            pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert draws.evaluate(DRAWN, pieces) == whole, (text, pieces)
+            compared += 1
+    assert compared > 150
+
+
+LONG = {
+    "without a break": "x",
+    "of stars": "*",
+    "of backquotes": "`a``",
+    "of marks in marks": "**_",
+    "of words": "some **words** and `code` ",
+    "of lines": "a line of it\n",
+    "of quotes in quotes": "> ",
+    "of code": "```\ncode\n```\n",
+    "of cells": "| a ",
+}
+TEXTS_OF = {name: (line * 100_000)[:100_000] for name, line in LONG.items()}
+TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(440))
+# Letters that enter the page while an answer comes in pieces, for each letter of the answer; and how
+# deep its elements lie
+WORK = """([text, size]) => {
+  let letters = 0;
+  const { append } = Element.prototype;
+  const { createTextNode } = document;
+  const count = (one) => { letters += typeof one === "string" ? one.length : 1; };
+  Element.prototype.append = function (...all) { all.forEach(count); return append.apply(this, all); };
+  document.createTextNode = (one) => { count(one); return createTextNode.call(document, one); };
+  const root = document.createElement("div");
+  const view = new Markdown(root);
+  for (let at = 0; at < text.length; at += size) view.push(text.slice(at, at + size));
+  Element.prototype.append = append;
+  delete document.createTextNode;
+  let deep = 0;
+  for (const leaf of root.querySelectorAll("*")) {
+    if (leaf.firstElementChild) continue;
+    let depth = 0;
+    for (let node = leaf; node !== root; node = node.parentNode) depth += 1;
+    deep = Math.max(deep, depth);
+  }
+  return [letters / text.length, deep];
+}"""
+
+
+def test_the_work_for_a_letter_does_not_grow_with_the_answer(draws):
+    """Answers of 100,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
+    letter into the page a thousand times."""
+    for name, text in TEXTS_OF.items():
+        work, deep = draws.evaluate(WORK, [text, 50])
+        assert 0 < work < 20, name
+        assert deep < 200, name

@@ -1,0 +1,159 @@
+// A model's Markdown, drawn while it comes.
+//
+// The problem. An answer is a stranger's text. It may hold a script, an image that tells somebody that it was seen,
+// lists in lists without end, or code that is never closed. And it grows by a word at a time: a page that draws the
+// whole answer anew for each word becomes slower with each word.
+//
+// The way out. A line that is complete is drawn once, and never touched again. Only the newest line is drawn anew when
+// it grows. A line that becomes long is cut into pieces, so there is never much to draw anew.
+//
+// What this file keeps. Elements come from `make`, and texts enter as text. No link and no image is made: the reader
+// sees their text, with the address. Signs that turn the direction of writing are seen, too. Lists nest `DEEP` times
+// at most. So the time for an answer grows as its length does, whatever it holds.
+
+import { make } from "./lanes.js";
+import { inOneLine } from "./words.js";
+
+const DEEP = 6; // lists in lists; what is deeper goes on in the last one
+const LONG = 500; // letters of a line that are drawn anew, at most
+const FENCE = /^(`{3,}|~{3,})[^`]*$/;
+const RULE = /^([-*_])( *\1){2,} *$/;
+const HEADING = /^(#{1,6}) +(.*)/;
+const ITEM = /^(?:[-*+]|(\d{1,9})[.)]) +(.*)/;
+const QUOTE = /^(?:> ?)+/;
+const MARKED = /(`{1,3})(.+?)\1|(\*\*|__)(?=\S)(.*?\S)\3|(?<!\w)([*_])(?=\S)(.*?\S)\5(?!\w)/g;
+
+// The element, with this text in it: code, bold and slanted words are elements of their own.
+function filled(element, text) {
+  let at = 0;
+  for (const found of text.matchAll(MARKED)) {
+    const [all, , code, , bold, , slanted] = found;
+    element.append(inOneLine(text.slice(at, found.index)));
+    if (code) element.append(make("code", "", inOneLine(code)));
+    else element.append(filled(make(bold ? "strong" : "em"), bold ?? slanted));
+    at = found.index + all.length;
+  }
+  element.append(inOneLine(text.slice(at)));
+  element.dir = "auto";
+  return element;
+}
+
+export class Markdown {
+  constructor(root) {
+    this.root = root;
+    this.line = ""; // the newest one, as far as it is drawn anew
+    this.drawn = null; // what was drawn of it,
+    this.before = {}; // and what all below was before
+    this.block = null; // the next line may go on with it
+    this.lists = []; // the open ones: {list, indent}
+    this.fence = null; // of the open code: {mark, code, indent}
+    this.isCut = false; // the line goes on in the same block
+  }
+
+  push(text) {
+    this.drawn?.remove();
+    Object.assign(this, this.before);
+    const lines = (this.line + text).split("\n");
+    const newest = lines.pop();
+    for (const line of lines) {
+      this.#draw(this.#cut(line));
+      this.isCut = false;
+    }
+    this.line = this.#cut(newest);
+    this.before = { block: this.block, lists: this.lists, fence: this.fence, isCut: this.isCut };
+    this.drawn = this.#draw(this.line);
+  }
+
+  // Draws all of a long line but its end, and answers with the end.
+  #cut(line) {
+    let rest = line;
+    while (rest.length > LONG) {
+      const isPair = /[\udc00-\udfff]/.test(rest[LONG]); // an emoji is two letters to JavaScript
+      const at = rest.lastIndexOf(" ", LONG) + 1 || LONG + isPair;
+      this.#draw(rest.slice(0, at));
+      this.isCut = true;
+      rest = rest.slice(at);
+    }
+    return rest;
+  }
+
+  // Puts a line where it belongs, in one new node, and answers with the node. Null: there is nothing to be seen.
+  #draw(line) {
+    const text = line.trimStart();
+    const indent = line.length - text.length;
+    if (this.fence) return this.#drawCode(line, text);
+    if (this.isCut && this.block) return this.#append(this.block, filled(make("span"), line));
+    const [fence] = FENCE.exec(text) ?? [];
+    const [, level, heading] = HEADING.exec(text) ?? [];
+    const item = ITEM.exec(text);
+    if (fence) return this.#beginCode(fence.match(/^[`~]+/)[0], indent);
+    if (RULE.test(text)) return this.#add(make("hr"), indent);
+    if (level) return this.#add(filled(make(`h${Math.min(6, level.length + 2)}`), heading), indent);
+    if (item) return this.#addItem(item, indent);
+    if (text.startsWith("|")) return this.#addRow(text, indent);
+    const tag = QUOTE.test(text) ? "BLOCKQUOTE" : "P";
+    const said = text.replace(QUOTE, "");
+    const goesOn = this.block && (this.block.tagName === tag || (tag === "P" && this.block.tagName !== "TABLE"));
+    if (!text) this.block = null;
+    else if (goesOn) return this.#append(this.block, filled(make("span", "", "\n"), said));
+    else return (this.block = this.#add(filled(make(tag), said), indent));
+    return null;
+  }
+
+  #append(parent, node) {
+    parent.append(node);
+    return node;
+  }
+
+  // A block of its own, in the list that its indent leads to.
+  #add(block, indent) {
+    this.lists = this.lists.filter((one) => one.indent < indent);
+    this.block = null;
+    return this.#append(this.lists.at(-1)?.list.lastChild ?? this.root, block);
+  }
+
+  #addItem([, number, text], indent) {
+    const outer = this.lists.filter((one) => one.indent + 1 < indent).slice(0, DEEP);
+    const same = this.lists[outer.length];
+    const item = filled(make("li"), text);
+    const tag = number ? "OL" : "UL";
+    this.lists = outer;
+    let added = item;
+    if (same?.list.tagName === tag) {
+      same.list.append(item);
+      this.lists = [...outer, same];
+    } else {
+      added = make(tag, "", "", [item]);
+      if (number) added.start = number;
+      (outer.at(-1)?.list.lastChild ?? this.root).append(added);
+      this.lists = [...outer, { list: added, indent }];
+    }
+    this.block = item;
+    return added;
+  }
+
+  #addRow(text, indent) {
+    if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
+    const cells = text.replace(/\|\s*$/, "").slice(1).split("|");
+    const row = make("tr", "", "", cells.map((cell) => filled(make("td"), cell.trim())));
+    if (this.block?.tagName === "TABLE") return this.#append(this.block, row);
+    return (this.block = this.#add(make("table", "", "", [row]), indent));
+  }
+
+  #beginCode(mark, indent) {
+    const code = make("code");
+    this.fence = { mark, code, indent };
+    return this.#add(make("pre", "", "", [code]), indent);
+  }
+
+  #drawCode(line, text) {
+    const { mark, code, indent } = this.fence;
+    if (this.isCut) return this.#append(code, document.createTextNode(inOneLine(line)));
+    if (text.startsWith(mark) && !text.trim().replaceAll(mark[0], "")) {
+      this.fence = null;
+      return null;
+    }
+    const rest = line.slice(Math.min(indent, line.length - text.length));
+    return this.#append(code, document.createTextNode(`${code.firstChild ? "\n" : ""}${inOneLine(rest)}`));
+  }
+}
