@@ -28,8 +28,12 @@ from tokenizers import AddedToken, processors
 
 from nanobatch import Text
 from parts.files import ModelError
+from parts.replay import Replay
 from parts.text import template
 from parts.text.speech import PROBE, TOOLS
+from policies import POLICIES
+from prefix import SEGMENT
+from sched import Request, Scheduler
 
 ROOT = Path(__file__).parents[2]
 LLAMA2 = """\
@@ -290,7 +294,8 @@ def published(tmp_path_factory):
 
     @cache
     def made(name: str, adds_bos: bool = True) -> Text:
-        return make_model(tmp_path_factory.mktemp("published"), TEMPLATES[name], adds_bos=adds_bos)
+        template = TEMPLATES.get(name) or READS[name][0]
+        return make_model(tmp_path_factory.mktemp("published"), template, adds_bos=adds_bos)
 
     return made
 
@@ -938,3 +943,98 @@ def test_an_attribute_of_pythons_own_is_nothing_in_a_template(tmp_path, what, at
         assert text.render(turns("Hi")) == "[]"
     except ValueError as error:
         assert "<" not in str(error)
+
+
+# --- what a turn reads --------------------------------------------------------------------------
+
+# Thoughts of earlier turns are left out, in the manner of Qwen 3
+THINKS = """\
+{%- set ns = namespace(last=0) -%}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.reasoning_content and loop.index0 > ns.last -%}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+GEMMA = """\
+{{ bos_token }}{% for message in messages %}\
+{% set role = 'model' if message.role == 'assistant' else message.role %}\
+{{ '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+PHI3 = """\
+{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+DEMO = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
+# By family: the template, what the model writes before its answer, and how many tokens the second turn
+# reads, the tenth, and the tenth with a system message. A token is a letter or a mark of the template.
+READS = {
+    "llama 2": (LLAMA2, " ", (22, 22, 22)),
+    "llama 3": (LLAMA3, "", (38, 38, 38)),
+    "chatml": (CHATML, "", (57, 57, 57)),
+    "mistral": (MISTRAL, " ", (19, 19, 64)),
+    "zephyr": (ZEPHYR, "", (35, 35, 35)),
+    "qwen 3": (THINKS, "<think>\nEasy.\n</think>\n\n", (39, 39, 39)),
+    "gemma": (GEMMA, "", (84, 84, 84)),
+    "phi 3": (PHI3, "", (35, 35, 35)),
+    "the demo": (DEMO, "", (31, 31, 31)),
+}
+
+
+class Talk(Replay):
+    """One slot, without a model: each answer is what it has to be."""
+
+    def say(self, prompt: list[int], answer: list[int]) -> Request:
+        request = Request(self.sched.steps, tuple(prompt), len(answer), self.now)
+        self.answer = answer
+        self._tokens[request.id] = len(answer)
+        self.sched.submit(request)
+        for _ in self:
+            pass
+        return request
+
+    def run(self, plan):
+        places = [each.request.planned - 1 for each in plan.emitters]
+        return [
+            self.answer[min(place, len(self.answer) - 1)] for place in places
+        ]  # a ghost has none
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_turn_reads_what_the_template_writes_anew(published, name):
+    """All but what the slot still holds, which ends with the last word of the answer. By hand, of
+    Llama 3, 1 + 8 + 15 + 14 tokens:
+
+        <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
+        <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
+
+    Qwen's template leaves the thoughts of earlier turns out, so the answer behind a thought is read
+    once more. Mistral's writes the system message into the newest question, so the question and the
+    answer before are.
+    """
+    _, opens, expected = READS[name]
+    text = published(name)
+    end = text.encode("</s>")[-1:]
+    read = []
+    for system in (None, "You answer in one word."):
+        talk = Talk(Scheduler(slots=1, max_len=4096, policy=POLICIES["continuous"]))
+        messages = turns(system=system)
+        held: list[int] = []
+        for turn in range(10):
+            messages.append({"role": "user", "content": "What is 17 + 6?"})
+            prompt = text.encode_chat(messages)
+            answer = text.encode(opens + "So.")[1:] + end
+            request = talk.say(prompt, answer)
+            same = [a == b for a, b in zip(prompt, held, strict=False)]
+            common = [*same, False].index(False)
+            assert request.reused == (common if common >= SEGMENT else 0)
+            held = prompt + answer[:-1]
+            reply = {"role": "assistant", "content": "So."}
+            messages.append(reply | ({"reasoning_content": "Easy."} if "think" in opens else {}))
+            if turn in (1, 9):
+                read.append(len(prompt) - request.reused)
+    second, tenth, _, tenth_with_system = read
+    assert (second, tenth, tenth_with_system) == expected
