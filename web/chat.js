@@ -24,21 +24,18 @@ function figuresOf({ total, cached, first, tokens, reason }, [before, slot], roo
   const said = [`read ${cached ? `${read} of ` : ""}${count(total, "token")}`];
   if (cached) said.push(`${known} were still in ${slot !== undefined && slot === before ? "its" : "a"} slot`);
   said.push(`first token after ${span(first / 1000)}`, `${count(tokens, "token")} of answer`);
-  if (reason !== "stop") said.push(reason === "length" ? "cut, since its slot is full" : reason);
+  if (reason !== "stop") said.push(reason === "length" ? "cut, since its slot is full" : reason ?? "broken off");
   if (room) said.push(`${room} are left: begin anew, or leave the oldest turns out`);
   return said.join("; ");
 }
 
 export class Chat {
-  // `page`: what shows the slots, once there is one.
-  constructor(place, { page, wantKey }) {
-    Object.assign(this, { page, wantKey });
+  constructor(place, wantKey) {
+    this.wantKey = wantKey;
     this.parts = {};
     for (const part of place.querySelectorAll("[data-chat-part]")) this.parts[part.dataset.chatPart] = part;
     this.key = "";
     this.turns = [];
-    this.mine = new Set(); // numbers of this tab's requests
-    this.length = 0; // of a slot, in tokens
     this.left = null; // ends the answer that runs
     this.isFull = false; // the question in the box does not fit
     // A button has the name of what it does
@@ -56,6 +53,20 @@ export class Chat {
   useKey(key) {
     this.key = key;
     this.send();
+  }
+
+  // What the server is seen to do, if that may be seen.
+  get page() {
+    return window.nanobatch;
+  }
+
+  get lane() {
+    return this.page?.player.lanes[0];
+  }
+
+  // Of a slot, in tokens.
+  get length() {
+    return this.lane?.limits.max_len ?? Infinity;
   }
 
   // What the next question is sent with.
@@ -119,24 +130,23 @@ export class Chat {
     messages.push({ role: "user", content: question });
     const turn = this.#begin(question);
     this.left = new AbortController();
-    this.isFull = false;
     this.#show();
+    const { key, left: { signal } } = this;
+    let failure = null;
     try {
-      const { key } = this;
-      const { signal } = this.left;
-      const models = await (await ask("v1/models", { key, signal })).json();
-      this.length = models.data[0].max_model_len;
       turn.asked = performance.now();
       const temperature = this.parts.temperature.valueAsNumber; // an empty box is NaN, which JSON writes as null
       const body = JSON.stringify({ messages, temperature, ...OPTIONS });
       const answer = await ask("v1/chat/completions", { key, signal, body });
       for await (const { data } of eventsOf(answer.body)) this.#hear(turn, data);
     } catch (error) {
-      turn.error = error;
-      turn.reason = this.left.signal.aborted ? "stopped" : `broken off: ${error.message}`;
+      failure = error;
+      turn.reason = signal.aborted ? "stopped" : `broken off: ${error.message}`;
     }
     this.left = null;
-    if (this.turns.includes(turn)) this.#end(turn); // else there is a new conversation
+    const isNews = this.turns.includes(turn); // else there is a new conversation
+    if (isNews && failure && !turn.tokens) this.#refuse(failure);
+    else if (isNews) this.#end(turn);
     this.#show();
   }
 
@@ -160,23 +170,20 @@ export class Chat {
     if (error) throw new Error(error.message);
     if (!turn.number) {
       turn.number = Number(/\d+/.exec(id)[0]);
-      turn.owner.append(chip(turn.number, (request) => this.page()?.choose(request)));
-      this.mine.add(turn.number);
-      this.page()?.player.change();
+      turn.owner.append(chip(turn.number, (request) => this.page?.choose(request)));
+      this.page?.player.mine.add(turn.number);
     }
     if (progress) Object.assign(turn, { total: progress.total, cached: progress.cache });
-    for (const [name, text] of Object.entries(choices[0]?.delta ?? {})) {
-      if (!text || !(name in turn.said)) continue;
+    for (const name of Object.keys(turn.said)) {
+      const text = choices[0]?.delta[name];
+      if (!text) continue;
       turn.said[name] += text;
       turn.fresh[name] += text;
       turn.tokens += 1; // about, until the server tells
       turn.first ??= performance.now() - turn.asked;
     }
     turn.reason ||= choices[0]?.finish_reason;
-    if (usage) {
-      turn.tokens = usage.completion_tokens;
-      turn.cached = usage.prompt_tokens_details.cached_tokens;
-    }
+    if (usage) turn.tokens = usage.completion_tokens;
     if (!turn.waits) requestAnimationFrame(() => this.#draw(turn));
     turn.waits = true;
   }
@@ -196,11 +203,10 @@ export class Chat {
   }
 
   #end(turn) {
-    const { error, tokens } = turn;
+    turn.end = turn.total + turn.tokens;
+    this.isFull = false;
     write(this.parts.note, "");
-    if (error && !tokens) return this.#refuse(error);
-    turn.end = turn.total + tokens;
-    const slots = this.turns.slice(-2).map((one) => this.page()?.player.lanes[0].requests.get(one.number)?.slot);
+    const slots = this.turns.slice(-2).map(({ number }) => this.lane?.requests.get(number)?.slot);
     write(turn.figures, figuresOf(turn, slots, this.isTight ? count(this.length - turn.end, "token") : ""));
     this.#draw(turn);
   }
@@ -210,7 +216,7 @@ export class Chat {
     const { box } = this.parts;
     box.value = [this.#takeBack(), box.value].join("\n").trim();
     this.isFull = code === "context_length_exceeded";
-    if (name !== "AbortError") write(this.parts.note, message);
+    write(this.parts.note, name === "AbortError" ? "" : message);
     if (status === 401) this.wantKey("The server wants its API key before it answers.");
   }
 
@@ -221,11 +227,10 @@ export class Chat {
   // What can be pressed now.
   #show() {
     const { send, stop, again, drop, anew } = this.parts;
-    const last = this.told.at(-1);
-    send.hidden = Boolean(this.left);
+    send.hidden = this.left;
     stop.hidden = !this.left;
-    again.hidden = this.left || !last;
-    drop.hidden = this.left || !last || !(this.isFull || this.isTight);
+    again.hidden = this.left || !this.told.length;
+    drop.hidden = again.hidden || !(this.isFull || this.isTight);
     anew.hidden = !this.turns.length;
   }
 }

@@ -118,7 +118,7 @@ export function rowHeight(width, slots) {
 // Slots × time. `now`: what lies behind this moment is drawn in full, and what lies before it and has
 // been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none. `mine`: requests whose slots
 // have a mark.
-export function drawTimeline(canvas, lane, { from, to, now, seen, chosen, mine = new Set() }) {
+export function drawTimeline(canvas, lane, { from, to, now, seen, chosen, mine }) {
   const row = rowHeight(canvas.clientWidth, lane.slots);
   const { pen, width, height } = prepared(canvas, lane.slots * row);
   const colours = inks();
@@ -127,7 +127,7 @@ export function drawTimeline(canvas, lane, { from, to, now, seen, chosen, mine =
   pen.textBaseline = "middle";
   for (let slot = 0; slot < lane.slots; slot++) {
     const y = slot * row;
-    const isMine = mine.has(lane.ownerBefore(slot, lane.stepAt(now)));
+    const isMine = mine?.has(lane.ownerBefore(slot, lane.stepAt(now)));
     pen.fillStyle = colours.now;
     if (isMine) pen.fillRect(0, y + 1, LEFT - 3, row - 2);
     pen.fillStyle = isMine ? colours.paper : colours.muted;

@@ -177,10 +177,12 @@ export class Watcher {
         this.say("The server has ended. It is asked again.");
       } catch (error) {
         if (this.left.signal.aborted) continue;
-        const isRefused = error.status === 401;
-        if (isRefused) rest = Infinity; // until there is another key
-        if (isRefused) this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
-        else this.say(`No news from the server: ${error.message}. It is asked again.`);
+        if (error.status === 401) {
+          rest = Infinity; // until there is another key
+          this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
+        } else {
+          this.say(`No news from the server: ${error.message}. It is asked again.`);
+        }
       }
       await new Promise((wake) => {
         this.wake = wake;

@@ -170,13 +170,13 @@ function play(recording) {
 
 const WINDOW = 20; // seconds of a server's time that are in sight
 
-function show(live, isNew, mine) {
+function show(live, isNew) {
   live.lane.hidesTexts = !live.hello.texts;
   if (isNew) $("key-form").hidden = live.hello.texts; // another key may show more
   let page = window.nanobatch;
   if (!page) {
     page = window.nanobatch = new Page([live.lane]);
-    Object.assign(page.player, { window: WINDOW, follows: true, mine });
+    Object.assign(page.player, { window: WINDOW, follows: true });
     document.body.classList.add("lives-on");
   } else if (isNew) {
     page.replace(live.lane);
@@ -202,12 +202,8 @@ function watch(shape) {
     form.hidden = false;
     $("key").focus();
   };
-  const chat = new Chat($("chat"), { page: () => window.nanobatch, wantKey: (why) => wantKey(why, chat) });
-  const watcher = new Watcher(shape, {
-    show: (live, isNew) => show(live, isNew, chat.mine),
-    say: (text) => write($("status"), text),
-    wantKey,
-  });
+  const chat = new Chat($("chat"), (why) => wantKey(why, chat));
+  const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     form.hidden = true;

@@ -18,7 +18,7 @@ const DEEP = 6; // lists in lists; what is deeper goes on in the last one
 const LONG = 500; // letters of a line that are drawn anew, at most
 const FENCE = /^(`{3,}|~{3,})[^`]*$/;
 const RULE = /^([-*_])( *\1){2,} *$/;
-const HEADING = /^(#{1,6}) +(.*)/;
+const HEADING = /^#{1,6} +/;
 const ITEM = /^(?:[-*+]|(\d{1,9})[.)]) +(.*)/;
 const QUOTE = /^(?:> ?)+/;
 const MARKED = /(`{1,3})(.+?)\1|(\*\*|__)(?=\S)(.*?\S)\3|(?<!\w)([*_])(?=\S)(.*?\S)\5(?!\w)/g;
@@ -83,12 +83,11 @@ export class Markdown {
     const indent = line.length - text.length;
     if (this.fence) return this.#drawCode(line, text);
     if (this.isCut && this.block) return this.#append(this.block, filled(make("span"), line));
-    const [fence] = FENCE.exec(text) ?? [];
-    const [, level, heading] = HEADING.exec(text) ?? [];
+    const [, fence] = FENCE.exec(text) ?? [];
     const item = ITEM.exec(text);
-    if (fence) return this.#beginCode(fence.match(/^[`~]+/)[0], indent);
+    if (fence) return this.#beginCode(fence, indent);
     if (RULE.test(text)) return this.#add(make("hr"), indent);
-    if (level) return this.#add(filled(make(`h${Math.min(6, level.length + 2)}`), heading), indent);
+    if (HEADING.test(text)) return this.#add(filled(make("h4"), text.replace(HEADING, "")), indent);
     if (item) return this.#addItem(item, indent);
     if (text.startsWith("|")) return this.#addRow(text, indent);
     const tag = QUOTE.test(text) ? "BLOCKQUOTE" : "P";

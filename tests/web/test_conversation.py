@@ -94,7 +94,7 @@ def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(t
     assert len(second) == 4
     until(tab, "document.querySelectorAll('.slots .mine').length === 1")
     home = tab.evaluate("location.origin")
-    assert {r.url.removeprefix(home) for r in tab.asked} == {"/v1/models", "/v1/chat/completions"}
+    assert {r.url.removeprefix(home) for r in tab.asked} == {"/v1/chat/completions"}
     assert tab.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
         0,
         0,
@@ -142,7 +142,7 @@ def test_two_tabs_are_two_clients_and_each_knows_its_own_row(talks, parrots):
     rows = "[...document.querySelectorAll('.slots .row')].findIndex((row) => row.matches('.mine'))"
     for tab in tabs:
         until(tab, f"{rows} >= 0")
-    assert {tab.evaluate(rows) for tab in tabs} == {0, 1}
+    assert len({tab.evaluate(rows) for tab in tabs}) == 2
     for tab in tabs:
         part(tab, "stop").click()
     parrot.loop.slow = 0.0
@@ -200,15 +200,8 @@ def events(said: str, thought: str = "") -> str:
     deltas = [{"reasoning_content": thought[i : i + 7]} for i in range(0, len(thought), 7)]
     deltas += [{"content": said[i : i + 7]} for i in range(0, len(said), 7)]
     chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
-    usage = {
-        "prompt_tokens": 9,
-        "completion_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    chunks += [
-        {"choices": [{"delta": {}, "finish_reason": "stop"}]},
-        {"choices": [], "usage": usage},
-    ]
+    chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"choices": [], "usage": {"completion_tokens": 9}})
     lines = [json.dumps({"id": "chatcmpl-7-ab"} | chunk) for chunk in chunks]
     return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
 
