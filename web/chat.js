@@ -18,16 +18,8 @@ import { count, span } from "./words.js";
 const TIGHT = 0.25; // of a slot: with less room left, the page says how much
 const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
 
-// What stands under an answer. `slots`: that of the turn before, and that of this one, where they are known.
-function figuresOf({ total, cached, first, tokens, reason }, [before, slot], room) {
-  const [read, known] = [total - cached, cached].map((number) => number.toLocaleString("en"));
-  const said = [`read ${cached ? `${read} of ` : ""}${count(total, "token")}`];
-  if (cached) said.push(`${known} were still in ${slot !== undefined && slot === before ? "its" : "a"} slot`);
-  said.push(`first token after ${span(first / 1000)}`, `${count(tokens, "token")} of answer`);
-  if (reason !== "stop") said.push(reason === "length" ? "cut, since its slot is full" : reason ?? "broken off");
-  if (room) said.push(`${room} are left: begin anew, or leave the oldest turns out`);
-  return said.join("; ");
-}
+// What the server is seen to do, if that may be seen.
+const lane = () => window.nanobatch?.player.lanes[0];
 
 export class Chat {
   constructor(place, wantKey) {
@@ -36,8 +28,8 @@ export class Chat {
     for (const part of place.querySelectorAll("[data-chat-part]")) this.parts[part.dataset.chatPart] = part;
     this.key = "";
     this.turns = [];
+    this.isTight = false; // little of the slot is left
     this.left = null; // ends the answer that runs
-    this.isFull = false; // the question in the box does not fit
     // A button has the name of what it does
     this.parts.form.addEventListener("click", ({ target }) => this[target.dataset.chatPart]?.());
     this.parts.box.addEventListener("keydown", (event) => {
@@ -55,24 +47,12 @@ export class Chat {
     this.send();
   }
 
-  // What the server is seen to do, if that may be seen.
-  get page() {
-    return window.nanobatch;
-  }
-
-  get lane() {
-    return this.page?.player.lanes[0];
-  }
-
-  // Of a slot, in tokens.
-  get length() {
-    return this.lane?.limits.max_len ?? Infinity;
-  }
-
   // What the next question is sent with.
   get told() {
     return this.turns.filter((turn) => !turn.isDropped);
   }
+
+  // --- what can be pressed
 
   send() {
     const { box } = this.parts;
@@ -94,7 +74,29 @@ export class Chat {
     this.stop();
     this.turns = [];
     this.parts.log.replaceChildren();
-    this.#show();
+    this.#show(false);
+  }
+
+  // A question that did not fit is asked again.
+  drop() {
+    const { told } = this;
+    for (const turn of told.slice(0, Math.ceil(told.length / 2))) {
+      turn.isDropped = true;
+      turn.element.classList.add("dropped");
+      write(turn.figures, "left out: from here on the model is not told this");
+    }
+    this.#show(false);
+    this.send();
+  }
+
+  #show(isTight = this.isTight) {
+    const { send, stop, again, drop, anew } = this.parts;
+    this.isTight = isTight;
+    send.hidden = this.left;
+    stop.hidden = !this.left;
+    again.hidden = this.left || !this.told.length;
+    drop.hidden = again.hidden || !isTight;
+    anew.hidden = !this.turns.length;
   }
 
   #takeBack() {
@@ -103,61 +105,42 @@ export class Chat {
     return turn.question;
   }
 
-  // Leaves the oldest turns out, until a quarter of the slot is free. A question in the box is asked again.
-  drop() {
-    const { end } = this.told.at(-1);
-    let gone = 0;
-    while (this.told.length && (!gone || end - gone > (1 - TIGHT) * this.length)) {
-      const [turn] = this.told;
-      gone = turn.end;
-      turn.isDropped = true;
-      turn.element.classList.add("dropped");
-      write(turn.figures, "left out: from here on the model is not told this");
-    }
-    for (const turn of this.told) turn.end -= gone;
-    this.#show();
-    this.send();
-  }
-
   // --- one question
 
   async #ask(question) {
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
-    for (const { question: content, said } of this.told) {
-      messages.push({ role: "user", content }, { role: "assistant", ...said });
+    for (const turn of this.told) {
+      messages.push({ role: "user", content: turn.question });
+      messages.push({ role: "assistant", content: turn.content.text, reasoning_content: turn.reasoning_content.text });
     }
     messages.push({ role: "user", content: question });
+    const temperature = this.parts.temperature.valueAsNumber; // of an empty box NaN, which JSON writes as null
+    const body = JSON.stringify({ messages, temperature, ...OPTIONS });
     const turn = this.#begin(question);
     this.left = new AbortController();
+    const { signal } = this.left;
     this.#show();
-    const { key, left: { signal } } = this;
-    let failure = null;
     try {
-      turn.asked = performance.now();
-      const temperature = this.parts.temperature.valueAsNumber; // an empty box is NaN, which JSON writes as null
-      const body = JSON.stringify({ messages, temperature, ...OPTIONS });
-      const answer = await ask("v1/chat/completions", { key, signal, body });
+      const answer = await ask("v1/chat/completions", { key: this.key, signal, body });
       for await (const { data } of eventsOf(answer.body)) this.#hear(turn, data);
     } catch (error) {
-      failure = error;
+      turn.error = error;
       turn.reason = signal.aborted ? "stopped" : `broken off: ${error.message}`;
     }
     this.left = null;
-    const isNews = this.turns.includes(turn); // else there is a new conversation
-    if (isNews && failure && !turn.tokens) this.#refuse(failure);
-    else if (isNews) this.#end(turn);
-    this.#show();
+    if (!this.turns.includes(turn)) this.#show(); // there is a new conversation
+    else if (turn.error && !turn.tokens) this.#refuse(turn.error);
+    else this.#end(turn);
   }
 
   // The texts of a turn have the names that the protocol gives them.
   #begin(question) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, thoughts, thought, reply, figures] = element.querySelectorAll("[data-of]");
-    const turn = { question, element, owner, thoughts, figures, total: 0, cached: 0, tokens: 0 };
-    turn.said = { content: "", reasoning_content: "" };
-    turn.fresh = { ...turn.said }; // what is not drawn yet
-    turn.views = { content: new Markdown(reply), reasoning_content: new Markdown(thought) };
+    const turn = { question, element, owner, thoughts, figures, tokens: 0, asked: performance.now() };
+    turn.content = new Markdown(reply);
+    turn.reasoning_content = new Markdown(thought);
     write(asked, question);
     this.parts.log.append(element);
     element.scrollIntoView({ block: "nearest" });
@@ -170,15 +153,14 @@ export class Chat {
     if (error) throw new Error(error.message);
     if (!turn.number) {
       turn.number = Number(/\d+/.exec(id)[0]);
-      turn.owner.append(chip(turn.number, (request) => this.page?.choose(request)));
-      this.page?.player.mine.add(turn.number);
+      turn.owner.append(chip(turn.number, (request) => window.nanobatch?.choose(request)));
+      window.nanobatch?.player.mine.add(turn.number);
     }
-    if (progress) Object.assign(turn, { total: progress.total, cached: progress.cache });
-    for (const name of Object.keys(turn.said)) {
+    if (progress) turn.progress = progress;
+    for (const name of ["content", "reasoning_content"]) {
       const text = choices[0]?.delta[name];
       if (!text) continue;
-      turn.said[name] += text;
-      turn.fresh[name] += text;
+      turn[name].push(text);
       turn.tokens += 1; // about, until the server tells
       turn.first ??= performance.now() - turn.asked;
     }
@@ -193,44 +175,39 @@ export class Chat {
     const { log } = this.parts;
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 50;
     turn.waits = false;
-    for (const name of Object.keys(turn.fresh)) {
-      turn.views[name].push(turn.fresh[name]);
-      turn.fresh[name] = "";
-    }
-    turn.thoughts.hidden = !turn.said.reasoning_content;
-    if (!turn.reason) write(turn.figures, turn.tokens ? count(turn.tokens, "token") : "its prompt is read");
+    turn.content.draw();
+    turn.reasoning_content.draw();
+    turn.thoughts.hidden = !turn.reasoning_content.text;
+    if (!turn.reason) write(turn.figures, count(turn.tokens, "token"));
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
 
+  // What the engine has made of it: its own figures.
   #end(turn) {
-    turn.end = turn.total + turn.tokens;
-    this.isFull = false;
+    const { total, cache } = turn.progress;
+    const length = lane()?.limits.max_len;
+    const room = length - total - turn.tokens;
+    const [before, slot] = this.turns.slice(-2).map(({ number }) => lane()?.requests.get(number)?.slot);
+    const whose = slot !== undefined && slot === before ? "its" : "a";
+    const [all, read, known] = [total, total - cache, cache].map((number) => number.toLocaleString("en"));
+    const said = [cache ? `read ${read} of ${all} tokens` : `read ${all} tokens`];
+    if (cache) said.push(`${known} were still in ${whose} slot`);
+    said.push(`first token after ${span(turn.first / 1000)}`, `${count(turn.tokens, "token")} of answer`);
+    if (turn.reason === "length") said.push("cut, since its slot is full");
+    else if (turn.reason !== "stop") said.push(turn.reason);
+    this.#show(room < TIGHT * length);
+    if (this.isTight) said.push(`${count(room, "token")} are left: begin anew, or leave the older half out`);
+    write(turn.figures, said.join("; "));
     write(this.parts.note, "");
-    const slots = this.turns.slice(-2).map(({ number }) => this.lane?.requests.get(number)?.slot);
-    write(turn.figures, figuresOf(turn, slots, this.isTight ? count(this.length - turn.end, "token") : ""));
     this.#draw(turn);
   }
 
   // The question is in the box again.
   #refuse({ name, message, code, status }) {
-    const { box } = this.parts;
+    const { box, note } = this.parts;
     box.value = [this.#takeBack(), box.value].join("\n").trim();
-    this.isFull = code === "context_length_exceeded";
-    write(this.parts.note, name === "AbortError" ? "" : message);
+    this.#show(code === "context_length_exceeded");
+    write(note, name === "AbortError" ? "" : message);
     if (status === 401) this.wantKey("The server wants its API key before it answers.");
-  }
-
-  get isTight() {
-    return this.length - this.told.at(-1)?.end < TIGHT * this.length;
-  }
-
-  // What can be pressed now.
-  #show() {
-    const { send, stop, again, drop, anew } = this.parts;
-    send.hidden = this.left;
-    stop.hidden = !this.left;
-    again.hidden = this.left || !this.told.length;
-    drop.hidden = again.hidden || !(this.isFull || this.isTight);
-    anew.hidden = !this.turns.length;
   }
 }

@@ -41,6 +41,8 @@ function filled(element, text) {
 export class Markdown {
   constructor(root) {
     this.root = root;
+    this.text = ""; // all that has come,
+    this.fresh = ""; // and what is not drawn yet
     this.line = ""; // the newest one, as far as it is drawn anew
     this.drawn = null; // what was drawn of it,
     this.before = {}; // and what all below was before
@@ -51,9 +53,15 @@ export class Markdown {
   }
 
   push(text) {
+    this.text += text;
+    this.fresh += text;
+  }
+
+  draw() {
     this.drawn?.remove();
     Object.assign(this, this.before);
-    const lines = (this.line + text).split("\n");
+    const lines = (this.line + this.fresh).split("\n");
+    this.fresh = "";
     const newest = lines.pop();
     for (const line of lines) {
       this.#draw(this.#cut(line));
@@ -92,11 +100,10 @@ export class Markdown {
     if (text.startsWith("|")) return this.#addRow(text, indent);
     const tag = QUOTE.test(text) ? "BLOCKQUOTE" : "P";
     const said = text.replace(QUOTE, "");
-    const goesOn = this.block && (this.block.tagName === tag || (tag === "P" && this.block.tagName !== "TABLE"));
-    if (!text) this.block = null;
-    else if (goesOn) return this.#append(this.block, filled(make("span", "", "\n"), said));
-    else return (this.block = this.#add(filled(make(tag), said), indent));
-    return null;
+    const goesOn = this.block && (tag === "P" || this.block.tagName === tag);
+    if (text && goesOn) return this.#append(this.block, filled(make("span", "", "\n"), said));
+    this.block = text ? this.#add(filled(make(tag), said), indent) : null;
+    return this.block;
   }
 
   #append(parent, node) {
@@ -113,22 +120,14 @@ export class Markdown {
 
   #addItem([, number, text], indent) {
     const outer = this.lists.filter((one) => one.indent + 1 < indent).slice(0, DEEP);
-    const same = this.lists[outer.length];
-    const item = filled(make("li"), text);
+    const same = this.lists[outer.length]?.list;
     const tag = number ? "OL" : "UL";
-    this.lists = outer;
-    let added = item;
-    if (same?.list.tagName === tag) {
-      same.list.append(item);
-      this.lists = [...outer, same];
-    } else {
-      added = make(tag, "", "", [item]);
-      if (number) added.start = number;
-      (outer.at(-1)?.list.lastChild ?? this.root).append(added);
-      this.lists = [...outer, { list: added, indent }];
-    }
-    this.block = item;
-    return added;
+    const isSame = same?.tagName === tag;
+    const list = isSame ? same : this.#append(outer.at(-1)?.list.lastChild ?? this.root, make(tag));
+    if (!isSame && number) list.start = number;
+    this.lists = [...outer, { list, indent }];
+    this.block = this.#append(list, filled(make("li"), text));
+    return isSame ? this.block : list;
   }
 
   #addRow(text, indent) {
@@ -147,12 +146,11 @@ export class Markdown {
 
   #drawCode(line, text) {
     const { mark, code, indent } = this.fence;
-    if (this.isCut) return this.#append(code, document.createTextNode(inOneLine(line)));
-    if (text.startsWith(mark) && !text.trim().replaceAll(mark[0], "")) {
-      this.fence = null;
-      return null;
-    }
-    const rest = line.slice(Math.min(indent, line.length - text.length));
-    return this.#append(code, document.createTextNode(`${code.firstChild ? "\n" : ""}${inOneLine(rest)}`));
+    const isEnd = !this.isCut && text.startsWith(mark) && !text.trim().replaceAll(mark[0], "");
+    if (isEnd) this.fence = null;
+    if (isEnd) return null;
+    const skipped = this.isCut ? 0 : Math.min(indent, line.length - text.length);
+    const before = this.isCut || !code.firstChild ? "" : "\n";
+    return this.#append(code, new Text(before + inOneLine(line.slice(skipped))));
   }
 }

@@ -197,12 +197,15 @@ def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
 
 def events(said: str, thought: str = "") -> str:
     """A server's stream."""
+    progress = {"total": 9, "cache": 0, "processed": 9, "time_ms": 1}
     deltas = [{"reasoning_content": thought[i : i + 7]} for i in range(0, len(thought), 7)]
     deltas += [{"content": said[i : i + 7]} for i in range(0, len(said), 7)]
     chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     chunks.append({"choices": [], "usage": {"completion_tokens": 9}})
-    lines = [json.dumps({"id": "chatcmpl-7-ab"} | chunk) for chunk in chunks]
+    lines = [
+        json.dumps({"id": "chatcmpl-7-ab", "prompt_progress": progress} | chunk) for chunk in chunks
+    ]
     return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
 
 
@@ -281,7 +284,8 @@ def draws(opens):
 
 DRAWN = (
     "(pieces) => { const root = document.createElement('div'); const view = new Markdown(root);"
-    " for (const piece of pieces) view.push(piece); return root.innerHTML.replaceAll(' dir=\"auto\"', ''); }"
+    " for (const piece of pieces) { view.push(piece); view.draw(); }"
+    " return root.innerHTML.replaceAll(' dir=\"auto\"', ''); }"
 )
 
 FORMS = {
@@ -295,7 +299,7 @@ FORMS = {
     "- a\n- b\n  1. c\n  2. d\n- e": '<ul><li>a</li><li>b<ol start="1"><li>c</li><li>d</li></ol></li><li>e</li></ul>',
     "3. a\n   ```\n   x\n   ```\n4. b": '<ol start="3"><li>a<pre><code>x</code></pre></li><li>b</li></ol>',
     "> said\n> twice\n\nand I": "<blockquote>said<span>\ntwice</span></blockquote><p>and I</p>",
-    "| a | b |\n|---|:-:|\n| 1 | **2** |\nend": "<table><tr><td>a</td><td>b</td></tr>"
+    "| a | b |\n|---|:-:|\n| 1 | **2** |\n\nend": "<table><tr><td>a</td><td>b</td></tr>"
     "<tr><td>1</td><td><strong>2</strong></td></tr></table><p>end</p>",
     "a\n---\nb": "<p>a</p><hr><p>b</p>",
 }
@@ -337,15 +341,15 @@ TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for 
 WORK = """([text, size]) => {
   let letters = 0;
   const { append } = Element.prototype;
-  const { createTextNode } = document;
-  const count = (one) => { letters += typeof one === "string" ? one.length : 1; };
+  const count = (one) => { letters += 1 + (one.textContent ?? one).length; };
   Element.prototype.append = function (...all) { all.forEach(count); return append.apply(this, all); };
-  document.createTextNode = (one) => { count(one); return createTextNode.call(document, one); };
   const root = document.createElement("div");
   const view = new Markdown(root);
-  for (let at = 0; at < text.length; at += size) view.push(text.slice(at, at + size));
+  for (let at = 0; at < text.length; at += size) {
+    view.push(text.slice(at, at + size));
+    view.draw();
+  }
   Element.prototype.append = append;
-  delete document.createTextNode;
   let deep = 0;
   for (const leaf of root.querySelectorAll("*")) {
     if (leaf.firstElementChild) continue;
