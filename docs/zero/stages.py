@@ -326,9 +326,9 @@ and back from places to ids""",
                 the last token of each prefill that is `asked`, and each token that decodes.
                 Start the pass: `self._start([logits], until=[self.slab.last_read])`. If nothing is
                 asked: `self.slab.last_read = None`, and `self._start(self.slab.written())`.
-                Return a list of the logits, and the slots that are asked, in the same order. If
-                nothing is asked, both are empty. (Leave `order.passes`, `order.known`, `alike` and
-                `_padded` aside: they are for what is switched off.)""",
+                Return a list of the logits, the slots that are asked, in the same order, and an empty
+                dict. If nothing is asked, all three are empty. (Leave `order.passes`, `order.known`,
+                `alike`, `_padded` and vectors aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
@@ -341,7 +341,7 @@ if order.decodes:
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
 found = forward(self.model, mx.concatenate(ids), windows, asked)
-start it; return [found], slots     (or [], [])""",
+start it; return [found], slots, {}     (or [], [], {})""",
                 ),
             ),
             Task(
@@ -506,7 +506,7 @@ if request.prefilled:
                 "nanobatch.Runner.finish",
                 """Choose the tokens (`_choose`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
-                `self._enqueue(...)`: the tokens, the newest ones, `self._slot_state.recent` and the log
+                `self._enqueue(...)`: the tokens, the newest ones, `self._slot_state.history` and the log
                 probabilities. Return a `Flight`. Its `build_s` is what this half and `begun.took` took together,
                 without `self._device_s` and `self._wait_s`. (Leave `masks` and ranks aside: hand
                 `masks or {}` on.)""",
@@ -517,9 +517,9 @@ if request.prefilled:
                     """resumed = self.clock()
 emitted, logprobs = self._choose(begun, masks or {})
 self._newest = mx.where(...)
-self._enqueue(emitted, self._newest, self._slot_state.recent, logprobs)
+self._enqueue(emitted, self._newest, self._slot_state.history, logprobs)
 took = begun.took + self.clock() - resumed
-return Flight(emitted, logprobs, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
+return Flight(emitted, logprobs, {}, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
                 ),
             ),
             Task(

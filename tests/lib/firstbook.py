@@ -290,11 +290,12 @@ class Runner:
         resumed = self.clock()
         tokens, logprobs = self._choose(begun, masks or {})
         self._newest = mx.where(tokens < 0, self._newest, tokens)
-        self._enqueue(tokens, self._newest, self._slot_state.recent, logprobs)
+        self._enqueue(tokens, self._newest, self._slot_state.history, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens,
             logprobs,
+            {},
             begun.began,
             took - self._device_s - self._wait_s,
             self._device_s,
@@ -323,10 +324,10 @@ class Runner:
         logits = forward(self.model, mx.concatenate(ids), windows, asked)
         if asked:
             self._start([logits], until=[self.slab.last_read])
-            return [logits], slots
+            return [logits], slots, {}
         self.slab.last_read = None
         self._start(self.slab.written())
-        return [], []
+        return [], [], {}
 
     def _choose(self, begun, masks):
         emitted = mx.full(self.slab.slots, -1, mx.int32)

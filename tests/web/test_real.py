@@ -33,7 +33,7 @@ def test_the_scheduler_plans_each_step_of_the_page_again(run):
     played = simulate.play(limits, POLICIES[run["policy"]], wishes, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
-        step = named("StepView", packed)
+        step = {"guesses": ()} | named("StepView", packed)  # it was recorded before there were any
         for name, value in plan.items():
             listed = (
                 [list(v) if isinstance(v, tuple) else v for v in value]
