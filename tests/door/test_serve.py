@@ -4,7 +4,6 @@ raw sockets for the rest. The model is the demo's: its answers can be checked.""
 import asyncio
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
