@@ -5,7 +5,7 @@
         [read 23 tokens; first token after 31 ms; 5 tokens, 40 a second]
     >>> What is my name?
     Ada.
-        [read 12 of 47 tokens, 35 were still in the slot; first token after 19 ms; 3 tokens, 41 a second]
+        [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 a second]
 
 The problem. A model remembers nothing. Each question is sent with all that was said before, as the
 model's chat template writes it. So a conversation grows until no slot can hold it, and a program
@@ -24,7 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,7 @@ HELP = """/new            begin another conversation (the system message stays)
 /save FILE      write the conversation; /load FILE goes on with one
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
+REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
 LARGEST = 10_000_000  # bytes of a conversation's file
 LEAST = 16  # tokens of an answer for which there must be room
 FEW = 0.25  # of a slot: with less room left, the dialogue says how much
@@ -179,11 +180,7 @@ class Dialogue:
         room = length - len(ids)
         self.waiting = question if room < LEAST else ""
         if self.waiting:
-            raise ValueError(
-                f"with this question the conversation has {len(ids):,} tokens, and a slot holds "
-                f"{length:,}, answer included: /drop forgets the oldest question and asks again, "
-                "/new forgets all of them"
-            )
+            raise ValueError(outgrown(len(ids), length))
         most = min(self.sampling.max_tokens or room, room)
         handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
         parts = []
@@ -199,16 +196,21 @@ class Dialogue:
         thought = "".join(part.text for part in parts if part.kind == "thought")
         answer = "".join(part.text for part in parts if part.kind != "thought")
         self.talk.add(question, answer, thought)
-        self.say(f"\n    [{figures(result)}{self.room(result)}]")
-
-    def room(self, result: Any) -> str:
-        """How much of the slot is left, if it is little."""
-        left = self.engine.sched.max_len - result.metrics.prompt_tokens - len(result.tokens)
-        few = left < FEW * self.engine.sched.max_len
-        return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
+        length = self.engine.sched.max_len
+        left = length - result.metrics.prompt_tokens - len(result.tokens)
+        said = figures(result.metrics, result.finish_reason)
+        self.say(f"\n    [{said}{room_left(left, length)}]")
 
     def say(self, line: str) -> None:
         self.write(f"{line}\n")
+
+
+def outgrown(tokens: int, length: int) -> str:
+    """What can be done about a conversation that no slot holds."""
+    return (
+        f"with this question the conversation has {tokens:,} tokens, and a slot holds {length:,}, "
+        f"answer included: {REMEDY}"
+    )
 
 
 def spoken(handle: Any, speech: Speech) -> Iterator[tuple[Part, str]]:
@@ -227,46 +229,83 @@ def on_terminal(part: Part) -> str:
     return f"\x1b[2m{text}\x1b[22m" if part.kind == "thought" else text
 
 
-def figures(result: Any) -> str:
-    m = result.metrics
+def room_left(left: int, length: int) -> str:
+    """How much of a slot is left, if it is little."""
+    few = left < FEW * length
+    return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
+
+
+def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
+    """What a turn took, from its metrics. `where`: in which slot its conversation was before."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
     if m.cached_tokens:
-        read += f" of {m.prompt_tokens:,} tokens, {m.cached_tokens:,} were still in the slot"
+        read += f" of {m.prompt_tokens:,} tokens; {m.cached_tokens:,} were still in {where}"
     else:
         read += " tokens"
     first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"
     rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} a second"
     ended = {"stop": "", "length": "; cut, as long as it may be", "cancelled": "; stopped"}
-    return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(result.finish_reason, '')}"
+    return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(reason, '')}"
 
 
 # --- the line that one types --------------------------------------------------------------------
 
+KEPT = 1000  # so many questions, the newest
+NEWLINE = "␊"  # stands for the end of a line in a question of several lines
 
-@contextmanager
-def history() -> Iterator[None]:
-    """Up and Down bring earlier questions back, also those of earlier days, which only the user may
-    read. NANOBATCH_HISTORY=off keeps none."""
-    try:
-        import readline
-    except ImportError:  # a Python without it: the terminal's own line
-        yield
-        return
-    place = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    file = place / "nanobatch" / "history"
-    keeps = os.environ.get("NANOBATCH_HISTORY") != "off"
-    with suppress(OSError):
-        if keeps:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-            readline.read_history_file(file)
-    readline.set_history_length(1000)
-    try:
-        yield
-    finally:
+
+def history_file() -> Path | None:
+    """Where earlier questions lie. NANOBATCH_HISTORY=off keeps none."""
+    if os.environ.get("NANOBATCH_HISTORY") == "off":
+        return None
+    place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(place) / "nanobatch" / "history"
+
+
+class History:
+    """Earlier questions, the newest last, also those of earlier days. Only the user may read their
+    file, and a question is added to it at once."""
+
+    def __init__(self, file: Path | None = None):
+        self.file = file
+        self.questions: list[str] = []
         with suppress(OSError):
-            if keeps:
-                readline.write_history_file(file)
+            if file:
+                lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+                self.questions = [line.replace(NEWLINE, "\n") for line in lines if line]
+        if len(self.questions) > KEPT:
+            del self.questions[:-KEPT]
+            self._write(os.O_TRUNC, self.questions)
+
+    def add(self, question: str) -> None:
+        if question.strip() and question not in self.questions[-1:]:
+            self.questions.append(question)
+            self._write(os.O_APPEND, [question])
+
+    def _write(self, how: int, questions: Sequence[str]) -> None:
+        lines = "".join(question.replace("\n", NEWLINE) + "\n" for question in questions)
+        with suppress(OSError):  # a history is no reason to stop
+            if self.file:
+                self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | how, 0o600)
+                with open(handle, "wb") as file:
+                    file.write(lines.encode(errors="replace"))
+
+
+def keep(history: History) -> Callable[[str], str]:
+    """`input`, with Up and Down for the questions of a history, and each line added to it."""
+    with suppress(ImportError):  # a Python without it: the terminal's own line
+        import readline
+
+        for question in history.questions:
+            readline.add_history(question.replace("\n", NEWLINE))
+
+    def read(asked: str) -> str:
+        line = input(asked).replace(NEWLINE, "\n")
+        history.add(line)
+        return line
+
+    return read
 
 
 def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
@@ -274,5 +313,4 @@ def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
     print(f"nanobatch: {engine.summary}\nnanobatch: /help says more", file=sys.stderr)
-    with history():
-        return Dialogue(engine, sampling).run(questions)
+    return Dialogue(engine, sampling, keep(History(history_file()))).run(questions)

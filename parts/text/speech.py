@@ -367,6 +367,13 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
     return [part for part in parts if part.text]
 
 
+def unmarked(thought: str) -> str:
+    """A thought without its marks, and the white space beside them."""
+    for mark in (*THOUGHTS[0], *THOUGHTS[1]):
+        thought = thought.replace(mark, "")
+    return thought.strip()
+
+
 # --- the machine --------------------------------------------------------------------------------
 
 # So many characters may stand before a body, or in it before its arguments; so much white space

@@ -59,7 +59,7 @@ def test_each_question_goes_on_with_all_that_was_said(engine):
 def test_a_second_question_reads_only_what_is_new_and_the_line_says_so(engine):
     dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
     read, prompt, kept = re.search(
-        r"read (\d+) of (\d+) tokens, (\d+) were still in the slot", said
+        r"read (\d+) of (\d+) tokens; (\d+) were still in the slot", said
     ).groups()
     assert int(read) + int(kept) == int(prompt) and int(kept) > 10
     messages = dialogue.talk.messages()
