@@ -12,6 +12,7 @@ above:
     remote.py    the same for an engine elsewhere, by a server's `/watch`.
     runs.py      races and replays on a clock without interruptions.
     life.py      a request's life in parts, with the right sum; and the same life in another company.
+    talks.py     conversations: questions from here, and their answers. markdown.py draws an answer.
     state.py     all knowledge of the screen: the newest view, past steps and requests, the selection.
     paper.py     the paper for the lines of panes and pages.
     panes.py     pure functions from the state to lines. So are steps.py and charts.py.
@@ -58,6 +59,7 @@ from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from parts.device import rows
+from parts.dialogue import History, history_file
 from parts.files import LineFile, check_writable, write_whole
 from parts.program import BROWSER, about, on_a_terminal
 from policies import POLICIES
@@ -325,7 +327,8 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     """The screen, to the end. Answers with the exit code, and with the picture, if one was
     wanted."""
     note = tour_note() if session.eases else None
-    app = Screen(session, args.script, bool(args.screenshot), args.tour, note)
+    earlier = History(history_file())
+    app = Screen(session, args.script, bool(args.screenshot), args.tour, note, earlier)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # a browser ends the screen without a word

@@ -38,20 +38,31 @@ from textual.widget import Widget
 
 from parts.api import faults
 from parts.api.views import RequestView
+from parts.dialogue import History
 from parts.files import write_whole
 from parts.program import BROWSER
 from screen import charts, keys, panes, steps
 from screen.ink import DARK, Palette, clean, count
 from screen.page import Page
+from screen.pages import talk
 from screen.pages.clients import draw_clients
 from screen.pages.requests import draw_request
 from screen.pages.tour import Tour, draw_tour, refuse
 from screen.paper import Paper
-from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_small, is_wide
+from screen.places import (
+    LOWER,
+    STACKS,
+    arrange,
+    arrange_loading,
+    arrange_talk,
+    arrange_tour,
+    is_small,
+    is_wide,
+)
 from screen.session import SCRIPTED, Session, as_command, orders_of
 from screen.state import State
 from screen.terminal import Terminal
-from screen.widgets import NEWLINE, Commands, Pane, Prompt, thrifty
+from screen.widgets import Commands, Pane, Prompt, thrifty
 
 PANES = {  # by name
     "loading": panes.draw_loading,
@@ -67,13 +78,20 @@ PANES = {  # by name
     "step": steps.draw_step_pane,
     "request": draw_request,
     "clients": draw_clients,
+    "dialogue": talk.draw,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
     "tour": draw_tour,
 }
 # The wheel's action there
-WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
+WHEEL = {
+    "slots": "choose",
+    "timeline": "move",
+    "streams": "choose",
+    "step": "nudge",
+    "dialogue": "roll",
+}
 # Painted less often while something runs
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane to show after a command
@@ -169,8 +187,8 @@ class Screen(App):
     #status, #keys { background: $foreground 10%; }
     #tour { background: $foreground 5%; }
     #prompt, #mark, #settings { background: $surface; color: $foreground; }
-    #prompt { border: none; height: 1; padding: 0; color: $foreground 60%; }
-    #prompt:focus { border: none; background-tint: $foreground 0%; color: $foreground; }
+    #prompt { padding: 0; scrollbar-size: 0 0; color: $foreground 60%; }
+    #prompt:focus { color: $foreground; }
     ToastRack { margin-bottom: 2; }
     Toast { width: 46; }
     """
@@ -193,15 +211,17 @@ class Screen(App):
         screenshot: bool = False,
         tours: bool = False,
         note: Path | None = None,
+        earlier: History | None = None,
     ):
         """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
         when the model is there. `note`: a file that says, once it is there, that the tour need not
-        be offered any more."""
+        be offered any more. `earlier`: prompts that the box can bring back."""
         super().__init__(driver_class=None if BROWSER else Terminal)
         self.tour: Tour | None = None
         self._tours, self._note = tours, note
         session.state.offers_tour = bool(note and not tours and not note.exists())
         self.session, self.state = session, session.state
+        session.talks = True
         self._script, self._screenshot = script, screenshot
         self.picture = ""
         self._looks = self._faults = self._told = 0
@@ -209,7 +229,9 @@ class Screen(App):
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
         self._misread = -math.inf  # the time of the last letter meant as text
-        self.palette, self.prompt = DARK, Prompt()
+        self.palette = DARK
+        self.prompt = Prompt(earlier or History())
+        self._returns = False  # the box is left once its command is obeyed
 
     @property
     def page(self) -> Page | None:
@@ -261,6 +283,13 @@ class Screen(App):
             places = arrange(*size, slots, self.state.lower, bool(view.door))
             if self.state.tour:
                 places = arrange_tour(*size, slots, self.state.lower)
+            elif self.state.talking:
+                places = arrange_talk(*size, slots)
+        tall = min(self.prompt.tall, size.height // 3)
+        for name in ("mark", "prompt"):
+            if name in places:
+                x, y, wide, _ = places[name]
+                places[name] = Region(x, y + 1 - tall, wide, tall)
         for pane in self.screen_stack[0].query("Pane, Prompt"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
@@ -284,6 +313,8 @@ class Screen(App):
             return
         view = self.state.view
         self._looks += 1
+        if before.stage != view.stage and self.state.leads:
+            self.state.talking = self.state.typing or bool(self.state.talks.open.turns)
         if (before.stage, before.life) != (view.stage, view.life):
             self.place(self.size)
         if view.stage == "ready" and self._tours:
@@ -353,7 +384,7 @@ class Screen(App):
     def note_focus(self, focused: Widget | None) -> None:
         self.state.typing = focused is not None
         self.state.has_typed |= self.state.typing
-        self.paint()
+        self.prompt.lie(self.state.typing)
 
     def say(self, message: str) -> None:
         """Words for the user, for a while: beside the prompt; in a notice, if they find no room
@@ -479,15 +510,35 @@ class Screen(App):
     def action_prompt(self, begin: str = "") -> None:
         self.action_main()  # the box is there
         self.screen.set_focus(self.prompt)  # at once: the next letter is on the way
+        self._returns = bool(begin)
         if begin:
             self.prompt.put(begin)
-        elif self.prompt.value == self.state.prompts[0][0]:
-            self.prompt.action_select_all()  # this is the example, and typing replaces it
+            return
+        is_example = self.prompt.value == self.state.prompts[0][0]
+        if self.state.leads:
+            self.prompt.put("" if is_example else self.prompt.value)
+            self.show_talk(True)
+        elif is_example:
+            self.prompt.select_all()  # typing replaces it
+
+    def action_escape(self) -> None:
+        """In the box: stop the answer that runs, else leave the box. What waits for the answer comes
+        back."""
+        if not (self.state.talking and self.session.stop()):
+            self.action_leave()
+        elif waiting := self.state.talks.open.take():
+            self.prompt.put(self.prompt.value or waiting)
+
+    def action_back(self) -> None:
+        """To the newest step; from there, to the panes."""
+        if self.state.cursor is None:
+            self.show_talk(False)
+        self.state.cursor = None
 
     def action_leave(self) -> None:
         """A half-typed command goes; a prompt stays."""
         if self.prompt.value.startswith("/"):
-            self.prompt.value = ""
+            self.prompt.put("")
         self.prompt.screen.set_focus(None)
 
     def action_complete(self) -> None:
@@ -502,18 +553,20 @@ class Screen(App):
 
     def action_fire(self) -> None:
         if self.prompt.value:
-            self.submit()
+            self.action_submit()
         else:
             self.action_prompt()
 
-    def submit(self) -> None:
-        """Obey the prompt box."""
-        line = self.prompt.value.replace(NEWLINE, "\n").strip()
-        if line and self.action_command(line):  # a wrong command stays in the box
-            self.prompt.value = ""
+    def action_submit(self) -> None:
+        """Obey the prompt box. It stays open, unless a key has led to a command alone."""
+        line = self.prompt.value.strip()
+        if not (line and self.action_command(line)):  # a wrong command stays in the box
+            return
+        self.prompt.fired()
+        if self._returns:
             self.action_leave()
-            if not line.startswith("/"):
-                self.bring("streams")
+        if not line.startswith("/"):
+            self.bring("streams")
 
     def action_command(self, line: str) -> bool:
         """Obey a line, or tell the user why not; False then."""
@@ -551,6 +604,7 @@ class Screen(App):
             self._tours = True
             self.say("the tour begins when the model is there")
         self.decline_tour()
+        self.state.talking = False
         self.action_leave()
         self.action_main()
         self.place(self.size)
@@ -598,6 +652,16 @@ class Screen(App):
         self.state.move(
             columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1)
         )
+
+    def action_leaf(self, by: int) -> None:
+        if self.state.talking:
+            self.action_roll(by * 4)
+        else:
+            self.action_move(40 * by)
+
+    def action_roll(self, by: int) -> None:
+        """By so many times three lines of the conversation."""
+        self.state.above -= 3 * by
 
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
@@ -661,6 +725,9 @@ class Screen(App):
     def action_copy(self) -> None:
         """Copy a request's text to the terminal's own clipboard (OSC 52)."""
         request = self.request()
+        if self.state.talking and not self.page:
+            turns = self.state.talks.open.turns
+            request = turns[-1].request if turns else None
         if request:
             self.copy_to_clipboard(request.text)
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
@@ -722,16 +789,27 @@ class Screen(App):
         if self.page is page and not page.repeats:
             self.screen.dismiss()
             return
+        if page.is_view and self.state.talking and not self.page:
+            self.show_talk(False)
+            return
         if page.has_request and (request := self.request()):
             self.state.opened = request.id
         self.action_command(f"/{name}")
 
     def show_page(self, page: Page) -> None:
         """In the place of the open page."""
-        if self.page is not page:
+        if page.is_view:
+            self.action_main()
+            self.show_talk(True)
+        elif self.page is not page:
             if self.page:
                 self.screen.dismiss()
             self.push_screen(Sheet(page), lambda _: self.left(page))
+
+    def show_talk(self, is_open: bool) -> None:
+        """The conversation in the place of the panes; or the panes."""
+        self.state.talking = is_open
+        self.place(self.size)
 
     def left(self, page: Page) -> None:
         if page.leave:

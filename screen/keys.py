@@ -26,6 +26,7 @@ from screen.pages import (
     race,
     requests,
     same,
+    talk,
     totals,
     why,
 )
@@ -45,6 +46,12 @@ OTHERS = {
     "slow": "8",
     "budget": "64",
     "set": "temperature=0.8 max=64",
+    "new": "",
+    "system": "Be brief.",
+    "next": "",
+    "again": "",
+    "thoughts": "",
+    "drop": "2",
     "quit": "",
 }
 ARGUMENTS = {
@@ -61,8 +68,15 @@ TOURING = (
     Key("", "esc", "leave_tour", "Leave the tour", "", 1),
 )
 LOOKS = ("quit", "theme", "suspend_process", "choose", "move", "nudge", "follow", "zoom", "view")
-LOOKS += ("copy", "go")
+LOOKS += ("copy", "go", "leaf", "back")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
+IN_A_TALK = {
+    "prompt": ("Ask", 1),
+    "page('talk')": ("Panes", 2),
+    "command('/next')": ("Next", 3),
+    "command('/again')": ("Ask again", 4),
+    "copy": ("Copy", 5),
+}
 WORDS = (
     (
         "slot",
@@ -218,6 +232,8 @@ def draw_keys(state: State, on: Paper) -> None:
             "command('/slow -')": ("Slower", 3),
         }
         ways |= {"view": ("View", 3), "command('/slow +')": ("Faster", 4)}
+    if state.talking:
+        ways |= IN_A_TALK
     for i, key in enumerate(keys):
         if key.action in ways:
             label, rank = ways[key.action]
@@ -296,6 +312,21 @@ TABLE = (
         "prompt('/')",
         "Command",
         "type a command; tab completes, and the end of this page names them all",
+    ),
+    talk.PAGE,
+    Key(
+        "n,ctrl+n",
+        "n",
+        "command('/next')",
+        "Next talk",
+        "the next conversation (ctrl+n, in the prompt box too); /new begins another",
+    ),
+    Key(
+        "u,ctrl+r",
+        "u",
+        "command('/again')",
+        "Ask again",
+        "ask the last question of the conversation once more (ctrl+r, in the prompt box too)",
     ),
     Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
     Key(
@@ -389,10 +420,17 @@ TABLE = (
         "a single step back, or on (shift and an arrow, too)",
     ),
     Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
-    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty columns back, or on"),
-    Key("pagedown", "PgDn", "move(40)", "Much later", ""),
+    Key(
+        "pageup",
+        "PgUp PgDn",
+        "leaf(-1)",
+        "Much earlier",
+        "forty columns back, or on; in a conversation, half a page of it",
+    ),
+    Key("pagedown", "PgDn", "leaf(1)", "Much later", ""),
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
-    Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
+    Key("end", "End", "follow", "Newest", "follow the newest step again; Esc, too"),
+    Key("escape", "Esc", "back", "Back", ""),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
     Key(
         "v",
@@ -442,7 +480,19 @@ KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
 # Keys of the main screen alone: on a page, arrows and Enter do other things
-OF_PANES = ("fire", "choose", "move", "nudge", "follow", "zoom", "view", "tour", "quit")
+OF_PANES = (
+    "fire",
+    "choose",
+    "move",
+    "leaf",
+    "back",
+    "nudge",
+    "follow",
+    "zoom",
+    "view",
+    "tour",
+    "quit",
+)
 ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in OF_PANES]
 LINES = [
     f"command('/{name}')" for name in ("step", "policy", "load", "slow -", "slow +", "slow off")

@@ -29,6 +29,7 @@ class Desk(Protocol):
     state: State
     room: EngineRoom
     stays: bool  # a trial with a page goes on until the page is left
+    talks: bool  # there is a screen, on which prompts are questions of conversations
     heard: bool  # the view shows the effect of every wish
 
     def asks(self, count: int) -> list[Ask]: ...
@@ -82,6 +83,7 @@ class Page(NamedTuple):
     )
     is_live: bool = False  # shows the engine at work, and needs no words about a key
     has_request: bool = False  # shows the open request
+    is_view: bool = False  # stands beside the prompt box, in the place of the panes
     is_early: bool = False  # says something while the model loads
     disturbs: bool = False  # the command changes the engine, so the engine must be our own
 

@@ -61,6 +61,30 @@ def arrange(
     return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
 
 
+def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
+    """Where each pane goes while a conversation is open. A strip of the engine stands over it; on a
+    wide screen, beside it."""
+    if is_small(width, height):
+        return {"small": Region(0, 0, width, height)}
+    places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
+    body = height - 3
+    if width < 150:
+        rows = min(slots, 2 if height < 30 else 4)
+        left = (width + 6) // 2
+        places["slots"] = Region(0, 1, left, rows + 3)
+        places["timeline"] = Region(left + 1, 1, width - left - 1, rows + 2)
+        places["dialogue"] = Region(0, rows + 4, width, body - rows - 3)
+        return places
+    rows = min(slots, 8, body // 2 - 5)
+    left = width * 5 // 8
+    right = Region(left + 2, 1, width - left - 2, body)
+    places["dialogue"] = Region(0, 1, left, body)
+    places["slots"] = Region(right.x, 1, right.width, rows + 3)
+    places["timeline"] = Region(right.x, rows + 4, right.width, rows + 2)
+    rest = Region(right.x, 2 * rows + 6, right.width, body - 2 * rows - 5)
+    return places | stack(rest, ("rate", "ttft"))
+
+
 def bottom(width: int, height: int) -> dict[str, Region]:
     """The prompt box, the settings beside it, and the footer."""
     beside = max(33, width // 3)

@@ -33,8 +33,9 @@ from urllib.parse import urlsplit
 from door import wire
 from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
+from parts.dialogue import REMEDY
 from screen.ink import clean
-from screen.room import Ask, Room, View
+from screen.room import Ask, Outgrown, Room, View
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # a server says something every second, even if nothing happens
@@ -131,7 +132,7 @@ class RemoteRoom(Room):
         answer = self._ask_for("GET", "/watch", self._keys[0], SILENT_S)
         if answer.status != 200:
             kind = Loading if answer.status == 503 else ValueError
-            raise kind(f"--watch {self.url}: {said(answer)}")
+            raise kind(f"--watch {self.url}: {said(answer)[0]}")
         events = read_events(answer)
         hello = next(events, {})
         if not isinstance(hello, dict) or hello.get("protocol") != wire.PROTOCOL:
@@ -141,7 +142,8 @@ class RemoteRoom(Room):
         with self._lock:
             self._fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
-            if not hello["texts"]:
+            self._is_blind = not hello["texts"]
+            if self._is_blind:
                 self.fault(
                     "only figures are shown, no texts: those need the server's --watch-key, as --key"
                 )
@@ -217,8 +219,10 @@ class RemoteRoom(Room):
             try:
                 if cancels == self._cancels:
                     self._stream(ask, cancels)
+                elif ask.question:
+                    self.refuse(ask, "it was cancelled")
             except Exception as error:
-                self.fault(f"not fired: {why(error)}", ask.prompt)
+                self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
             with self._lock:
                 self.note(heard=self._known.heard + 1)
 
@@ -233,7 +237,7 @@ class RemoteRoom(Room):
         }
         if ask.schema:
             wish["guided_json"] = ask.schema
-        chat = {"messages": [{"role": "user", "content": ask.prompt}]}
+        chat = {"messages": ask.messages or [{"role": "user", "content": ask.prompt}]}
         for route, prompt in (
             ("/v1/chat/completions", chat),
             ("/v1/completions", {"prompt": ask.prompt}),
@@ -241,22 +245,41 @@ class RemoteRoom(Room):
             answer = self._ask_for("POST", route, self._keys[1], 60, json.dumps(wish | prompt))
             if answer.status == 200:
                 break
-            if "no chat template" not in (words := said(answer)):
+            words, code = said(answer)
+            if code == "context_length_exceeded" and len(ask.messages) > 2:
+                raise Outgrown(f"{words}; {REMEDY}")
+            if "no chat template" not in words:
                 raise ValueError(words)
+            self.note(speaks=False)
         number = int(answer.getheader("X-Request-Id").split("-")[1])
         self.own[number] = answer.line
+        self.answers(ask, number)
         try:
-            while cancels == self._cancels and answer.read(2**16):
-                pass
+            for event in read_events(answer):
+                if cancels != self._cancels:
+                    break
+                self._hear(number, event)
         except (OSError, http.client.HTTPException):
             if number in self.own:  # else it was cancelled here
                 raise
         finally:
+            self._hear(number, {}, True)
             self.own.pop(number, None)
             answer.close()
             answer.line.close()
         with self._came:
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
+
+    def _hear(self, number: int, event: dict, is_whole: bool = False) -> None:
+        """A piece of an answer of our own, if `/watch` shows no texts."""
+        said = ""
+        for choice in event.get("choices", ()):
+            said += choice.get("delta", {}).get("content") or choice.get("text") or ""
+        with self._lock:
+            if self._is_blind:
+                before, _ = self._known.heard_texts.get(number, ("", False))
+                heard = {**self._known.heard_texts, number: (before + said, is_whole)}
+                self.note(heard_texts=heard)
 
 
 # --- news over the wire -------------------------------------------------------------------------
@@ -265,7 +288,7 @@ class RemoteRoom(Room):
 def read_events(answer: http.client.HTTPResponse) -> Iterator:
     """The data of each server-sent event. A comment is a sign of life and no more."""
     while line := answer.readline(LINE):
-        if line.startswith(b"data: "):
+        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
             yield json.loads(line.removeprefix(b"data: "))
 
 
@@ -283,12 +306,13 @@ def with_ask(request: RequestView) -> RequestView:
     return request
 
 
-def said(answer: http.client.HTTPResponse) -> str:
-    """Why a request was refused."""
+def said(answer: http.client.HTTPResponse) -> tuple[str, str]:
+    """Why a request was refused: in words, and the error's code."""
     try:
-        return clean(json.loads(answer.read(2**16))["error"]["message"])
+        error = json.loads(answer.read(2**16))["error"]
+        return clean(error["message"]), error.get("code") or ""
     except (ValueError, LookupError, TypeError, AttributeError):
-        return clean(f"{answer.status} {answer.reason}")
+        return clean(f"{answer.status} {answer.reason}"), ""
 
 
 def why(error: BaseException) -> str:

@@ -25,7 +25,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -37,6 +37,7 @@ from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
 from parts.device.cores import Others
+from parts.dialogue import LEAST, outgrown
 from policies import POLICIES
 from sched import QueueFull
 from screen.ink import clean
@@ -94,6 +95,8 @@ class Ask(NamedTuple):
     logprobs: int | None = None  # so many of the likeliest tokens, with log probabilities
     mute: bool = False  # no log tells of this prompt, one of a trial's hundreds
     client: str = ""  # the name of the client
+    question: int = 0  # the number of a question in a conversation
+    messages: tuple[dict[str, str], ...] = ()  # of that conversation, the prompt at the end
 
 
 def is_mute(request: RequestView) -> bool:
@@ -164,6 +167,12 @@ class Fault(NamedTuple):
 
     message: str
     prompt: str | None = None
+    question: int = 0  # in a conversation: the one that was not fired
+    waits: bool = False  # until there is room for it
+
+
+class Outgrown(ValueError):
+    """A conversation that has no room in a slot any more."""
 
 
 class Finding(Protocol):
@@ -192,6 +201,10 @@ class View(NamedTuple):
     # The engine is elsewhere: only our own prompts can be fired and cancelled
     watches: bool = False
     model: str = ""  # the name of a model elsewhere
+    speaks: bool = True  # the model has a chat template: it can be shown a conversation
+    answers: Mapping[int, int] = {}  # by the number of a question: its request
+    # By request: the text of an answer by an engine elsewhere that shows none, and whether it is whole
+    heard_texts: Mapping[int, tuple[str, bool]] = {}
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
     trying: bool = False  # a trial runs
@@ -257,9 +270,22 @@ class Room:
             self._known = self._known._replace(**changes)
             self._news += 1
 
-    def fault(self, message: str, prompt: str | None = None) -> None:
+    def fault(self, message: str, *more) -> None:
         with self._lock:
-            self.note(faults=(*self._known.faults, Fault(clean(message), prompt)))
+            self.note(faults=(*self._known.faults, Fault(clean(message), *more)))
+
+    def refuse(self, ask: Ask, error: BaseException | str) -> None:
+        """This prompt is not fired."""
+        if isinstance(error, Outgrown):
+            self.fault(str(error), None, ask.question, True)
+        else:
+            self.fault(f"not fired: {error}", ask.prompt, ask.question)
+
+    def answers(self, ask: Ask, request: int) -> None:
+        """This request answers a question."""
+        if ask.question:
+            with self._lock:
+                self.note(answers={**self._known.answers, ask.question: request})
 
     def start(self) -> None: ...
 
@@ -378,7 +404,7 @@ class EngineRoom(Room):
                 self.loop.wish(fulfil)
         if self.door:
             self.door.open(self.engine, self.loop, self._name)
-        self.note(stage="ready")
+        self.note(stage="ready", speaks=self.engine.text.has_template)
 
     def drain(self) -> None:
         """Shut the door: requests of clients go on to the end, for a while; a second Ctrl-C ends
@@ -473,9 +499,15 @@ class EngineRoom(Room):
         if self.engine is None:
             return Read(ask, None)
         try:
-            return Read(ask, self.engine.text.ask(ask.prompt))
+            return Read(ask, self._ids(ask))
         except ValueError as error:
             return Read(ask, error)
+
+    def _ids(self, ask: Ask) -> list[int]:
+        text = self.engine.text
+        if ask.messages and text.has_template:
+            return text.encode_chat(ask.messages)
+        return text.ask(ask.prompt)
 
     def _fire(self, reads: Sequence[Read]) -> list[int]:
         """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer
@@ -486,18 +518,21 @@ class EngineRoom(Room):
                 handle = self._submit(ask, ids)
             # The prompt does not fit a slot, or the line is full
             except (ValueError, RuntimeError) as error:
-                self.fault(f"not fired: {error}", ask.prompt)
+                self.refuse(ask, error)
                 break
+            self.answers(ask, handle.id)
             fired.append(handle.id)
         return fired
 
     def _submit(self, ask: Ask, ids: list[int] | ValueError | None, reuse: bool = True) -> Handle:
         engine = self.engine
         if ids is None:
-            ids = engine.text.ask(ask.prompt)
+            ids = self._ids(ask)
         if isinstance(ids, ValueError):
             raise ids
         room = engine.sched.max_len - len(ids)
+        if room < LEAST and len(ask.messages) > 2 and engine.text.has_template:
+            raise Outgrown(outgrown(len(ids), engine.sched.max_len))
         if room < 1:
             holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
             raise ValueError(
@@ -510,7 +545,8 @@ class EngineRoom(Room):
             seed=ask.seed,
             **{"logprobs": ask.logprobs, **form},
         )
-        handle = engine.submit(ids, sampling, origin=ask, client=ask.client, reuse=reuse)
+        origin = ask._replace(messages=())
+        handle = engine.submit(ids, sampling, origin=origin, client=ask.client, reuse=reuse)
         self.own[handle.id] = handle
         return handle
 

@@ -56,6 +56,7 @@ NUMBERS = {  # the commands with a number, and the limits
     "load": (read_real, 0, 1000),
     "slow": (read_real, 0.1, 1000),
     "budget": (read_whole, 1, 2**31),
+    "drop": (read_whole, 1, 1000),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -76,6 +77,7 @@ class Session:
         self._coming: dict[str, object] = {}  # the changes of the view by open wishes
         self._limits: Limits | None = None  # the limits after the last wish for a budget
         self.stays = False
+        self.talks = False  # prompts are questions of conversations: on a screen
 
     @property
     def heard(self) -> bool:
@@ -106,6 +108,7 @@ class Session:
             for page in PAGES.values():
                 if page.take:
                     page.take(self.state, before)
+            self._ask_waiting()
         return seen != self._seen
 
     def asks(self, count: int) -> list[Ask]:
@@ -120,7 +123,9 @@ class Session:
         """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the
         line is wrong."""
         if not line.startswith("/") or line.startswith("//"):
-            self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
+            said = self._ask(line.removeprefix("/"))
+            if said:
+                return said
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
             return "the demo adds up to 99 only" if is_beyond else ""
         name, _, rest = line.removeprefix("/").partition(" ")
@@ -132,6 +137,88 @@ class Session:
             there = " ".join(f"/{command}" for command in sorted(COMMANDS))
             raise ValueError(f"/{name} is no command; there are {there}")
         return command(rest.strip()) or ""
+
+    # --- conversations
+
+    def _ask(self, prompt: str) -> str:
+        """A prompt is the next question of the open conversation. While the panes are in sight, it
+        begins another one."""
+        talks = self.state.talks
+        if not self.talks:
+            self.room.fire([self.state.settings.ask(prompt)])
+            return ""
+        if not self.state.talking:
+            talks.begin()
+        if talks.open.waiting:
+            raise ValueError(talks.open.why or "a question waits already: Esc stops the answer")
+        talks.open.waiting = prompt
+        self._ask_waiting()
+        return "it waits for the answer" if talks.open.waiting else ""
+
+    def _ask_waiting(self) -> None:
+        """Ask what waits for an answer no more."""
+        for talk in self.state.talks.all:
+            if talk.waiting and not (talk.why or talk.runs):
+                ask = self.state.settings.ask(talk.waiting)
+                messages = talk.messages(talk.waiting)
+                self.room.fire(
+                    [ask._replace(question=self.state.talks.add(talk), messages=messages)]
+                )
+
+    def _do_new(self, rest: str) -> str:
+        """Another conversation. A question for which the open one has no room begins it."""
+        self.state.talks.begin()
+        self.state.above = 0
+        self._ask_waiting()
+        return "a new conversation"
+
+    def _do_system(self, rest: str) -> str:
+        self.state.talks.open.system = rest
+        return "from the next question on"
+
+    def _do_next(self, rest: str) -> None:
+        """The next conversation; behind the last one comes the first."""
+        talks = self.state.talks
+        talks.at = (talks.at + 1) % len(talks.all)
+        self.state.above = 0
+        self.state.select_talk()
+
+    def _do_drop(self, rest: str) -> str:
+        """Forget the oldest turns, so many. A question that waits for room is asked again."""
+        talk = self.state.talks.open
+        turns = [turn for turn in talk.turns if not (turn.is_dropped or turn.runs)]
+        if not turns:
+            raise ValueError("there is no answered question to forget")
+        turns = turns[: number_for("drop", rest or "1")]
+        for turn in turns:
+            turn.is_dropped = True
+        talk.why = ""
+        self._ask_waiting()
+        return f"{count(len(turns), 'question')} forgotten"
+
+    def _do_again(self, rest: str) -> None:
+        """Ask the last question once more."""
+        talk = self.state.talks.open
+        if talk.runs or not talk.turns:
+            raise ValueError(
+                "the answer still runs: Esc stops it" if talk.runs else "nothing was asked yet"
+            )
+        talk.waiting = talk.turns.pop().question
+        talk.why = ""
+        self._ask_waiting()
+
+    def _do_thoughts(self, rest: str) -> None:
+        """Show them whole, or folded."""
+        self.state.talks.unfolded = not self.state.talks.unfolded
+
+    def stop(self) -> bool:
+        """Stop the answer that runs in the open conversation. False if none does."""
+        running = self.state.talks.open.runs
+        if running is None or running.is_stopped or running.request is None:
+            return False
+        running.is_stopped = True
+        self.room.cancel(running.request.id)
+        return True
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))

@@ -29,6 +29,7 @@ from screen.life import Life, life_of
 from screen.periods import Period, Price
 from screen.room import BURST, Ask, Fault, Finding, Settings, View, is_mute
 from screen.runs import KNOWN
+from screen.talks import Talks
 from screen.timeline import Column, column, gap, merge
 
 
@@ -82,6 +83,9 @@ class State:
     kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
     # By request and number of tokens: the newest token, and the likeliest others
     glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
+    talks: Talks = field(default_factory=Talks)
+    talking: bool = False  # the open conversation stands in the place of the panes
+    above: int = 0  # so many of the conversation's last lines are below the lines in sight
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # the prompt box has had the keyboard
     # Wishes while the model loads: prompts, and commands for the engine
@@ -109,7 +113,10 @@ class State:
     def absorb(self, view: View) -> None:
         before, self.view = self.view, view
         self.model = view.model or self.model
-        self.faults += view.faults[len(before.faults) :]
+        news = view.faults[len(before.faults) :]
+        self.faults += news
+        for fault in news:
+            self.talks.refuse(fault.question, fault.message if fault.waits else "")
         self._tries = self._tries and view.trying
         if view.trial is not None and view.trial is not before.trial:
             self.found[view.trial.name] = view.trial
@@ -117,6 +124,8 @@ class State:
         begins = view.life != before.life
         if begins:
             self._forget()
+            if before.life:
+                self.talks.lose()
         if view.door:
             self._absorb_calls(view.door.ended)
         if view.engine is not None:
@@ -124,6 +133,8 @@ class State:
                 self._meet(view.engine.limits)
             news = without(view.engine, self.hidden)
             self._absorb_requests(news, begins)
+            self.talks.absorb(view.answers, self.requests, view.heard_texts)
+            self.select_talk()
             self._tell_unseen(view)
             self._absorb_steps(news, view.busy)
             self._shorten_history()
@@ -134,6 +145,15 @@ class State:
         self.select(self.selected)
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
+
+    def select_talk(self) -> None:
+        """Select the slot of the open conversation, once for each of its turns."""
+        turns = self.talks.open.turns
+        request = turns[-1].request if turns else None
+        is_new = self.talking and request and turns[-1].number != self.talks.led
+        if is_new and request.slot is not None:
+            self.talks.led = turns[-1].number
+            self.select(request.slot)
 
     def select(self, slot: int) -> None:
         """Select a slot; behind the last one comes the first."""
@@ -289,6 +309,13 @@ class State:
         step = self.history[i]
         part = (moment - step.began) / (step.ended - step.began) if step.ended > step.began else 1.0
         return step.total - step.tokens * min(1.0, 1.0 - part)
+
+    @property
+    def leads(self) -> bool:
+        """Does the prompt box lead to the conversation? With a model of the user's own that can have
+        one."""
+        view = self.view
+        return view.stage == "ready" and view.speaks and not view.watches and self.model != "demo"
 
     @property
     def hurries(self) -> bool:

@@ -28,6 +28,8 @@ from textual.drivers.linux_driver import LinuxDriver
 HUNG_UP = 129  # the exit code, as after SIGHUP
 # From a terminal when the key is pressed, and nothing else at the same time
 CTRL_C = (b"\x03", b"\x1b[99;5u")
+# Alt and Enter, as most terminals send it, and as Textual's parser knows it
+ALT_ENTER = (b"\x1b\r", b"\x1b[13;3u")
 
 
 class Output:
@@ -71,7 +73,7 @@ class Terminal(LinuxDriver):
                     return
                 if data in CTRL_C:  # whatever was begun, such as a paste, is over
                     self._parser = XTermParser()
-                for letter in decode(data):
+                for letter in decode(data.replace(*ALT_ENTER)):
                     self._feed(letter)
             for event in self._parser.tick():
                 self.process_message(event)

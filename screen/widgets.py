@@ -5,8 +5,7 @@ a second, and sends clicks and turns of the wheel.
 
 What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
 core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever
-is typed or pasted, the box shows no control character; several lines become one, and are several
-again when they are fired.
+is typed or pasted, the box shows no control character, and the box grows with the text.
 
 Where next: `places.py`, the places of all panes.
 """
@@ -21,12 +20,13 @@ from rich.style import Style
 from textual import events
 from textual.binding import Binding
 from textual.command import CommandPalette
-from textual.geometry import Region
+from textual.geometry import Offset, Region
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import TextArea
 
 from parts.api.faults import describe, show_fault
+from parts.dialogue import History
 from screen.ink import Line, clean, shorten
 from screen.paper import Paper
 from screen.state import State
@@ -129,42 +129,99 @@ class Pane(Widget):
             await self.app.run_action(f"{self._wheel}(1)")
 
 
-NEWLINE = "␊"  # stands for a newline in the prompt box, which has one line
-
-
-class Prompt(Input):
-    """The prompt box. A refused prompt comes back into the box."""
+class Prompt(TextArea):
+    """The prompt box. A refused prompt comes back into the box. Up in the first line brings back
+    the prompt before, and Down in the last line the prompt behind."""
 
     BINDINGS = (
-        Binding("escape", "app.leave", show=False),
+        Binding("escape", "app.escape", show=False),
         Binding("tab", "app.complete", show=False),
+        Binding("enter", "app.submit", show=False),
+        Binding("shift+enter,alt+enter", "newline", show=False),
+        Binding("ctrl+z", "app.suspend_process", show=False),
+        Binding("pageup", "app.leaf(-1)", show=False),
+        Binding("pagedown", "app.leaf(1)", show=False),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: History):
         super().__init__(
-            "",
-            "press i to type a prompt; Enter fires it",
             id="prompt",
             compact=True,
-            select_on_focus=False,
+            highlight_cursor_line=False,
+            soft_wrap=False,
+            placeholder="press i to type a prompt; Enter fires it",
         )
         self.cursor_blink = False
+        self.earlier = earlier
+        self._at = len(earlier.questions)  # the prompt that Up and Down have led to
+        self._draft = ""  # what was being typed before
+
+    @property
+    def value(self) -> str:
+        return self.text
+
+    @property
+    def tall(self) -> int:
+        """So many lines does it take."""
+        return self.wrapped_document.height if self.soft_wrap else 1
 
     def put(self, text: str) -> None:
-        """The cursor stands behind the text. So Ctrl-U, for all text at the left of the cursor,
-        takes the whole text."""
-        self.value = text
-        self.cursor_position = len(self.value)
+        """The cursor stands behind the text. So Ctrl-U takes the whole text."""
+        self.load_text(clean(text))
+        self.move_cursor(self.document.end)
+        self.lie(self.soft_wrap)
 
-    def validate_value(self, value: str) -> str:
-        return clean(value).replace("\n", NEWLINE)  # a paste may hold anything
+    def lie(self, typing: bool) -> None:
+        """While the keyboard is elsewhere, the box is a line with the beginning of its text."""
+        self.soft_wrap = typing
+        if not typing:
+            self.scroll_to(0, 0, animate=False)
+        self.app.place(self.app.size)
+
+    def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
+        return super().scroll_cursor_visible(center, animate) if self.soft_wrap else Offset()
 
     def take(self, text: str) -> None:
-        """At the cursor, or in place of the selection."""
-        self.replace(self.validate_value(text), *self.selection)
+        """At the cursor, or in place of the selection. A paste may hold anything."""
+        self.replace(clean(text), *self.selection, maintain_selection_offset=False)
 
-    def action_submit(self) -> None:
-        self.app.submit()
+    def fired(self) -> None:
+        """What is in the box was obeyed."""
+        self.earlier.add(self.value)
+        self._at = len(self.earlier.questions)
+        self.put("")
+
+    def recall(self, by: int) -> None:
+        """An earlier prompt, or a later one; behind the last one, what was being typed."""
+        questions = self.earlier.questions
+        at = max(0, min(self._at + by, len(questions)))
+        if self._at == len(questions):
+            self._draft = self.value
+        if at != self._at:
+            self._at = at
+            self.put([*questions, self._draft][at])
+
+    def action_delete_to_start_of_line(self) -> None:
+        self.delete((0, 0), self.cursor_location, maintain_selection_offset=False)
+
+    def action_newline(self) -> None:
+        self.take("\n")
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if select or not self.navigator.is_first_wrapped_line(self.cursor_location):
+            super().action_cursor_up(select)
+        else:
+            self.recall(-1)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if select or not self.navigator.is_last_wrapped_line(self.cursor_location):
+            super().action_cursor_down(select)
+        else:
+            self.recall(1)
+
+    def on_text_area_changed(self) -> None:
+        if self.tall != self.size.height:
+            self.app.place(self.app.size)
 
 
 class Commands(CommandPalette):

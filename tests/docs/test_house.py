@@ -77,16 +77,17 @@ SCREEN = """
     page panes
     steps charts
     state
+    talks
     life
     runs
     periods
     remote
     timeline
-    room paper
+    room paper markdown
     ink places
 """
-SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/replay parts/device/cores
-    parts/text/speech door/journal door/wire sched policies"""
+SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/dialogue parts/replay
+    parts/device/cores parts/text/speech door/journal door/wire sched policies"""
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
     parts/dialogue parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/*
     screen/* serve tui"""

@@ -34,6 +34,7 @@ class Stage:
         self.room.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.room, self.state)
+        self.earlier = None  # prompts of earlier days
 
     def _load(self, report, clock, options):
         for stage in ("starting", "reading 12 MiB of weights", "allocating the slab: 8 slots"):
@@ -113,7 +114,7 @@ def show(
     stage = stage or Stage()
 
     async def main() -> None:
-        app = Screen(stage.session)
+        app = Screen(stage.session, earlier=stage.earlier)
         app.LOOKS = 3600  # the test looks
         async with app.run_test(size=size, notifications=True) as pilot:
             it = Show(pilot, stage)

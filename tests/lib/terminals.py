@@ -153,9 +153,7 @@ class Terminal:
             "the terminal's settings have changed"
         )
         self.said = OTHER.sub("", tail[left:])
-        table = (
-            r" (policy|continuous|static|serial|On the engine's|interruptions,|\d+ requests? not) "
-        )
+        table = r"[ ▶](policy|continuous|static|serial|On the engine's|interruptions,|\d+ requests? not) "
         rest = [line for line in self.said.splitlines() if not re.match(table, line)]
         last = " ".join("".join(rest).split())
         assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"

@@ -121,6 +121,9 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
     for height in range(20, 70, 3):
         for lower, door in product(places.LOWER, (False, True)):
             found = places.arrange(width, height, slots, lower, door)
+            if lower == "streams":
+                talks = places.arrange_talk(width, height, slots)
+                check_places(talks, width, height)
             assert {"status", "slots", "prompt", "keys"} <= found.keys()
             drawn = places.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110, (
@@ -133,13 +136,17 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             assert min(charted, default=4) >= 4, (
                 "a chart of two lines was a title and an axis, with nothing in between"
             )
-            for name, region in found.items():
-                assert Region(0, 0, width, height).contains_region(region), (name, region)
-                assert region.width > 1 and region.height > 0, (name, region)
-                for other, its in found.items():
-                    assert other == name or not region.overlaps(its), (name, other)
-                seen += 1
+            check_places(found, width, height)
+            seen += len(found)
     assert seen > 500
+
+
+def check_places(found, width, height):
+    for name, region in found.items():
+        assert Region(0, 0, width, height).contains_region(region), (name, region)
+        assert region.width > 1 and region.height > 0, (name, region)
+        for other, its in found.items():
+            assert other == name or not region.overlaps(its), (name, other)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 40])
@@ -147,6 +154,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     """A line that is cut would tell a lie: 179 of 1799."""
     stage = Stage(slots=slots, policy="static").load()
     stage.session.obey("/burst 30")
+    stage.session.talks = True
     stage.session.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
@@ -156,7 +164,9 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         for lower, (width, height) in product(
             places.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
         ):
-            for name, region in places.arrange(width, height, slots, lower, True).items():
+            found = places.arrange(width, height, slots, lower, True)
+            found |= places.arrange_talk(width, height, slots)
+            for name, region in found.items():
                 if name != "prompt":
                     check_lines(
                         name,

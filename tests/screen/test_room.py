@@ -10,7 +10,7 @@ import pytest
 from stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
-from screen import app, keys, panes, room, session
+from screen import keys, panes, room, session
 
 
 def test_a_switch_of_policy_drains_the_slots_first():
@@ -257,16 +257,16 @@ def test_a_failing_step_is_told_and_the_next_request_is_served():
 def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
     async def scenario(it):
         await it.press("i", *"xyz", turns=0)
-        it.app.query_one(app.Prompt).value = "x" * 2600
+        it.app.prompt.put("x" * 2600)
         await it.press("enter", turns=2)
-        assert it.app.query_one(app.Prompt).value == "x" * 2600
+        assert it.app.prompt.value == "x" * 2600
         await it.sees("not fired: the prompt has 2,600")
         said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
         # It told of a max_tokens that no user had set
         assert it.stage.state.faults[-1].message.startswith(said)
         # The cursor stood at the beginning, so this took nothing away
-        await it.press("i", "ctrl+u", turns=0)
-        assert it.app.query_one(app.Prompt).value == ""
+        await it.press("ctrl+u", turns=0)
+        assert it.app.prompt.value == ""
 
     show(scenario, size=(120, 40))
 

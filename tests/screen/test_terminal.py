@@ -35,6 +35,8 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type("iquiz: xbrpc?q\r")  # the letters of keys
         terminal.sees("quiz: xbrpc?q")
         terminal.sees("1 ended")
+        terminal.type("\x1b")  # the box stays open
+        terminal.sees("i Prompt")
         terminal.type("/set burst=12\r")
         terminal.sees("  set burst=12")  # what the screen says to it, and not what was typed
         terminal.type("b")
@@ -138,6 +140,8 @@ def test_bytes_that_are_no_text_and_sequences_of_nobody_do_not_end_the_screen(mo
             terminal.read(0.2)
         terminal.type(b"\x15a\xff\xc3b\xc3\xa9")
         terminal.sees("❯ a\ufffd\ufffdbé")
+        terminal.type(b"\x1b\rline")  # Alt and Enter
+        terminal.sees("   line ", "❯ a\ufffd\ufffdbé")
         terminal.type("\x1b")
         terminal.sees("i Prompt")
         terminal.type("q")

@@ -105,7 +105,7 @@ def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
     """The engine's own snapshot tells nothing of it."""
     seen = len(watched.state.calls)
     assert watched.complete(n=0).status == 400
-    assert watched.ask("/v1/embeddings", {}).status == 404
+    assert watched.ask("/v1/nothing", {}).status == 404
     calls = watched.sees(lambda state: len(state.calls) == seen + 2 and state.calls[seen:])
     assert [call.status for call in calls] == [400, 404] and "n = 0" in calls[0].message
     assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
@@ -576,3 +576,30 @@ def test_a_plain_log_tells_of_refusals(engine):
     text = "\n".join(lines)
     assert "127.0.0.1 POST /v1/completions → 400 invalid_value: n = 0" in text
     assert "r1 (127.0.0.1) waits: Once upon a time" in text
+
+
+# --- a conversation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [(), ("--api-key", "key", "--watch-key", "eye")], ids=len)
+def test_a_conversation_goes_over_the_public_routes_and_its_answers_are_seen(keys):
+    """With the API key alone `/watch` shows figures: the answers are those of the routes."""
+    sizes = ("--model", "demo", "--slots", "2", "--max-len", "96")
+    with Server(*sizes, *keys) as server, watching(server, *keys[1:2]) as watched:
+        watched.sees(lambda state: state.view.stage == "ready")
+        session, talk = watched.session, watched.state.talks.open
+        session.talks = watched.state.talking = True
+        for question in ("Count from 3 to 5.", "Count from 7 to 9."):
+            session.obey(question)
+            watched.sees(lambda state: not (talk.runs or talk.waiting))
+        messages = talk.messages("x")
+        second = talk.turns[1].request
+        assert messages[1]["content"] == "3, 4, 5."
+        headers = {"Authorization": "Bearer key"} if keys else {}
+        alone = server.ask(CHAT, {"messages": messages[:3], "temperature": 0}, **headers)
+        text = alone.json["choices"][0]["message"]["content"]
+        watched.sees(lambda state: talk.turns[1].request.text == text)
+        assert second.metrics.cached_tokens > 0
+        session.obey("word " * 70)
+        watched.sees(lambda state: talk.why)
+        assert "/drop" in talk.why and talk.waiting and len(talk.turns) == 2

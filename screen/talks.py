@@ -1,0 +1,142 @@
+"""Conversations: what was asked from this screen, and what was answered.
+
+The problem. A model remembers nothing, so each question is sent with all that was said before. And the
+engine's requests are forgotten after a while, while a conversation stays.
+
+What this file keeps. The model is shown what the page shows, but for what is marked there: turns that
+were dropped, and answers that failed. Nothing is ever dropped but by the user.
+
+Where next: `state.py`, which keeps the conversations; `pages/talk.py`, which draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from parts.api.views import RequestView
+from parts.dialogue import Conversation
+from parts.text.speech import marked, unmarked
+from screen.ink import shorten
+
+
+@dataclass
+class Turn:
+    """A question and its answer."""
+
+    number: int  # of the question, among all of this screen's
+    question: str
+    request: RequestView | None = None  # as the newest view has it; None: not in line yet
+    is_dropped: bool = False  # the model is not shown it any more
+    is_stopped: bool = False  # its answer has been told to end
+
+    @property
+    def runs(self) -> bool:
+        return self.request is None or self.request.reason is None
+
+
+@dataclass
+class Talk:
+    """A conversation."""
+
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    waiting: str = ""  # a question that waits: for the answer that runs, or for room in the slot
+    why: str = ""  # why there is no room
+
+    @property
+    def title(self) -> str:
+        return shorten(self.turns[0].question, 40) if self.turns else "nothing was said yet"
+
+    @property
+    def runs(self) -> Turn | None:
+        """The turn whose answer runs."""
+        return self.turns[-1] if self.turns and self.turns[-1].runs else None
+
+    @property
+    def shown(self) -> list[Turn]:
+        """The turns that the model is shown."""
+        return [turn for turn in self.turns if not (turn.is_dropped or turn.request.error)]
+
+    def take(self) -> str:
+        """The question that waits. It waits no more."""
+        waiting = self.waiting
+        self.waiting = self.why = ""
+        return waiting
+
+    def messages(self, question: str) -> tuple[dict[str, str], ...]:
+        said = Conversation()
+        said.system = self.system
+        for turn in self.shown:
+            parts = marked(turn.request.text, turn.request.is_thinking)
+            thought = "".join(unmarked(part.text) for part in parts if part.kind == "thought")
+            answer = "".join(part.text for part in parts if part.kind != "thought")
+            said.add(turn.question, answer, thought)
+        return tuple(said.messages(question))
+
+
+class Talks:
+    """All conversations of a screen. One of them is open."""
+
+    def __init__(self) -> None:
+        self.all = [Talk()]
+        self.at = 0  # the open one
+        self.asked = 0  # so many questions so far
+        self.led = 0  # the question whose slot was selected last
+        self.unfolded = False  # thoughts are shown whole
+
+    @property
+    def open(self) -> Talk:
+        return self.all[self.at]
+
+    def running(self) -> Iterator[Turn]:
+        yield from (talk.runs for talk in self.all if talk.runs)
+
+    def begin(self) -> Talk:
+        """Another conversation, with the same system message. One in which nothing was said is as
+        good."""
+        before = self.open
+        if before.turns:
+            self.all.append(Talk(before.system, waiting=before.waiting))
+            before.waiting = before.why = ""
+        self.at = len(self.all) - 1 if before.turns else self.at
+        return self.open
+
+    def add(self, talk: Talk) -> int:
+        """What waits is asked. Answers with the number of the question."""
+        self.asked += 1
+        talk.turns.append(Turn(self.asked, talk.waiting))
+        talk.waiting = ""
+        return self.asked
+
+    def refuse(self, number: int, why: str) -> None:
+        """A question could not be fired. `why`: it waits for room."""
+        for talk in self.all:
+            for turn in talk.turns:
+                if turn.number == number:
+                    talk.turns.remove(turn)
+                    talk.why = why
+                    talk.waiting = turn.question if why else talk.waiting
+                    return
+
+    def absorb(
+        self,
+        numbers: Mapping[int, int],
+        requests: Mapping[int, RequestView],
+        heard: Mapping[int, tuple[str, bool]],
+    ) -> None:
+        """`numbers`: of each question, that of its request. `heard`: of requests whose text the view
+        lacks, what has come of it, and whether that is all."""
+        for turn in self.running():
+            request = requests.get(numbers.get(turn.number), turn.request)
+            if request and request.id in heard:
+                text, is_whole = heard[request.id]
+                reason = request.reason if is_whole else None
+                request = replace(request, text=text, reason=reason)
+            turn.request = request
+
+    def lose(self) -> None:
+        """The engine is gone, and all that ran there."""
+        for turn in self.running():
+            if turn.request:
+                turn.request = replace(turn.request, reason="error", error="the server has gone")
