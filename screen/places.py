@@ -21,6 +21,31 @@ STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",)}
 LOWER = ("timeline", "streams", "step", *STACKS, "clients")
 
 
+def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> dict[str, Region]:
+    """All panes side by side: at the left slots, timeline and answers, at the right charts and the
+    step. `body`: lines between the first one and the prompt box."""
+    rows = min(slots, max(4, (body - 15) // 2))
+    top = 2 * rows + 5
+    right = max(40, width * 3 // 8)
+    left = width - right - 2
+    tall = body - top
+    charts = lower if lower in STACKS else "charts"
+    places = stack(Region(left + 2, 1, right, top), STACKS[charts])
+    places["slots"] = Region(0, 1, left, rows + 3)
+    places["timeline"] = Region(0, rows + 4, left, rows + 2)
+    if door:
+        tall -= tall // 2
+        places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
+    places["streams"] = Region(0, 1 + top, left, tall)
+    under = tall - 14 if tall >= 22 else 0  # lines for one more chart under the step
+    places["step"] = Region(left + 2, 1 + top, right, tall - under)
+    if under:
+        chart = "request" if charts == "lesson" else "cost"
+        rest = Region(left + 2, 1 + top + tall - under, right, under)
+        places |= stack(rest, (chart,))
+    return places
+
+
 def arrange(
     width: int, height: int, slots: int, lower: str, door: bool = False
 ) -> dict[str, Region]:
@@ -31,31 +56,17 @@ def arrange(
     places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
     body = height - 3
     if is_wide(width, height):
-        rows = min(slots, max(4, (body - 15) // 2))
-        top, right = 2 * rows + 5, max(40, width * 3 // 8)
-        left, tall = width - right - 2, body - top
-        charts = lower if lower in STACKS else "charts"
-        places |= stack(Region(left + 2, 1, right, top), STACKS[charts])
-        places["slots"] = Region(0, 1, left, rows + 3)
-        places["timeline"] = Region(0, rows + 4, left, rows + 2)
-        if door:
-            tall -= tall // 2
-            places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
-        places["streams"] = Region(0, 1 + top, left, tall)
-        under = tall - 14 if tall >= 22 else 0  # the rest of the step's place
-        places["step"] = Region(left + 2, 1 + top, right, tall - under)
-        rest = Region(left + 2, 1 + top + tall - under, right, under)
-        return places | (
-            stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {}
-        )
+        return places | arrange_wide(width, body, slots, lower, door)
 
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
-    y, tall = rows + 4, body - rows - 3
+    y = rows + 4
+    tall = body - rows - 3
     # There is room for the timeline and another pane
     if tall >= rows + (5 if lower == "timeline" else 8):
         places["timeline"] = Region(0, y, width, rows + 2)
-        y, tall = y + rows + 2, tall - rows - 2
+        y += rows + 2
+        tall -= rows + 2
         lower = "streams" if lower == "timeline" else lower
     below = Region(0, y, width, tall)
     return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
@@ -147,11 +158,15 @@ def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
     """Charts, one above the other; side by side if there is no room for that. The last ones are
     left out first."""
     x, y, wide, tall = place
+    out = {}
     if tall < 6 * len(names) and wide >= 72:
         each = (wide - 2 * (len(names) - 1)) // len(names)
-        return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
+        for i, name in enumerate(names):
+            out[name] = Region(x + i * (each + 2), y, each, tall)
+        return out
     names = names[: max(1, tall // 4)]
-    tops = [i * tall // len(names) for i in range(len(names) + 1)]
-    return {
-        name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)
-    }
+    for i, name in enumerate(names):
+        top = i * tall // len(names)
+        end = (i + 1) * tall // len(names)
+        out[name] = Region(x, y + top, wide, end - top)
+    return out

@@ -147,6 +147,11 @@ def is_settled(seen: Seen) -> bool:
     return not seen.state.view.busy and not seen.state.view.stepping
 
 
+def say_of(trial: str, name: str, seen: Seen) -> str:
+    """How far a trial is, in its own words."""
+    return getattr(seen.finding(trial), name, "")
+
+
 def was_tried(seen: Seen) -> bool:
     """A trial begins with a wish; has the trial ended, too?"""
     return not seen.state.view.trying
@@ -329,11 +334,6 @@ def tell_elephant(seen: Seen) -> str:
         for drop in both(seen)
     ]
     return f"{' '.join(told)} Without it, gaps of {span(quiet_gap(seen))}. [ and ] turn the budget."
-
-
-def tell_stage(seen: Seen) -> str:
-    found = seen.finding("elephant")
-    return found.stage if found else ""
 
 
 # --- who starves --------------------------------------------------------------------------------
@@ -526,11 +526,6 @@ def judge_same(seen: Seen) -> int:
     return 1 if kinds == 1 else 2 if kinds < 4 else 3
 
 
-def tell_runs(seen: Seen) -> str:
-    found = seen.finding("same")
-    return found.verdict if found else ""
-
-
 def tell_same(seen: Seen) -> str:
     found = company(seen)
     others = f"{found.verdict}, beside {found.beside} others at most."
@@ -583,11 +578,6 @@ def judge_broken(seen: Seen) -> int:
     if len(found.ended) == len(found.witnesses):
         return 1
     return 3 if len(found.ended) <= 1 else 2
-
-
-def tell_breakage(seen: Seen) -> str:
-    found = seen.finding("break")
-    return found.verdict if found else ""
 
 
 def tell_broken(seen: Seen) -> str:
@@ -662,7 +652,7 @@ SCENES = (
         judge=judge_elephant,
         tell=tell_elephant,
         place=("sched.py", "Scheduler._chunks"),
-        says=tell_stage,
+        says=partial(say_of, "elephant", "stage"),
     ),
     Scene(
         title="who starves",
@@ -727,7 +717,7 @@ SCENES = (
         judge=judge_same,
         tell=tell_same,
         place=("parts/device/rows.c", "multiply"),
-        says=tell_runs,
+        says=partial(say_of, "same", "verdict"),
     ),
     Scene(
         title="a crash, and a hang-up",
@@ -748,6 +738,6 @@ SCENES = (
         judge=judge_broken,
         tell=tell_broken,
         place=("nanobatch.py", "Engine._fail"),
-        says=tell_breakage,
+        says=partial(say_of, "break", "verdict"),
     ),
 )

@@ -36,6 +36,7 @@ from parts.api.faults import describe, show_fault
 from screen import keys
 from screen.ink import clean, shorten
 from screen.pages.scenes import SCENES, Act, Scene, Seen, Until
+from screen.panes import others_of
 from screen.paper import Paper
 from screen.room import Settings
 from screen.session import Session
@@ -314,9 +315,8 @@ class Tour:
 
     def _others(self) -> str:
         """Other programs make steps slow: then the figures are not only the engine's."""
-        view = self.state.view
-        taken = f"{view.others:.1f} of {view.cores} cores"
-        return f" · other programs take {taken}" if view.others else ""
+        others = others_of(self.state.view)
+        return f" · {others}" if others else ""
 
     def _check_faults(self) -> None:
         """Was a prompt not fired?"""
