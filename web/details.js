@@ -3,7 +3,7 @@
 
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
 import { capital, costInWords, count, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
-import { chip, make, write } from "./lanes.js";
+import { buttonFor, chip, make, write } from "./lanes.js";
 
 const READABLE = 400; // milliseconds
 const FEW_REQUESTS = 6; // of the list, until all are asked for
@@ -41,12 +41,7 @@ export class StepView {
 
   #makeTabs() {
     if (this.player.lanes.length < 2) return;
-    const tabs = this.player.lanes.map((lane, i) => {
-      const tab = make("button", "tab", lane.policy);
-      tab.type = "button";
-      tab.addEventListener("click", () => this.player.change({ lane: i }));
-      return tab;
-    });
+    const tabs = this.player.lanes.map((lane, i) => buttonFor(() => this.player.change({ lane: i }), "tab", lane.policy));
     this.tabs.replaceChildren(...tabs);
   }
 
@@ -60,15 +55,13 @@ export class StepView {
         .map((lane) => [lane, player.lanes[lane].steps.findIndex((step) => isOne(step, player.lanes[lane]))])
         .find(([, index]) => index >= 0);
       if (!found) return null;
-      const button = make("button", "tab", name);
-      button.type = "button";
-      button.addEventListener("click", () => {
+      const show = () => {
         this.choose(0); // a chosen request would leave all others faint
         this.isAsked = true;
         [player.lane] = found;
         player.goToStep(found[1]);
-      });
-      return button;
+      };
+      return buttonFor(show, "tab", name);
     });
     place.replaceChildren("Show me ", ...buttons.filter(Boolean));
   }
@@ -157,13 +150,12 @@ export class RequestsView {
     const first = this.player.lanes.map((lane) => lane.requests.get(number)).find(Boolean);
     const prompt = make("bdi", "prompt", inOneLine(shorten(first.prompt || "(not shown)", 90)));
     const lives = this.player.lanes.map(() => make("canvas", "life"));
-    const button = make("button", "request", "", [make("span", "number", String(number)), prompt]);
-    button.type = "button";
-    button.style.setProperty("--hue", hueOf(number));
-    button.addEventListener("click", () => {
+    const open = () => {
       this.choose(number === this.player.chosen ? 0 : number);
       element.append(this.detail);
-    });
+    };
+    const button = buttonFor(open, "request", "", [make("span", "number", String(number)), prompt]);
+    button.style.setProperty("--hue", hueOf(number));
     const element = make("li", "", "", [button, make("span", "lives", "", lives)]);
     const row = { element, lives, button, shown: [] };
     this.rows.set(number, row);
@@ -216,10 +208,8 @@ export class RequestsView {
 
   #fillDetail(known) {
     const { request } = known[0];
-    const close = make("button", "tab", "×");
-    close.type = "button";
+    const close = buttonFor(() => this.choose(0), "tab", "×");
     close.setAttribute("aria-label", "close this request");
-    close.addEventListener("click", () => this.choose(0));
     const prompt = make("bdi", "", request.prompt || "(not shown)");
     const head = make("p", "asked", "", [chip(request.id, this.choose), prompt, close]);
     const lives = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));

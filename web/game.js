@@ -12,7 +12,7 @@
 
 import { Lane } from "./recording.js";
 import { drawTimeline } from "./draw.js";
-import { make, write } from "./lanes.js";
+import { buttonFor, make, write } from "./lanes.js";
 import { count, percent, span } from "./words.js";
 
 const SLOWER = 25; // times, than the engine would be
@@ -154,12 +154,7 @@ export class Game {
     this.places = []; // of requests in line: {request, left, element}
     this.find("start").addEventListener("click", () => this.press());
     this.find("copy").addEventListener("click", () => this.copy());
-    const cuts = CUTS.map((cut) => {
-      const button = make("button", "tab", String(cut));
-      button.type = "button";
-      button.addEventListener("click", () => this.cutAt(cut));
-      return button;
-    });
+    const cuts = CUTS.map((cut) => buttonFor(() => this.cutAt(cut), "tab", String(cut)));
     this.find("cuts").replaceChildren(...cuts);
     document.addEventListener("keydown", (event) => this.key(event), true);
   }
@@ -266,9 +261,8 @@ export class Game {
     const number = this.places.indexOf(place);
     const what = make("bdi", "prompt", request.text);
     const note = make("span", "hint", `${request.prompt} tokens to read`);
-    const button = make("button", "card", "", [make("kbd", "", number < 9 ? String(number + 1) : "·"), what, note]);
-    button.type = "button";
-    button.addEventListener("click", () => this.admit(request));
+    const key = make("kbd", "", number < 9 ? String(number + 1) : "·");
+    const button = buttonFor(() => this.admit(request), "card", "", [key, what, note]);
     place.request = request;
     // What stands below does not move up
     place.element.style.minHeight = `${place.element.offsetHeight}px`;

@@ -25,13 +25,18 @@ export function write(element, text) {
   if (element.firstChild?.data !== text) element.textContent = text;
 }
 
+export function buttonFor(act, name, text, children) {
+  const button = make("button", name, text, children);
+  button.type = "button";
+  button.addEventListener("click", act);
+  return button;
+}
+
 // A request's number on its colour. Pressed, it is chosen.
 export function chip(request, choose) {
-  const button = make("button", "chip", String(request));
-  button.type = "button";
+  const button = buttonFor(() => choose(request), "chip", String(request));
   button.style.setProperty("--hue", hueOf(request));
   button.title = `request ${request}`;
-  button.addEventListener("click", () => choose(request));
   return button;
 }
 

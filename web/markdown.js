@@ -15,7 +15,9 @@ import { make } from "./lanes.js";
 import { inOneLine } from "./words.js";
 
 const DEEP = 6; // lists in lists; what is deeper goes on in the last one
-const LONG = 500; // letters of a line that are drawn anew, at most
+const LONG = 1000; // letters of a line that are drawn anew, at most
+// The beginning of a longer line: 500 characters, of two letters at most, or fewer, up to a blank.
+const PIECE = /^.{1,500}(?<= )|^.{500}/su;
 const FENCE = /^(`{3,}|~{3,})[^`]*$/;
 const RULE = /^([-*_])( *\1){2,} *$/;
 const HEADING = /^#{1,6} +/;
@@ -76,11 +78,10 @@ export class Markdown {
   #cut(line) {
     let rest = line;
     while (rest.length > LONG) {
-      const isPair = /[\udc00-\udfff]/.test(rest[LONG]); // an emoji is two letters to JavaScript
-      const at = rest.lastIndexOf(" ", LONG) + 1 || LONG + isPair;
-      this.#draw(rest.slice(0, at));
+      const [piece] = PIECE.exec(rest);
+      this.#draw(piece);
       this.isCut = true;
-      rest = rest.slice(at);
+      rest = rest.slice(piece.length);
     }
     return rest;
   }
@@ -130,12 +131,11 @@ export class Markdown {
     return isSame ? this.block : list;
   }
 
+  // A row of a table. The style sheet makes a table of those that stand side by side.
   #addRow(text, indent) {
     if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
     const cells = text.replace(/\|\s*$/, "").slice(1).split("|");
-    const row = make("tr", "", "", cells.map((cell) => filled(make("td"), cell.trim())));
-    if (this.block?.tagName === "TABLE") return this.#append(this.block, row);
-    return (this.block = this.#add(make("table", "", "", [row]), indent));
+    return this.#add(make("div", "cells", "", cells.map((cell) => filled(make("span"), cell.trim()))), indent);
   }
 
   #beginCode(mark, indent) {
