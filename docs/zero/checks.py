@@ -12,6 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +29,7 @@ import sampling
 import sched
 from nanobatch import Engine, Handle, Order, Pick, Prefill, Runner, Sampling
 from parts.api.faults import LOG
-from parts.device.mlx import mx
+from parts.device.mlx import device_lock, mx
 from parts.model import ops, rope
 from parts.model.find import DEMO
 from parts.model.fit import Sizes, slab_shape
@@ -794,6 +795,9 @@ class Tale(Story):
 
     def accept(self, request: sched.Request, token: int) -> str | None:
         if token < 0:
+            equal(
+                f"the answer of {name(request)}, whose logits were not finite,", request.answer, []
+            )
             return "error"
         said = self.tokens[request.id]
         wanted = self.says(request, len(said))
@@ -877,6 +881,14 @@ def _() -> None:
     equal("the slot of one that waits", third.slot, None)
 
 
+@check(5, "the policy says who is next", "_admit")
+def _() -> None:
+    tale = Tale(slots=1, policy="short")
+    tale.submit(9, 2)
+    short = tale.submit(2, 2)
+    equal("who is admitted first under the policy short", tale.sched._admit(0.0), [short])
+
+
 def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> None:
     """By step and slot: what is said."""
     model, text = demo()
@@ -912,6 +924,19 @@ def _() -> None:
     later = [(slot, row + 1) for slot, row in rows]
     orders = [order(prompts), order((), rows, 1), order((), later, 2)]
     try_orders(orders, [{0: "5", 2: "7"}, {0: ",", 2: " +"}, {0: " 6", 2: " 6"}])
+
+
+@check(5, "who asks for log probabilities gets them", "_choose")
+def _() -> None:
+    model, text = demo()
+    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    ids = tuple(text.ask(SUM))
+    picks = {2: Pick(2, Sampling(logprobs=2), 0, 0)}
+    asks = Order((), (Prefill(2, ids, 0, None, True),), (), picks)
+    tokens, logprobs = runner.run(asks).read()
+    equal("whose log probabilities came, by slot and index", [*logprobs], [(2, 0)])
+    found = logprobs[2, 0]
+    equal("the likeliest token", found.top[0], (tokens[2], found.logprob))
 
 
 @check(
@@ -1001,6 +1026,18 @@ def _() -> None:
     equal("those admitted", [name(r) for r in plan.admitted], ["A"])
     equal("those who emit", [name(each.request) for each in plan.emitters], ["A"])
     equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
+
+
+@check(6, "a commit hands out tokens, and returns who has ended", "commit")
+def _() -> None:
+    tale = Tale(slots=2)
+    first = tale.submit(3, 1)
+    second = tale.submit(3, 5)
+    plan = tale.sched.plan(0.0)
+    ended = tale.sched.commit(plan, tale.run(plan), tale.accept, 7.0)
+    equal("what commit returns", ended, [first])
+    equal("their answers", [len(first.answer), len(second.answer)], [1, 1])
+    equal("the moment of the end", first.ended, 7.0)
 
 
 @check(6, "a request that is cancelled leaves the line, or its slot", "finish")
@@ -1288,7 +1325,19 @@ def _() -> None:
     model, text = demo()
     runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
     ids = tuple(text.ask(SUM))
+    started: list[object] = []
+    enqueue = runner._enqueue
+
+    def note(*results) -> None:
+        started.extend(results)
+        enqueue(*results)
+
+    runner._enqueue = note
     flight = runner.run(order([Prefill(1, ids, 0, None, True)]))
+    if not any(each is flight.tokens for each in started):
+        raise Wrong(
+            "the tokens were never handed to self._enqueue: the device would start too late"
+        )
     tokens, _ = flight.read()
     equal("slots without a token", [tokens[0], tokens[2]], [-1, -1])
     newest = runner._newest.tolist()
@@ -1330,6 +1379,9 @@ def _() -> None:
             run = ours.runner.begin
 
             def fail(order: Order):
+                with ThreadPoolExecutor(1) as other:
+                    if other.submit(device_lock.acquire, blocking=False).result():
+                        raise Wrong("another thread can take device_lock while a step runs")
                 raise ZeroDivisionError("planted by the check")
 
             ours.runner.begin = fail
@@ -1342,6 +1394,8 @@ def _() -> None:
                 ) from None
             equal("what step returns after a failure", worked, True)
             equal("why the request ended", handle.finish_reason, "error")
+            if isinstance(handle.exception, Wrong):
+                raise handle.exception
             ours.runner.begin = run
             answers(ours, [SUM])
             ours.runner.begin = partial(leave, run)
@@ -1363,10 +1417,13 @@ def leave(run: Callable, order: Order):
 def _() -> None:
     with engine(slots=1) as ours:
         ours.hurries = False
+        news: list[int] = []
+        ours.on_commit = lambda: news.append(1)
         handle = ask(ours)
         ours.step()
-        ours.step(plan=False)
+        equal("what step returns when something was in flight", ours.step(plan=False), True)
         equal("tokens that were read", len(handle.tokens), 1)
+        equal("how often on_commit was called (`_changing` sees to that)", len(news), 1)
         equal("what an idle step returns", ours.step(plan=False), False)
         run_all(ours)
 
