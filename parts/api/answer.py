@@ -45,7 +45,7 @@ class Answer(NamedTuple):
     @staticmethod
     def made(tokens: tuple, likely: tuple, pieces: tuple) -> Answer:
         # Python writes a float so that no other float is written alike
-        digest = sha256(repr((tokens, likely)).encode()).hexdigest()[:8]
+        digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
         return Answer(digest, tokens, likely, pieces)
 
     def only(self, place: int) -> Answer:
