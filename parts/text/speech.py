@@ -55,7 +55,7 @@ class Tags(NamedTuple):
 
 class Format(NamedTuple):
     """How a family of models writes a call. Its body is JSON, as in
-    {"name": "add", "arguments": {"a": 1}}, or it is in tags. The last four are learned from the
+    {"name": "add", "arguments": {"a": 1}}, or it is in tags. From `key` on, all is learned from the
     model's template."""
 
     name: str
@@ -64,6 +64,7 @@ class Format(NamedTuple):
     # An answer may begin with a call that has no mark. The template takes no other beside it
     is_bare: bool = False
     is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
+    wrap: tuple[str, str] = ("", "")  # these may stand around a value in tags
     key: str = "arguments"  # their name in what the template writes
     # What stands before the first body, between two, and behind the last one
     layout: tuple[str, str, str] = ("", "", "")
@@ -83,7 +84,7 @@ FORMATS = (
     Format("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
     Format("Seed", "<seed:tool_call>", "</seed:tool_call>"),
     Format("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
-    Format("MiniCPM", '<function name="', "</function>"),
+    Format("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
     Format("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
 )
 THOUGHTS = (
@@ -312,9 +313,9 @@ def tagged_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[
     rules = [spelled(function["name"] + tags.behind_name)]
     for key in properties:
         kinds = kinds_of(schema, key)
-        texts = schema_of(schema, key).get("enum")
-        if kinds == {"string"} and isinstance(texts, list) and texts:
-            texts = " | ".join(json.dumps(str(text)) for text in texts)
+        texts = values_of(schema_of(schema, key))
+        if kinds == {"string"} and texts:
+            texts = " | ".join(map(json.dumps, texts))
             said = f"({texts}) {spelled(tags.behind_value)}"
         elif not kinds or "string" in kinds:
             said = "value"
@@ -590,6 +591,10 @@ class Reader:
         line = "\n" if tags.behind_value.startswith("\n") else ""
         mark = tags.behind_value.strip()
         nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
+        wrap, unwrap = self._format.wrap
+        if wrap and (yield from self._begins_with(wrap)):
+            self._text = self._text.lstrip().removeprefix(wrap)
+            mark = unwrap + mark
         if tags.behind_key.endswith("\n"):
             while not self._text and not self.is_complete:
                 yield
@@ -841,9 +846,13 @@ def kinds_of_one(schema: Any) -> set[str]:
         return {types}
     if isinstance(types, list):
         return {name for name in types if isinstance(name, str)}
+    return {JSONS[type(value)] for value in values_of(schema)}
+
+
+def values_of(schema: Mapping[str, Any]) -> list:
+    """All values that there may be, if the schema names them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    values = values[:OPTIONS] if isinstance(values, list) else []
-    return {JSONS[type(value)] for value in values}
+    return values if isinstance(values, list) else []
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:

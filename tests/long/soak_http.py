@@ -59,6 +59,9 @@ BAD = [
     ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": []}]}]}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": "x"}]}),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "frequency_penalty": 3}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "store": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": "gpt-5"}),
 ]
 CHAIN = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(700)}
 HOSTILE = [  # grammars that take much, or fail when the answer has begun
@@ -124,7 +127,8 @@ RAW = [
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
 ]
-# The demo's template, with tools in the manner of Hermes, and thoughts for those who want them
+# The demo's template, with tools in the manner of Qwen 3 Coder, and thoughts for those who want them.
+# A call in JSON within its marks is read, too
 TEMPLATE = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{ '<|system|>' + tool | tojson + '<|end|>' }}{% endfor %}
@@ -133,8 +137,11 @@ TEMPLATE = """\
     {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
     {{- message.content }}
     {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for key, value in call.function.arguments | items %}
+            {{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
     {%- endfor %}
     {{- '<|end|>' }}
 {%- endfor %}
@@ -264,6 +271,8 @@ def make_chat(dice: random.Random, text: str) -> dict:
         body |= {"stop": ["fox", ", 1"]}
     if dice.random() < 0.2:
         body |= {"logprobs": True, "top_logprobs": 3}
+    if dice.random() < 0.2:
+        body |= {"frequency_penalty": dice.choice([-0.5, 0.5, 2]), "presence_penalty": 0.5}
     kind = dice.randrange(8)
     thinks = dice.random() < 0.5
     if thinks and kind > 1:

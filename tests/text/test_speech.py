@@ -334,6 +334,51 @@ def test_what_is_hostile_or_unfinished_is_told_whole(text, expected):
     assert told(apart(list(text), SPEECH)) == expected
 
 
+TEXT = {"add": {"properties": {"a": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "MiniCPM",
+            '<function name="add"><param name="a"><![CDATA[ </param> ]]></param></function>',
+            [("call", "add", {"a": " </param> "})],
+        ),
+        (
+            "MiniCPM",
+            '<function name="add"><param name="a"><![CDA</param></function>',
+            [("call", "add", {"a": "<![CDA"})],
+        ),
+        ("MiniCPM", '<function name="add"></function>!', [("call", "add", {}), ("answer", "!")]),
+        ("GLM", "<tool_call>add</tool_call>", [("call", "add", {})]),
+        ("GLM", "<tool_call>no call</tool_call>", [("answer", "<tool_call>no call</tool_call>")]),
+        ("Qwen 3 Coder", "<tool_call>\n<function=", [("answer", "<tool_call>\n<function=")]),
+        (
+            "Qwen 3 Coder",
+            "<tool_call><function=add><parameter=a>\n1\n</parameter>",
+            [("call", "add", {"a": "1"})],
+        ),
+        (
+            "Qwen 3 Coder",
+            '<tool_call>{"name": "add", "arguments": {"a": "1"}}</tool_call>',
+            [("call", "add", {"a": "1"})],
+        ),
+        (
+            "Qwen 3 Coder",
+            "<tool_call><function=add><parameter=b>NaN</parameter></function>",
+            [("call", "add", {"b": "NaN"})],
+        ),
+    ],
+)
+def test_a_call_in_tags_may_be_careless_or_no_call(name, text, expected):
+    (format,) = (format for format in TAGGED if format.name == name)
+    for pieces in ([text], list(text)):
+        parser = Parser(Speech(format=format), TEXT)
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        assert told(joined(parts + parser.finish())) == expected
+
+
 def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
     parser = Parser(SPEECH, TOOLS)
     told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
