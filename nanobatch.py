@@ -609,7 +609,7 @@ class Engine:
         """What the scheduler decides, and the same in plain numbers, for the device."""
         if self.is_released:
             if self.has_work:  # if the weights cannot be read, this step fails
-                self._take(self._again().check(0, self.model.config, self.text))
+                self._come_back()
         elif self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
@@ -719,12 +719,8 @@ class Engine:
 
     def release(self) -> None:
         """Let go of weights and slab. The next request's first step reads the weights again."""
-        self.step(plan=False)  # a ghost may be in flight
-        with Held(), device_lock, device_stream():
-            with self.changed:
-                self._check_unused()
-                self._let_go()
-            device.give_back()
+        with self._changing(), device_lock, device_stream():
+            self._let_go()
 
     def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
         """Serve another model from here on, or this one read again, with other sizes if given.
@@ -735,13 +731,20 @@ class Engine:
         """
         if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
             raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
-        self.step(plan=False)
-        with Held(), device_lock, device_stream():
-            with self.changed:
-                self._check_unused()
-                self._is_reloading = True
+        with self.changed:
+            self._check_unused()
+        asked = {**self._source.asked, **sizes}
+        source = self._source._replace(model=str(model or self._source.model), asked=asked)
+        held = 0 if self.is_released else slab_of(self.model, self._sizes)
+        checked = source.check(held + nbytes_of(self.model))
+        with self._changing(), device_lock, device_stream():
+            self._let_go(is_reloading=True)
             try:
-                self._exchange(model, sizes)
+                self._take(checked)
+                self._source = source
+            except BaseException:
+                self._come_back()
+                raise
             finally:
                 self._is_reloading = False
 
@@ -756,34 +759,21 @@ class Engine:
         if count := len(self._ledger.open):
             raise RuntimeError(f"requests that are open: {count}; wait for their end, or cancel")
 
-    def _let_go(self) -> None:
-        self.runner = None
-        self.model = self.model.without_weights()
-        self.sched.start_over(())  # no slot remembers anything
-
-    def _exchange(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> None:
-        config = self.model.config
-        before = self._again()
-        source = before
-        if model is not None or sizes:
-            asked = {**self._source.asked, **sizes}
-            source = before._replace(model=str(model or before.model), asked=asked)
-        held = nbytes_of(self.model)
-        if not self.is_released:
-            held += slab_of(self.model, self._sizes)
-        checked = source.check(held)
-        self._let_go()
+    def _let_go(self, is_reloading: bool = False) -> None:
+        while self._flights:  # nothing but ghosts runs in them, or else the check fails
+            self._commit()
+        with self.changed:
+            self._check_unused()
+            self._is_reloading = is_reloading
+            self.runner = None
+            self.model = self.model.without_weights()
+            self.sched.start_over(())  # no slot remembers anything
         device.give_back()
-        try:
-            self._take(checked)
-            self._source = source
-        except BaseException:
-            self._take(before.check(0, config, self.text))
-            raise
 
-    def _again(self) -> Source:
-        """The same model and sizes."""
-        return self._source._replace(asked=self._sizes._asdict())
+    def _come_back(self) -> None:
+        """Read the same model again, for a slab of the same sizes."""
+        source = self._source._replace(asked=self._sizes._asdict())
+        self._take(source.check(0, self.model.config, self.text))
 
     def _take(self, checked: Checked) -> None:
         """Read what has been checked, and serve it from here on."""

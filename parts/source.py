@@ -47,12 +47,13 @@ class Source(NamedTuple):
         """
         self.report(f"finding {self.model}")
         ranks = join()
+        folder = models.find(self.model)  # it may have to be downloaded
         with device_lock, device_stream():
-            reader = ModelReader(models.find(self.model), self.dtype, ranks, held)
+            reader = ModelReader(folder, self.dtype, ranks, held)
             if config not in (None, reader.config):
                 why = "holds another model than before, and prompts have been read for that one"
-                raise ModelError(f"{reader.folder} {why}; load it anew.")
-            text = text or Text(reader.folder, reader.config.V)
+                raise ModelError(f"{folder} {why}; load it anew.")
+            text = text or Text(folder, reader.config.V)
             sizes = reader.fit(**self.asked)
         return Checked(self, reader, text, sizes)
 
