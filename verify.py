@@ -119,8 +119,9 @@ def asks(engine: Engine) -> list[Ask]:
 
 
 def ended(handle: Handle) -> Answer:
-    if error := handle.result().error:
-        raise ValueError(f"a request failed: {error}")
+    error = handle.result().error
+    if error:
+        raise RuntimeError(f"a request failed: {error}")
     return Answer.of(handle)
 
 

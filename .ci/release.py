@@ -1,12 +1,12 @@
-"""Build the wheel, look into it, and try it. It says the wheel's name, or in one line what is wrong.
+"""Build the wheel, look into it, and try it. A line says the wheel's name, or each thing that is wrong.
 
     python .ci/release.py            builds dist/nanobatch-0.4.0-py3-none-any.whl
     python .ci/release.py v0.4.0     the same for a tag: the changelog has to be ready, too
 
-`pyproject.toml` alone holds the version. The wheel has to be of that version, and to carry what git
-knows, no more and no less. The changelog's newest entry has to bear it, too, with a date. A tag has to
-be that version, and nothing may be left under "Unreleased". In the end the wheel is installed into a
-fresh environment, and answers.
+`pyproject.toml` alone holds the version. The wheel must have that version, and carry what git knows,
+no more and no less. The changelog's newest entry must have the version, a date, and 40 lines at most.
+A tag must have the version, too, and leaves nothing under "Unreleased". In the end the wheel is
+installed into a fresh environment, and answers a question there.
 """
 
 import re

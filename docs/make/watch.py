@@ -4,7 +4,7 @@
 
 The screen runs a burst without a terminal, some steps at a time, and is drawn after each of these.
 Most lines of a picture are as they were in the one before, so each is kept once. There is no script
-in it: styles show one picture after the other. Who wants no motion sees the last.
+in it: styles show one picture after the other. Where nothing may move, the last one stands.
 """
 
 from __future__ import annotations

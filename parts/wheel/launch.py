@@ -4,10 +4,10 @@ The problem. In a checkout a program runs from its own folder, which Python sear
 `import sched` finds chapter 3 of the book. In site-packages that module would lose against the
 standard library's, and our `kv` and `parts` might hide somebody else's.
 
-The way out. A wheel carries the whole checkout as one folder, `nanobatch_checkout/`. Its command
-starts a program in that folder by its path, as one does in a checkout. So both run alike, and no
-other program sees our modules. `nanobatch.py` beside this file tells whoever imports `nanobatch`
-where the engine is.
+The way out. A wheel carries the whole checkout as one folder, `nanobatch_checkout/`. The command
+starts a program in that folder by its path, as a user of a checkout does. So both run alike, and no
+other program sees our modules. For `import nanobatch` there is the file `nanobatch.py` beside this
+one: it says where the engine is.
 
 Where next: `ask.py`, the smallest of the programs.
 """

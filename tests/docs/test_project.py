@@ -204,7 +204,9 @@ def test_every_picture_in_the_pages_is_there_and_shows_text():
 
 
 def test_the_picture_of_the_readme_moves_in_the_dark_and_in_the_light():
-    """And is no slow page by itself. Who wants no motion sees its end."""
+    """And is no slow page by itself. A browser hides from a picture that its reader wants no motion, so
+    the page has another picture for them."""
+    assert '<source media="(prefers-reduced-motion: reduce)" srcset="docs/screen.svg">' in README
     found = re.findall(r'(?:src|srcset)="(docs/watch-.+?\.svg)"', README)
     assert found == ["docs/watch-dark.svg", "docs/watch-light.svg"]
     colours = []
