@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from conform import COUNT, MESSAGES, RESPONSES, data
+from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES, data
 from doors import Reply
 
 
@@ -23,6 +23,9 @@ class Told(NamedTuple):
 def told(path: str, reply: Reply, stream: bool) -> Told:
     if path == COUNT:
         return Told(tokens=reply.json["input_tokens"])
+    if path == EMBEDDINGS:
+        vectors = [str(entry["embedding"]) for entry in reply.json["data"]]
+        return Told(text=" ".join(vectors), tokens=reply.json["usage"]["total_tokens"])
     if path == RESPONSES:
         return told_response(streamed_response(reply) if stream else reply.json)
     if path == MESSAGES:

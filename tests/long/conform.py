@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 from doors import CHAT, COMPLETIONS, Reply, Server  # noqa: E402
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+EMBEDDINGS = "/v1/embeddings"
 POINTS: list[Callable[[Server], None]] = []
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather in a city.", "parameters": CITY}

@@ -5,7 +5,8 @@ what is wrong.
     python tests/long/soak_http.py --requests 1000 --ranks 2     # one model over two processes
     python tests/long/soak_http.py --requests 8000 --attack      # one in ten is hostile, 64 at a time
 
-It starts a server of its own: the demo model, with a chat template that knows tools and thoughts.
+It starts a server of its own: the demo model, with a chat template that knows tools and thoughts,
+and as if it had been made for embeddings.
 All routes are asked, whole and streamed. In the end each request has been answered or was hung up
 on, all slots are free, answers that were not cut off are those that the same request gets alone
 (thought, text, calls and tokens), and as many files are open as at first.
@@ -38,7 +39,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "lib"), str(HERE)]
 
-from conform import COUNT, MESSAGES, RESPONSES  # noqa: E402
+from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
 from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402
 from told import Told, told  # noqa: E402
 from weigh import can_weigh  # noqa: E402
@@ -51,7 +52,9 @@ BAD = [
     (COMPLETIONS, {"prompt": ["a", 5]}),
     (COMPLETIONS, {"prompt": "x", "stop": 5}),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999999": 1}}),
-    ("/v1/embeddings", {"input": "x"}),
+    (EMBEDDINGS, {"input": ["x", ""]}),
+    (EMBEDDINGS, {"input": ["x"] * 50, "dimensions": 5000}),
+    (EMBEDDINGS, {"input": ["x"] * 50 + ["x" * 100_000]}),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
     ("/v1/responses", {"input": [{"type": "computer_call"}], "stream": True}),
     ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 5000}),
@@ -186,6 +189,7 @@ PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progr
 IN_USE = 2.0
 RESIDENT = 15.0
 JUDGED = 8000
+WITHOUT_STREAM = (COUNT, EMBEDDINGS)
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -235,12 +239,14 @@ class Weighed(Server):
 
 
 def talker(folder: Path) -> Path:
-    """The demo model, with a template that knows tools and thoughts."""
+    """The demo model, with a template that knows tools and thoughts, and a file about vectors."""
     folder.mkdir()
     for file in (ROOT / "demo" / "model").iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     return folder
 
 
@@ -248,10 +254,12 @@ def make_case(number: int) -> tuple[str, dict]:
     """A route, and what is asked there."""
     dice = random.Random(number)
     text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
-    path = dice.choice(
-        [CHAT, CHAT, CHAT, COMPLETIONS, RESPONSES, RESPONSES, MESSAGES, MESSAGES, COUNT]
-    )
+    paths = [CHAT, CHAT, CHAT, COMPLETIONS, RESPONSES, RESPONSES, MESSAGES, MESSAGES]
+    path = dice.choice([*paths, *WITHOUT_STREAM])
     length = dice.choice([1, 20, 60, 150, 250])
+    if path == EMBEDDINGS:
+        texts = [f"{text} {n}" for n in range(dice.choice([1, 5, 40]))]
+        return path, {"input": texts, "encoding_format": dice.choice(["float", "base64"])}
     if path == COMPLETIONS:
         return path, {"prompt": text, "max_tokens": length, "seed": number}
     if path == CHAT:
@@ -336,7 +344,7 @@ def make_message(dice: random.Random, text: str) -> dict:
 
 
 def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
-    if stream and path != COUNT:
+    if stream and path not in WITHOUT_STREAM:
         body = body | {"stream": True}
         if path in (CHAT, COMPLETIONS):
             body |= {"stream_options": {"include_usage": True}}
@@ -442,7 +450,9 @@ def soak(
             return "refused"
         if not hostile and kind < 0.42:
             path, body = make_case(case)
-            hang_up(server, dice, path, body | ({} if path == COUNT else {"stream": stream}))
+            hang_up(
+                server, dice, path, body | ({} if path in WITHOUT_STREAM else {"stream": stream})
+            )
             return "hung_up"
         found = ask(server, *make_case(case), stream)
         assert found == alone[case], f"case {case}: {found} instead of {alone[case]}"
