@@ -20,16 +20,19 @@ from __future__ import annotations
 import __future__
 
 import ast
+import ctypes
 import inspect
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "NANOBATCH_BOOK"
@@ -44,6 +47,8 @@ CHAPTERS = (
     "prefix",
     "nanobatch",
 )
+PATIENCE_S = 10  # for a step of another book
+raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -205,7 +210,57 @@ def open_book(folder: str) -> Book:
     book = Book(check_book(folder))
     os.environ[VARIABLE] = str(book.folder)
     sys.meta_path.insert(0, book)
+    threading.Thread(target=watch, name="patience", daemon=True).start()
     return book
+
+
+class Endless(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__(f"Python alone took more than {PATIENCE_S} s for a step: an endless loop?")
+
+
+def watch() -> None:
+    """Raise an exception in a thread whose step never ends.
+
+    A plan holds the engine's lock, for which the screen waits: so a loop without an end would be a
+    program that cannot be left. As an exception it is a mistake like any other.
+    """
+    steps: dict[
+        int, tuple[FrameType, float]
+    ] = {}  # by thread: its step, and when it was first seen
+    while True:
+        time.sleep(PATIENCE_S / 20)
+        found = {}
+        for thread, frame in sys._current_frames().items():
+            step = step_of(frame)
+            if step is None:
+                continue
+            now = seconds_of(thread)
+            before, since = steps.get(thread, (None, now))
+            found[thread] = step, since if step is before else now
+            if step is before and now - since > PATIENCE_S:
+                raise_in(ctypes.c_ulong(thread), ctypes.py_object(Endless))
+                del found[thread]
+        steps = found
+
+
+def seconds_of(thread: int) -> float:
+    """The processor time of a thread, where that is known: on a busy machine each step takes long."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
+
+
+def step_of(frame: FrameType | None) -> FrameType | None:
+    """The step that a thread is in; None if it is in none, or in a debugger."""
+    while frame is not None:
+        file = os.path.basename(frame.f_code.co_filename)
+        if file == "bdb.py":
+            return None
+        if (file, frame.f_code.co_name) == ("nanobatch.py", "step"):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def opened() -> Book | None:

@@ -365,6 +365,33 @@ def test_a_program_runs_another_book_says_so_and_goes_on_after_a_mistake_in_it(t
     assert "start.py mine makes one" in wrong.stderr
 
 
+def test_a_step_of_another_book_that_never_ends_is_a_mistake_like_any_other(tmp_path):
+    """A plan holds the engine's lock: the screen waited for it, and could not be left."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "sched.py", folder)
+    endless = "left = max(left, self.chunk)\n        while self.submitted == 1: pass"
+    change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", endless)
+    code = """
+import sys
+from parts import book
+book.PATIENCE_S = 1
+book.open_book(sys.argv[1])
+from nanobatch import Engine, Sampling
+short = Sampling(max_tokens=20)
+with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
+    for _ in range(2):
+        result = engine.submit(engine.text.ask("What is 17 + 6?"), short).result(timeout=60)
+        print(result.finish_reason, result.error)
+"""
+    said = run("-c", code, folder)
+    first, second = said.stdout.splitlines()
+    assert first == "error Endless: Python alone took more than 1 s for a step: an endless loop?", (
+        said.stderr
+    )
+    assert second == "stop None" and "sched.py" in said.stderr
+
+
 def test_of_another_book_no_bits_are_promised_and_its_screen_and_benchmark_know_it(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
