@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,7 +36,7 @@ from web import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
-EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
+EMBEDDED = r'<script type="application/json" id="data-{}">(.*?)</script>'
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
 SCHEDULER = (
     "sched.py",
@@ -44,7 +45,13 @@ SCHEDULER = (
     "parts/price.py",
     "parts/replay.py",
 )  # what runs in the page
-SECTIONS = ("lab", "game", "story", "made")
+SECTIONS = ("lab", "game", "talk", "story", "made")
+QUESTIONS = (
+    "Tell me a story about a fox and a lantern.",
+    "What is 17 + 6?",
+    "Count from 3 to 12.",
+    "Spell the word garden.",
+)
 NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
   <a href="#run">Run it</a>
@@ -100,7 +107,7 @@ def read(path: str) -> dict:
         raise ValueError(f"there is no file {name}; tui.py --record writes one")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = EMBEDDED.search(text)
+        found = re.search(EMBEDDED.format("recording"), text)
         recording = json.loads(found[1] if found else text)
         seal = record.seal_of(recording)
     except (ValueError, RecursionError, AttributeError):  # no JSON, or no object
@@ -122,8 +129,33 @@ def record_demo() -> dict:
         return read(file)
 
 
-def make(recordings: list[dict], pyodide_at: str = "") -> str:
-    """The page. `pyodide_at`: where Python comes from, if not from the CDN."""
+def read_talk(path: str) -> list[dict]:
+    """The conversation of a page; a recording has none."""
+    found = re.search(EMBEDDED.format("talk"), Path(path).read_text(encoding="utf-8"))
+    return json.loads(found[1]) if found else []
+
+
+def talk_demo() -> list[dict]:
+    """A conversation with the demo model: each turn, and what was read for it."""
+    from nanobatch import Engine, Sampling
+
+    turns = []
+    messages = []
+    with Engine.load("demo", slots=2, max_len=512) as engine:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            result = engine.submit(messages, Sampling(max_tokens=240)).result()
+            messages.append({"role": "assistant", "content": result.text})
+            figures = result.metrics
+            counts = {"cached": figures.cached_tokens, "tokens": figures.output_tokens}
+            counts["prompt"] = figures.prompt_tokens
+            turns.append({"question": question, "answer": result.text, **counts})
+    return turns
+
+
+def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()) -> str:
+    """The page. `pyodide_at`: where Python comes from, if not from the CDN. `talk`: the turns of a
+    conversation."""
     recording = joined(recordings)
     pyodide = json.loads((page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
     pyodide["at"] = pyodide_at or pyodide["at"]
@@ -139,9 +171,12 @@ def make(recordings: list[dict], pyodide_at: str = "") -> str:
         "nav": NAVIGATION if is_ours else "",
         "lab": texts["lab"],
         "game": texts["game"] if is_ours else "",
+        "talk": told(texts["talk"], talk) if talk else "",
         "budget": budget_in_words(recording),
         "story": filled(texts["story" if is_ours else "made"], recording),
     }
+    if talk:
+        data["talk"] = list(talk)
     text = page.page(data, parts=parts, connects=pyodide["at"])
     link = rf'<a href="{repository}/blob/main/\1"'
     return re.sub('<a data-file="(.*?)"', link, text) if repository else text
@@ -311,6 +346,36 @@ def filled(story: str, recording: dict) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: facts[found[1]], story)
 
 
+def told(section: str, turns: Sequence[dict]) -> str:
+    """A conversation: each turn with a bar of its tokens, all on one scale."""
+    most = max(turn["prompt"] + turn["tokens"] for turn in turns)
+    lines = []
+    for turn in turns:
+        question, answer = (html.escape(turn[name]) for name in ("question", "answer"))
+        read = turn["prompt"] - turn["cached"]
+        said = f"read {count(read, 'token')}"
+        if turn["cached"]:
+            said = (
+                f"read {read} of {turn['prompt']} tokens; {turn['cached']} were still in its slot"
+            )
+        said += f"; {count(turn['tokens'], 'token')} of answer"
+        bars = []
+        at = 0.0
+        for name, tokens in (("held", turn["cached"]), ("read", read), ("said", turn["tokens"])):
+            width = 1000 * tokens / most
+            bars.append(f'<rect class="{name}" x="{at:.1f}" width="{width:.1f}" height="14"/>')
+            at += width
+        bar = f'<svg class="tokens" viewBox="0 0 1000 14" role="img" aria-label="{said}">{"".join(bars)}</svg>'
+        texts = (
+            f'<p class="asked"><bdi>{question}</bdi></p><div class="reply"><p>{answer}</p></div>'
+        )
+        lines.append(f'<div class="turn">{texts}{bar}<p class="facts">{said}</p></div>')
+    last = turns[-1]
+    facts = {"turns": len(turns), "before": last["cached"], "read": last["prompt"] - last["cached"]}
+    facts |= {"talk": "\n  ".join(lines)}
+    return re.sub(r"\{(\w+)\}", lambda found: str(facts[found[1]]), section)
+
+
 def table_of(file: str) -> str:
     """The speeds of three engines, in two parts of a benchmark."""
     records = json.loads((ROOT / "docs" / file).read_text())["records"]
@@ -341,9 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
+        talk = talk_demo() if args.demo else read_talk(args.recordings[0]) if recordings else []
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")
-        text = make(recordings).encode(errors="replace").decode()
+        text = make(recordings, talk=talk).encode(errors="replace").decode()
         size = len(text.encode())
         if size > MOST:
             words = f"the page has {size:,} bytes, and may have {MOST:,}"
