@@ -73,6 +73,7 @@ from screen.session import SCRIPT, Session, orders_of, run_plain
 from screen.state import State
 from screen.terminal import HUNG_UP
 
+TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
 WRITTEN = ("screenshot", "record")  # options with a file, written at the end
 
 
@@ -84,7 +85,7 @@ def options() -> program.Parser:
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
-    says = "(default: 1024; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
+    says = "(default: 2048; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
     add("--max-len", help=f"length of a slot, prompt and answer together {says}")
     add(
         "--policy",
@@ -207,6 +208,7 @@ def load_engine(
     from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
+    options |= {"usual_len": TALK}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":
@@ -268,7 +270,9 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
 
     def ids(request: RequestView) -> Sequence[int]:
         is_ours = engine and isinstance(request.origin, Ask)
-        return engine.text.ask(request.origin.prompt) if is_ours else ()
+        found = engine.text.ask(request.origin.prompt) if is_ours else ()
+        # In a conversation, more was read than the question
+        return found if len(found) == request.metrics.prompt_tokens else ()
 
     recording = record.record(session.state, about, ids)
     return record.as_text(recording), record.contents(recording)
@@ -368,7 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
         return serve.follow(args)
     if args.record:
         print(f"nanobatch: {shown(args.record)} will hold {record.HOLDS}", file=sys.stderr)
-    settings = Settings(seed=args.seed)
+    most = Settings().max_tokens if args.model == "demo" else TALK
+    settings = Settings(0.0, most, args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
         room = open_room(args)

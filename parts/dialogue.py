@@ -313,4 +313,5 @@ def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
     print(f"nanobatch: {engine.summary}\nnanobatch: /help says more", file=sys.stderr)
-    return Dialogue(engine, sampling, keep(History(history_file()))).run(questions)
+    history = History(history_file() if sys.stdin.isatty() else None)
+    return Dialogue(engine, sampling, keep(history)).run(questions)

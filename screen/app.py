@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import signal
@@ -228,7 +227,6 @@ class Screen(App):
         self._warned: list[float] = []  # the times of the warnings in sight
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
-        self._misread = -math.inf  # the time of the last letter meant as text
         self.palette = DARK
         self.prompt = Prompt(earlier or History())
         self._returns = False  # the box is left once its command is obeyed
@@ -435,7 +433,11 @@ class Screen(App):
             return
         if on_main and self.is_for_tour(key):
             await self.run_action(TOUR_KEYS[key])
-        elif (on_main and self.is_text(event)) or await self._check_bindings(key, priority=True):
+        elif on_main and self.is_text(event):
+            await self.run_action("prompt")
+            if self.focused:  # else the tour has the engine
+                self.prompt.take(event.character)
+        elif await self._check_bindings(key, priority=True):
             return
         elif self.focused and event.is_printable:
             self.prompt.take(event.character)
@@ -454,32 +456,20 @@ class Screen(App):
         return key in TOUR_KEYS and bool(self.tour or self._tours or is_declined)
 
     def is_text(self, event: events.Key) -> bool:
-        """Was this key meant as text, though the prompt box has not got the keyboard?
+        """Does this key begin a text, though the prompt box has not got the keyboard?
 
-        So are letters that are no keys, and at the start the keys that would do nothing yet. What
-        follows within a second belongs to the same words.
+        So do letters that are no keys, and at the start the keys that would do nothing yet.
         """
-        state, now = self.state, time.monotonic()
+        state = self.state
         if self.focused or state.view.stage == "failed":
             return False
-        is_rest = now - self._misread < 1 and (event.is_printable or event.key == "enter")
         actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
         is_letter = event.is_printable and event.character.isalpha()
         others = state.view.door or state.view.watches or state.tracebacks
         is_idle = not (self.session.room.posted or others)
-        page = (
-            keys.page_of(actions[0]) if actions else None
-        )  # a page without an example shows the past
-        is_first = is_letter and (not actions or (is_idle and page and not page.example))
-        if is_rest or is_first:
-            self._misread = now
-            if not is_rest:
-                self.notify(
-                    f"{event.character} is not typed: letters are keys here. "
-                    "Press i to type a prompt, ? for the keys.",
-                    markup=False,
-                )
-        return is_rest or is_first
+        # A page without an example shows the past
+        page = keys.page_of(actions[0]) if actions else None
+        return is_letter and bool(not actions or (is_idle and page and not page.example))
 
     # --- actions
 
@@ -526,8 +516,8 @@ class Screen(App):
         back."""
         if not (self.state.talking and self.session.stop()):
             self.action_leave()
-        elif waiting := self.state.talks.open.take():
-            self.prompt.put(self.prompt.value or waiting)
+        else:
+            self.prompt.put(self.prompt.value or self.state.talks.open.take())
 
     def action_back(self) -> None:
         """To the newest step; from there, to the panes."""
@@ -661,7 +651,7 @@ class Screen(App):
 
     def action_roll(self, by: int) -> None:
         """By so many times three lines of the conversation."""
-        self.state.above -= 3 * by
+        self.state.talks.open.below -= 3 * by
 
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)

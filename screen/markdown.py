@@ -19,17 +19,18 @@ from functools import lru_cache
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.console import Console
-from rich.markdown import CodeBlock, Markdown
+from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.style import Style
-from rich.syntax import Syntax
+from rich.syntax import RICH_SYNTAX_THEMES, ANSISyntaxTheme
 from rich.theme import Theme
 from textual.color import Color
 
-from screen.ink import Line, Palette, clean
+from screen.ink import Line, Palette, clean, wrap
 
 # Code in these languages is coloured. Other lexers may take long for code that was made for that
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
+DEEPEST = 16  # beyond, the parser skips text, and lines would have no room
 PARSER = MarkdownIt("commonmark", {"html": False})
 PARSER.enable(["strikethrough", "table"]).disable(["image", "reference"])
 
@@ -48,11 +49,12 @@ def blocks(text: str) -> list[str]:
     line, if it is not indented and not in code."""
     found: list[list[str]] = [[]]
     fence = ""
+    before = "text"
     for line in text.split("\n"):
-        is_after = bool(found[-1]) and not found[-1][-1].strip()
-        if is_after and not fence and line.strip() and not line.startswith(" "):
+        if not (before.strip() or fence) and line[:1].strip():
             found.append([])
         found[-1].append(line)
+        before = line
         mark = re.match(r"\s*(`{3,}|~{3,})", line)
         if mark and not fence:
             fence = mark[1]
@@ -66,18 +68,15 @@ def blocks(text: str) -> list[str]:
 def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
     """A block, as Rich draws it in our colours."""
     console = Console(width=width - 2, theme=theme_of(p, hue), _environ={})
-    block = Markdown("", hyperlinks=False)
-    block.elements = Markdown.elements | {"fence": Code, "code_block": Code}
+    block = Markdown("", hyperlinks=False, code_theme=Colours(p))
     block.parsed = read(text)
-    block.p = p
+    if max((token.level for token in block.parsed), default=0) > DEEPEST:
+        return [[Segment(f" {line}", Style(color=hue))] for line in wrap(text, width - 2)]
     lines = console.render_lines(block, style=Style(color=hue), pad=False)
-    if lines and not "".join(segment.text for segment in lines[0]).strip():  # before a list
-        del lines[0]
-    return [[Segment(" "), *map(without_links, line)] for line in lines]
-
-
-def without_links(segment: Segment) -> Segment:
-    return Segment(segment.text, segment.style and segment.style.clear_meta_and_links())
+    for end in (0, -1):  # Rich leaves room around a list
+        while lines and not "".join(segment.text for segment in lines[end]).strip():
+            del lines[end]
+    return [[Segment(" "), *line] for line in lines]
 
 
 def read(text: str) -> list[Token]:
@@ -85,31 +84,23 @@ def read(text: str) -> list[Token]:
     found = PARSER.parse(text)
     for token in found:
         token.info = token.info if token.info in LEXERS else ""
+        token.tag = "h2" if token.tag == "h1" else token.tag  # Rich centres it
         for child in token.children or ():
             child.content = clean(child.content)
             child.type = "hardbreak" if child.type == "softbreak" else child.type
     return found
 
 
-class Code(CodeBlock):
-    """Code on a ground of its own."""
+class Colours(ANSISyntaxTheme):
+    """Of code, on a ground of its own."""
 
-    @classmethod
-    def create(cls, markdown: Markdown, token: Token) -> Code:
-        is_dark = Color.parse(markdown.p.back).brightness < 0.5
-        code = cls(token.info or "text", "ansi_dark" if is_dark else "ansi_light")
-        code.ground = markdown.p.bar
-        return code
+    def __init__(self, p: Palette):
+        is_dark = Color.parse(p.back).brightness < 0.5
+        super().__init__(RICH_SYNTAX_THEMES["ansi_dark" if is_dark else "ansi_light"])
+        self._ground = Style(bgcolor=p.bar)
 
-    def __rich_console__(self, console, options) -> Iterator[Syntax]:
-        yield Syntax(
-            str(self.text).rstrip(),
-            self.lexer_name,
-            theme=self.theme,
-            word_wrap=True,
-            padding=(0, 1),
-            background_color=self.ground,
-        )
+    def get_background_style(self) -> Style:
+        return self._ground
 
 
 @lru_cache(8)
@@ -119,6 +110,6 @@ def theme_of(p: Palette, hue: str) -> Theme:
     quiet = Style(color=p.muted)
     styles = dict.fromkeys(("h1", "h2", "h3", "h4", "h5", "h6", "table.header"), bold)
     styles |= dict.fromkeys(("code", "link"), accent)
-    styles |= dict.fromkeys(("hr", "block_quote", "link_url", "table.border"), quiet)
-    styles |= dict.fromkeys(("item.bullet", "item.number"), quiet)
+    names = ("hr", "block_quote", "link_url", "table.border", "item.bullet", "item.number")
+    styles |= dict.fromkeys(names, quiet)
     return Theme({f"markdown.{name}": style for name, style in styles.items()})

@@ -79,21 +79,16 @@ def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
         return {"small": Region(0, 0, width, height)}
     places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
     body = height - 3
-    if width < 150:
-        rows = min(slots, 2 if height < 30 else 4)
-        left = (width + 6) // 2
-        places["slots"] = Region(0, 1, left, rows + 3)
-        places["timeline"] = Region(left + 1, 1, width - left - 1, rows + 2)
-        places["dialogue"] = Region(0, rows + 4, width, body - rows - 3)
-        return places
-    rows = min(slots, 8, body // 2 - 5)
-    left = width * 5 // 8
-    right = Region(left + 2, 1, width - left - 2, body)
-    places["dialogue"] = Region(0, 1, left, body)
-    places["slots"] = Region(right.x, 1, right.width, rows + 3)
-    places["timeline"] = Region(right.x, rows + 4, right.width, rows + 2)
-    rest = Region(right.x, 2 * rows + 6, right.width, body - 2 * rows - 5)
-    return places | stack(rest, ("rate", "ttft"))
+    rows = min(slots, 2 if height < 30 else 4)
+    strip = Region(0, 1, width, rows + 3)
+    talk = Region(0, rows + 4, width, body - rows - 3)
+    names = ("slots", "timeline")
+    if width >= 150:
+        left = width * 5 // 8
+        talk = Region(0, 1, left, body)
+        strip = Region(left + 2, 1, width - left - 2, body)
+        names += ("rate", "ttft")
+    return places | {"dialogue": talk} | stack(strip, names)
 
 
 def bottom(width: int, height: int) -> dict[str, Region]:

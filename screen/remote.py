@@ -253,7 +253,7 @@ class RemoteRoom(Room):
             self.note(speaks=False)
         number = int(answer.getheader("X-Request-Id").split("-")[1])
         self.own[number] = answer.line
-        self.answers(ask, number)
+        self.note_answer(ask, number)
         try:
             for event in read_events(answer):
                 if cancels != self._cancels:
@@ -272,14 +272,13 @@ class RemoteRoom(Room):
 
     def _hear(self, number: int, event: dict, is_whole: bool = False) -> None:
         """A piece of an answer of our own, if `/watch` shows no texts."""
-        said = ""
-        for choice in event.get("choices", ()):
-            said += choice.get("delta", {}).get("content") or choice.get("text") or ""
         with self._lock:
+            texts = self._known.heard_texts
+            text, _ = texts.get(number, ("", False))
+            for choice in event.get("choices", ()):
+                text += choice.get("delta", {}).get("content") or choice.get("text") or ""
             if self._is_blind:
-                before, _ = self._known.heard_texts.get(number, ("", False))
-                heard = {**self._known.heard_texts, number: (before + said, is_whole)}
-                self.note(heard_texts=heard)
+                self.note(heard_texts={**texts, number: (text, is_whole)})
 
 
 # --- news over the wire -------------------------------------------------------------------------
@@ -301,7 +300,7 @@ def with_asks(frame: wire.Frame) -> wire.Frame:
 def with_ask(request: RequestView) -> RequestView:
     """The wire makes a list of a prompt that was fired from the other end's own screen."""
     match request.origin:
-        case [str(), _, _, _, _]:
+        case [str(), *rest] if len(rest) + 1 == len(Ask._fields):
             return replace(request, origin=Ask(*request.origin))
     return request
 

@@ -96,7 +96,7 @@ class Ask(NamedTuple):
     mute: bool = False  # no log tells of this prompt, one of a trial's hundreds
     client: str = ""  # the name of the client
     question: int = 0  # the number of a question in a conversation
-    messages: tuple[dict[str, str], ...] = ()  # of that conversation, the prompt at the end
+    messages: Sequence[dict[str, str]] = ()  # of that conversation, the prompt at the end
 
 
 def is_mute(request: RequestView) -> bool:
@@ -167,8 +167,7 @@ class Fault(NamedTuple):
 
     message: str
     prompt: str | None = None
-    question: int = 0  # in a conversation: the one that was not fired
-    waits: bool = False  # until there is room for it
+    question: int = 0  # in a conversation: the one that was not fired; without a prompt, it waits
 
 
 class Outgrown(ValueError):
@@ -277,11 +276,11 @@ class Room:
     def refuse(self, ask: Ask, error: BaseException | str) -> None:
         """This prompt is not fired."""
         if isinstance(error, Outgrown):
-            self.fault(str(error), None, ask.question, True)
+            self.fault(str(error), None, ask.question)
         else:
             self.fault(f"not fired: {error}", ask.prompt, ask.question)
 
-    def answers(self, ask: Ask, request: int) -> None:
+    def note_answer(self, ask: Ask, request: int) -> None:
         """This request answers a question."""
         if ask.question:
             with self._lock:
@@ -520,7 +519,7 @@ class EngineRoom(Room):
             except (ValueError, RuntimeError) as error:
                 self.refuse(ask, error)
                 break
-            self.answers(ask, handle.id)
+            self.note_answer(ask, handle.id)
             fired.append(handle.id)
         return fired
 

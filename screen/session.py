@@ -160,15 +160,12 @@ class Session:
         for talk in self.state.talks.all:
             if talk.waiting and not (talk.why or talk.runs):
                 ask = self.state.settings.ask(talk.waiting)
-                messages = talk.messages(talk.waiting)
-                self.room.fire(
-                    [ask._replace(question=self.state.talks.add(talk), messages=messages)]
-                )
+                ask = ask._replace(messages=talk.messages(talk.waiting))
+                self.room.fire([ask._replace(question=self.state.talks.add(talk))])
 
     def _do_new(self, rest: str) -> str:
         """Another conversation. A question for which the open one has no room begins it."""
         self.state.talks.begin()
-        self.state.above = 0
         self._ask_waiting()
         return "a new conversation"
 
@@ -180,7 +177,6 @@ class Session:
         """The next conversation; behind the last one comes the first."""
         talks = self.state.talks
         talks.at = (talks.at + 1) % len(talks.all)
-        self.state.above = 0
         self.state.select_talk()
 
     def _do_drop(self, rest: str) -> str:
@@ -199,12 +195,9 @@ class Session:
     def _do_again(self, rest: str) -> None:
         """Ask the last question once more."""
         talk = self.state.talks.open
-        if talk.runs or not talk.turns:
-            raise ValueError(
-                "the answer still runs: Esc stops it" if talk.runs else "nothing was asked yet"
-            )
+        if talk.runs or talk.waiting or not talk.turns:
+            raise ValueError("only when the last question has its answer (Esc stops that)")
         talk.waiting = talk.turns.pop().question
-        talk.why = ""
         self._ask_waiting()
 
     def _do_thoughts(self, rest: str) -> None:

@@ -85,7 +85,6 @@ class State:
     glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
     talks: Talks = field(default_factory=Talks)
     talking: bool = False  # the open conversation stands in the place of the panes
-    above: int = 0  # so many of the conversation's last lines are below the lines in sight
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # the prompt box has had the keyboard
     # Wishes while the model loads: prompts, and commands for the engine
@@ -116,7 +115,7 @@ class State:
         news = view.faults[len(before.faults) :]
         self.faults += news
         for fault in news:
-            self.talks.refuse(fault.question, fault.message if fault.waits else "")
+            self.talks.refuse(fault.question, "" if fault.prompt else fault.message)
         self._tries = self._tries and view.trying
         if view.trial is not None and view.trial is not before.trial:
             self.found[view.trial.name] = view.trial

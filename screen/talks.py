@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from parts.api.views import RequestView
 from parts.dialogue import Conversation
-from parts.text.speech import marked, unmarked
-from screen.ink import shorten
+from parts.text.speech import apart
 
 
 @dataclass
@@ -43,20 +42,12 @@ class Talk:
     turns: list[Turn] = field(default_factory=list)
     waiting: str = ""  # a question that waits: for the answer that runs, or for room in the slot
     why: str = ""  # why there is no room
-
-    @property
-    def title(self) -> str:
-        return shorten(self.turns[0].question, 40) if self.turns else "nothing was said yet"
+    below: int = 0  # so many of its last lines are below what is in sight
 
     @property
     def runs(self) -> Turn | None:
         """The turn whose answer runs."""
         return self.turns[-1] if self.turns and self.turns[-1].runs else None
-
-    @property
-    def shown(self) -> list[Turn]:
-        """The turns that the model is shown."""
-        return [turn for turn in self.turns if not (turn.is_dropped or turn.request.error)]
 
     def take(self) -> str:
         """The question that waits. It waits no more."""
@@ -64,15 +55,15 @@ class Talk:
         self.waiting = self.why = ""
         return waiting
 
-    def messages(self, question: str) -> tuple[dict[str, str], ...]:
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """What the model is shown."""
         said = Conversation()
         said.system = self.system
-        for turn in self.shown:
-            parts = marked(turn.request.text, turn.request.is_thinking)
-            thought = "".join(unmarked(part.text) for part in parts if part.kind == "thought")
-            answer = "".join(part.text for part in parts if part.kind != "thought")
-            said.add(turn.question, answer, thought)
-        return tuple(said.messages(question))
+        for turn in self.turns:
+            if not (turn.is_dropped or turn.request.error):
+                thought, answer = apart(turn.request.text, turn.request.is_thinking)
+                said.add(turn.question, answer, thought)
+        return said.messages(question)
 
 
 class Talks:
@@ -90,23 +81,21 @@ class Talks:
         return self.all[self.at]
 
     def running(self) -> Iterator[Turn]:
-        yield from (talk.runs for talk in self.all if talk.runs)
+        return (talk.runs for talk in self.all if talk.runs)
 
-    def begin(self) -> Talk:
+    def begin(self) -> None:
         """Another conversation, with the same system message. One in which nothing was said is as
         good."""
-        before = self.open
-        if before.turns:
-            self.all.append(Talk(before.system, waiting=before.waiting))
-            before.waiting = before.why = ""
-        self.at = len(self.all) - 1 if before.turns else self.at
-        return self.open
+        if self.open.turns:
+            self.all.append(Talk(self.open.system, waiting=self.open.take()))
+            self.at = len(self.all) - 1
 
     def add(self, talk: Talk) -> int:
         """What waits is asked. Answers with the number of the question."""
         self.asked += 1
         talk.turns.append(Turn(self.asked, talk.waiting))
         talk.waiting = ""
+        talk.below = 0
         return self.asked
 
     def refuse(self, number: int, why: str) -> None:

@@ -368,11 +368,13 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
     return [part for part in parts if part.text]
 
 
-def unmarked(thought: str) -> str:
-    """A thought without its marks, and the white space beside them."""
+def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
+    """The thought of an answer, without its marks, and the rest of the answer."""
+    parts = [*marked(text, is_thinking), Part("", "")]
+    thought = parts.pop(0).text if parts[0].kind == "thought" else ""
     for mark in (*THOUGHTS[0], *THOUGHTS[1]):
         thought = thought.replace(mark, "")
-    return thought.strip()
+    return thought.strip(), "".join(part.text for part in parts)
 
 
 # --- the machine --------------------------------------------------------------------------------

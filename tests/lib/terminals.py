@@ -45,9 +45,8 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
-        env = (
-            os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
-        )
+        ours = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "NANOBATCH_HISTORY": "off"}
+        env = os.environ | ours | (environment or {})
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         if spoiled:
             code = f"import sys, tui\nfrom parts import program\n{spoiled}\nprogram.run(tui.main)"
