@@ -978,5 +978,5 @@ def test_a_call_costs_the_same_however_many_there_are():
 
 def test_every_setting_of_a_request_can_be_asked_for_over_http():
     """A new sampler that the door does not know would be refused as an unknown field."""
-    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar"}
+    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(Sampling)} - by_another_way == {*openai.PLAIN}

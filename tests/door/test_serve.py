@@ -532,7 +532,7 @@ def test_errors_become_the_clients_own_exceptions(client):
         ask(model="gpt-4", messages=user("x"))
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(model="demo", messages=user("x"), temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="chat/completions"):
+    with pytest.raises(openai.BadRequestError, match="not made for embeddings"):
         client.embeddings.create(model="demo", input="x")
     with pytest.raises(openai.NotFoundError, match="there is no"):
         client.moderations.create(model="demo", input="x")
@@ -541,7 +541,7 @@ def test_errors_become_the_clients_own_exceptions(client):
 def test_unknown_paths_and_methods_say_what_there_is(server):
     for path in (
         "/v1",
-        "/v1/embeddings",
+        "/v1/audio",
         "/v1/threads",
         f"{CHAT}/",
         "/..%2f",

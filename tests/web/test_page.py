@@ -20,7 +20,6 @@ from door import page
 from screen import record
 from screen.ink import clean
 from screen.pages import race
-from screen.widgets import NEWLINE
 
 ROOT = Path(__file__).parents[2]
 UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
@@ -326,7 +325,7 @@ console.log(JSON.stringify({ lines: signs.map(inOneLine), cuts: cuts.length, hal
 
 @NODE
 def test_the_page_draws_in_a_line_what_the_terminal_draws(tmp_path):
-    """A line break is ␊ in both. And what draws nothing, or turns what stands beside it, is seen."""
+    """A line break is ␊ in the page. And what draws nothing, or turns what stands beside it, is seen."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]
     signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # as in an emoji
@@ -337,5 +336,5 @@ def test_the_page_draws_in_a_line_what_the_terminal_draws(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not said.returncode, said.stderr
     drawn = json.loads(said.stdout)
-    assert drawn["lines"] == [clean(sign).replace("\n", NEWLINE) for sign in signs]
+    assert drawn["lines"] == [clean(sign).replace("\n", "␊") for sign in signs]
     assert drawn["cuts"] > 200 and not drawn["halves"], "an emoji was cut in half"
