@@ -8,6 +8,7 @@ formula, or with a drawing: what is clever in the book is not used to examine it
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 import sys
@@ -711,10 +712,30 @@ def engine(slots: int, policy: str = "continuous", **options) -> Iterator[Engine
         yield ours
 
 
+class Faults(logging.Handler):
+    """What failed in a step, with the line in which it did. The engine itself goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _, error, trace = record.exc_info
+        self.found.append((error, trace))  # the engine takes the trace from the error
+
+
 def run_all(ours: Engine) -> None:
-    """Step until nothing is left."""
+    """Step until nothing is left. What fails in a step ends the check, too."""
     for _ in range(10 * STEPS):
-        worked = ours.step()
+        faults = Faults()
+        LOG.addHandler(faults)
+        try:
+            worked = ours.step()
+        finally:
+            LOG.removeHandler(faults)
+        if faults.found:
+            error, trace = faults.found[0]
+            raise error.with_traceback(trace)
         ours.check()
         if not worked:
             return
@@ -730,8 +751,6 @@ def answers(ours: Engine, prompts: Iterable[str]) -> int:
     handles = {prompt: ask(ours, prompt) for prompt in prompts}
     run_all(ours)
     for prompt, handle in handles.items():
-        if handle.exception:
-            raise handle.exception
         equal(f"the answer to {prompt!r}", handle.result().text, ANSWERS[prompt])
     return ours.steps
 
@@ -1237,9 +1256,6 @@ def _() -> None:
             long = ask(ours, story + SUM, max_tokens=12)
             short = ask(ours)
             run_all(ours)
-            for handle in (long, short):
-                if handle.exception:
-                    raise handle.exception
             most = 0
             for step in ours.snapshot().steps:
                 read = sum(stop - start for _, _, start, stop in step.prefill)
@@ -1294,8 +1310,6 @@ def diary(run_ahead: bool, hurries: bool) -> list[str]:
         ours.hurries = hurries
         handle = ask(ours, max_tokens=4)
         run_all(ours)
-        if handle.exception:
-            raise handle.exception
         equal("its tokens", len(handle.tokens), 4)
     return runner.lines
 
@@ -1456,9 +1470,6 @@ def replies(asks: Sequence[tuple], at_once: bool, **options) -> list[tuple]:
             if not at_once:
                 run_all(ours)
         run_all(ours)
-    for handle in handles:
-        if handle.exception:
-            raise handle.exception
     return [(handle.tokens, handle.logprobs) for handle in handles]
 
 

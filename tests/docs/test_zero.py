@@ -274,7 +274,7 @@ def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, caps
     monkeypatch.setenv("NANOBATCH_ZERO_LIMIT", "3")
     assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
     said = capsys.readouterr().out
-    assert "no end after 3 s: an endless loop?" in said
+    assert "no end after 3 s of work: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
 
 
