@@ -99,6 +99,22 @@ MISTAKES = [
         8, "nanobatch.Runner.finish", "tokens < 0", "tokens < -1", "newest tokens on the device"
     ),
     Mistake(8, "nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
+    Mistake(
+        5,
+        "sched.Scheduler._admit",
+        "self.policy.next(self)",
+        "self.waiting.values()",
+        "the policy short",
+    ),
+    Mistake(6, "sched.Scheduler.commit", "ended.append(request)", "pass", "what commit returns"),
+    Mistake(
+        8,
+        "nanobatch.Runner.finish",
+        "self._enqueue(",
+        "(lambda *them: None)(",
+        "never handed to self._enqueue",
+    ),
+    Mistake(8, "nanobatch.Engine.step", "self._changing(), ", "", "how often on_commit was called"),
 ]
 
 
