@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ import pytest
 
 from measure.plan import read_rival
 from parts import book
+from screen import panes
+from screen.ink import DARK
+from screen.paper import Paper
+from screen.state import State
 
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "docs" / "zero"
@@ -432,3 +437,5 @@ with Engine.load("demo", slots=1, max_len=64) as engine:
         "tui.py", "--book", folder, "--plain", "--script", "burst2 wait", stdin=subprocess.DEVNULL
     )
     assert "nanobatch: book mine\n" in log.stderr and log.returncode == 0, log.stderr
+    parts = panes.parts_of_status(State(book="mine"), Paper(DARK, 100, 1))
+    assert [text for text, *_ in islice(parts, 3)] == ["nanobatch", "demo", "book mine"]
