@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def compare(what: str, found: object, wanted: mx.array, tolerance: float = 1e-4)
     if not isinstance(found, mx.array):
         raise Wrong(f"{what} is {found!r}, and should be an mx.array")
     if found.shape != wanted.shape:
-        raise Wrong(f"{what} has the shape {found.shape}, and should have {wanted.shape}")
+        raise Wrong(f"{what}: the shape is {found.shape}, and should be {wanted.shape}")
     found = found.astype(mx.float32)
     wanted = wanted.astype(mx.float32)
     off = mx.where(found == wanted, 0, mx.abs(found - wanted))  # infinities, too
@@ -603,16 +604,21 @@ def _() -> None:
     equal("land, in rows of 5,120 weights", found.tolist(), [[4321], [4000]])
 
 
-def spread_of(probabilities: Sequence[float], rows: int) -> tuple[mx.array, sampling.Spread]:
-    logits = mx.log(mx.array([*probabilities, *[1e-30] * (300 - len(probabilities))]))
-    logits = mx.broadcast_to(logits, (rows, 300))
-    return logits, sampling.Spread.of(logits)
+IDS = (42, 7, 250, 3, 199)  # the tokens that are likely
+PROBABILITIES = (0.4, 0.3, 0.2, 0.06, 0.04)
+
+
+def logits_of(rows: int) -> mx.array:
+    probabilities = [1e-30] * 300
+    for token, probability in zip(IDS, PROBABILITIES, strict=True):
+        probabilities[token] = probability
+    return mx.broadcast_to(mx.log(mx.array(probabilities)), (rows, 300))
 
 
 @check(4, "top_k keeps a number of tokens, top_p a part of the probability", "keep_first")
 def _() -> None:
-    _, spread = spread_of((0.4, 0.3, 0.2, 0.06, 0.04), 4)
-    spread = spread.only(mx.broadcast_to(mx.arange(5), (4, 5)))
+    spread = sampling.Spread.of(logits_of(4))
+    spread = spread.only(mx.broadcast_to(mx.array(IDS), (4, 5)))
     settings = [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 1, "top_p": 0.99}, {"top_p": 0.01}]
     filters = sampling.Filters.of(spread, [Sampling(**each) for each in settings])
     found = sampling.keep_first(spread, filters)
@@ -629,34 +635,34 @@ DRAWS = 4_000
 
 
 def drawn_tokens(settings: Sequence[dict], slots: Sequence[int] | None = None) -> list[int]:
-    """A token for each of 4,000 rows, with settings in turn. Row i has seed and index of its own."""
-    logits, _ = spread_of((0.4, 0.3, 0.2, 0.06, 0.04), DRAWS)
+    """What comes in each of 4,000 rows, with settings in turn: 0 is the likeliest token. Row i has seed
+    and index of its own."""
     slots = slots or range(DRAWS)
     picks = []
     for row, slot in enumerate(slots):
         options = Sampling(**settings[row % len(settings)])
         picks.append(Pick(slot, options, seed=row % 50, index=row // 50))
     state = sampling.SlotState(DRAWS, 300)
-    return sampling.choose(logits, picks, state)[0].tolist()
+    tokens = sampling.choose(logits_of(DRAWS), picks, state)[0].tolist()
+    others = {*tokens} - {*IDS}
+    if others:
+        raise Wrong(f"token {others.pop()} came; only {IDS} are likely")
+    return [IDS.index(token) for token in tokens]
 
 
 def is_likely(what: str, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
     for token, probability in enumerate(probabilities):
         found = tokens.count(token) / len(tokens)
         if abs(found - probability) > 0.001 + 5 * math.sqrt(probability / len(tokens)):
-            raise Wrong(
-                f"{what}: token {token} came in {found:.1%} of the draws, not in {probability:.1%}"
-            )
-    others = [token for token in tokens if not 0 <= token < len(probabilities)]
-    if others:
-        raise Wrong(f"{what}: token {others[0]} came, which is forbidden or next to impossible")
+            often = f"in {found:.1%} of the draws, and should in {probability:.1%}"
+            raise Wrong(f"{what}: token {IDS[token]} came {often}")
 
 
 @check(4, "tokens come as often as they are likely, at each temperature", "draw")
 def _() -> None:
     both = drawn_tokens([{"temperature": 1.0}, {"temperature": 2.0}])
-    roots = [math.sqrt(p) for p in (0.4, 0.3, 0.2, 0.06, 0.04)]
-    is_likely("temperature 1", both[0::2], (0.4, 0.3, 0.2, 0.06, 0.04))
+    roots = [math.sqrt(p) for p in PROBABILITIES]
+    is_likely("temperature 1", both[0::2], PROBABILITIES)
     is_likely("temperature 2", both[1::2], [root / sum(roots) for root in roots])
 
 
@@ -668,9 +674,9 @@ def _() -> None:
         {"temperature": 1.0, "min_p": 0.45},
     ]
     tokens = drawn_tokens(settings)
-    equal("tokens under top_p = 0.6, temperature 2", {*tokens[0::3]}, {0, 1})
-    equal("tokens under top_k = 3", {*tokens[1::3]}, {0, 1, 2})
-    equal("tokens under min_p = 0.45", {*tokens[2::3]}, {0, 1, 2})
+    equal("tokens (0: the likeliest) under top_p = 0.6, temperature 2", {*tokens[0::3]}, {0, 1})
+    equal("tokens (0: the likeliest) under top_k = 3", {*tokens[1::3]}, {0, 1, 2})
+    equal("tokens (0: the likeliest) under min_p = 0.45", {*tokens[2::3]}, {0, 1, 2})
     is_likely("top_k = 3", tokens[1::3], [p / 0.9 for p in (0.4, 0.3, 0.2)])
 
 
@@ -724,6 +730,18 @@ class Faults(logging.Handler):
         self.found.append((error, trace))  # the engine takes the trace from the error
 
 
+@contextmanager
+def invariants(when: str) -> Iterator[None]:
+    """What `check` of the scheduler or the slab asserts, in words."""
+    try:
+        yield
+    except Wrong:
+        raise
+    except AssertionError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise Wrong(f"{when}, what `check` asserts does not hold: {line}") from None
+
+
 def run_all(ours: Engine) -> None:
     """Step until nothing is left. What fails in a step ends the check, too."""
     for _ in range(10 * STEPS):
@@ -736,7 +754,8 @@ def run_all(ours: Engine) -> None:
         if faults.found:
             error, trace = faults.found[0]
             raise error.with_traceback(trace)
-        ours.check()
+        with invariants("after a step"):
+            ours.check()
         if not worked:
             return
     raise Wrong(f"after {10 * STEPS} steps, requests still run or wait")
@@ -821,16 +840,16 @@ class Tale(Story):
         said = self.tokens[request.id]
         wanted = self.says(request, len(said))
         if token != wanted:
-            raise Wrong(
-                f"{name(request)} was handed token {token}, and should get {wanted}, its {len(said) + 1}th"
-            )
+            place = f"as number {len(said)} of its answer, counted from 0"
+            raise Wrong(f"{name(request)} gets token {token}, and should get {wanted} {place}")
         equal(f"the tokens of {name(request)} so far", request.answer, [*said, token])
         said.append(token)
         return "stop" if len(said) == self.eos.get(request.id) else None
 
     def step(self) -> bool:
         try:
-            return super().step()
+            with invariants(f"after step {self.sched.steps}"):
+                return super().step()
         except Stuck as error:
             shown = "\n  ".join(["so far:", *self.lines()[-6:]])
             raise Wrong(f"{error}; {shown}") from None
@@ -1059,6 +1078,15 @@ def _() -> None:
     equal("the moment of the end", first.ended, 7.0)
 
 
+@check(6, "no token is planned behind the last one, though none has been read", "plan")
+def _() -> None:
+    tale = Tale(slots=1)
+    request = tale.submit(3, 2)
+    plans = [tale.sched.plan(0.0) for _ in range(3)]
+    equal("steps planned for 2 tokens", sum(plan is not None for plan in plans), 2)
+    equal("tokens planned", request.planned, 2)
+
+
 @check(6, "a request that is cancelled leaves the line, or its slot", "finish")
 def _() -> None:
     tale = Tale(slots=1)
@@ -1230,6 +1258,23 @@ def _() -> None:
     tale = try_cuts([(8, 1), (8, 1)], wanted, "a token costs 1.6 from row 4 on", **options)
     costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
     equal("what the chunks cost", costs, [[4, 4], [4, 4], [4, 4]])
+
+
+@check(7, "a cheap prompt does not overtake a dear one")
+def _() -> None:
+    wanted = """
+         1 | A[0:4] B[0:1]
+         2 | A[4:6]
+         3 | A[6:8]
+         4 | B[1:3] C[0:1]
+         5 | B[3:5]
+         6 | B[5:6] C[1:2]
+         7 | C[2:3]
+    """
+    options = {"slots": 3, "chunk": 4, "budget": 5}
+    what = "a token costs 2 from row 1 on"
+    asks = [(8, 1), (6, 1), (3, 1)]
+    try_cuts(asks, wanted, what, price=lambda row, chunk: 2.0 if row else 1.0, **options)
 
 
 @check(7, "who begins later has no chunk yet")

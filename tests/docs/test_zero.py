@@ -120,6 +120,11 @@ MISTAKES = [
         "never handed to self._enqueue",
     ),
     Mistake(8, "nanobatch.Engine.step", "self._changing(), ", "", "how often on_commit was called"),
+    Mistake(4, "sampling.draw", "if ids is None else", "if True else", "only (42, 7, 250, 3, 199)"),
+    Mistake(
+        6, "sched.Scheduler.plan", "r.planned < r.max_tokens", "True", "steps planned for 2 tokens"
+    ),
+    Mistake(7, "sched.Scheduler._chunks", "break", "continue", "does not overtake"),
 ]
 
 
