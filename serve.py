@@ -25,6 +25,7 @@ import argparse
 import gc
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -105,10 +106,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def say(words: str, is_last: bool = True) -> None:
     """A line on standard error. On a terminal, the next one takes the place of what was said while
     the model was loading."""
-    is_terminal = sys.stderr.isatty()
-    start = "\r\033[K" if is_terminal else ""
-    end = "" if is_terminal and not is_last else "\n"
-    print(f"{start}nanobatch: {words}", end=end, file=sys.stderr, flush=True)
+    line = f"nanobatch: {words}"
+    end = "\n"
+    if sys.stderr.isatty():
+        if not is_last:  # a line that is broken could not be taken back
+            line = line[: shutil.get_terminal_size().columns - 1]
+            end = ""
+        line = f"\r\033[K{line}"
+    print(line, end=end, file=sys.stderr, flush=True)
 
 
 def follow(args: argparse.Namespace) -> int:

@@ -542,6 +542,8 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
         *[("seed", value) for value in (1.5, "x", True, 2**64)],
         *[("repetition_penalty", value) for value in (0, -1, math.nan, math.inf)],
+        *[("presence_penalty", value) for value in (2.1, -3, math.nan, "x")],
+        *[("frequency_penalty", value) for value in (10**400, True)],
         *[("logprobs", value) for value in (-1, 101, 1.0, True)],
         *[("max_tokens", value) for value in (0, -1, 2.0, "9", True)],
         *[("stop", value) for value in ("", ["a", ""], [1.5], [None], 2.5, True)],

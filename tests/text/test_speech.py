@@ -2,6 +2,7 @@
 it is cut into pieces."""
 
 import json
+import os
 import random
 import re
 import time
@@ -27,7 +28,7 @@ from parts.text.speech import (
 from parts.text.speech import TOOLS as LISTED
 from parts.text.tokens import TextStream
 
-ANSWERS = 200  # for each format
+ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 200))  # for each format
 # What may be an argument of a call in tags
 PROPERTIES = {
     "text": {"type": "string"},
