@@ -192,10 +192,9 @@ function show(live, isNew) {
   write($("status"), said.join(" "));
 }
 
-// Who watches may need another key than who asks. Whoever wanted one gets the key that is typed.
+// Who watches may need another key than who asks. A key that is typed goes to the one who wanted it.
 function watch(shape) {
   const form = $("key-form");
-  let wants = null;
   const wantKey = (why, who = watcher) => {
     wants = who;
     write($("status"), why);
@@ -204,13 +203,15 @@ function watch(shape) {
   };
   const chat = new Chat($("chat"), (why) => wantKey(why, chat));
   const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
+  let wants = watcher;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     form.hidden = true;
     const key = $("key").value.trim();
     $("key").value = "";
-    if (wants !== chat) watcher.useKey(key);
-    if (wants === chat || !chat.key) chat.useKey(key);
+    wants.useKey(key);
+    wants = watcher;
+    chat.key ||= key;
   });
   watcher.run();
 }
