@@ -7,6 +7,8 @@
 // The way out. A line that is complete is drawn once, and never touched again. Only the newest line is drawn anew when
 // it grows. A line that becomes long is cut into pieces, so there is never much to draw anew.
 //
+// The browser, too, lays an element out anew when it grows. So none has many parts.
+//
 // What this file keeps. Elements come from `make`, and texts enter as text. No link and no image is made: the reader
 // sees their text, with the address. Signs that turn the direction of writing are seen, too. Lists nest `DEEP` times
 // at most. So the time for an answer grows as its length does, whatever it holds.
@@ -15,6 +17,7 @@ import { make } from "./lanes.js";
 import { inOneLine } from "./words.js";
 
 const DEEP = 6; // lists in lists; what is deeper goes on in the last one
+const MANY = 40; // parts of an element; the browser lays a changed one out anew, so another one takes the next
 const LONG = 1000; // letters of a line that are drawn anew, at most
 // The beginning of a longer line: 500 characters, of two letters at most, or fewer, up to a blank.
 const PIECE = /^.{1,500}(?<= )|^.{500}/su;
@@ -91,7 +94,8 @@ export class Markdown {
     const text = line.trimStart();
     const indent = line.length - text.length;
     if (this.fence) return this.#drawCode(line, text);
-    if (this.isCut && this.block) return this.#append(this.block, filled(make("span"), line));
+    const hasRoom = this.block?.childNodes.length < MANY;
+    if (this.isCut && hasRoom) return this.#append(this.block, filled(make("span"), line));
     const [, fence] = FENCE.exec(text) ?? [];
     const item = ITEM.exec(text);
     if (fence) return this.#beginCode(fence, indent);
@@ -102,8 +106,8 @@ export class Markdown {
     const tag = QUOTE.test(text) ? "BLOCKQUOTE" : "P";
     const said = text.replace(QUOTE, "");
     const goesOn = this.block && (tag === "P" || this.block.tagName === tag);
-    if (text && goesOn) return this.#append(this.block, filled(make("span", "", "\n"), said));
-    this.block = text ? this.#add(filled(make(tag), said), indent) : null;
+    if (text && goesOn && hasRoom) return this.#append(this.block, filled(make("span", "", "\n"), said));
+    this.block = text ? this.#add(filled(make(tag, goesOn ? "on" : ""), said), indent) : null;
     return this.block;
   }
 
@@ -116,15 +120,22 @@ export class Markdown {
   #add(block, indent) {
     this.lists = this.lists.filter((one) => one.indent < indent);
     this.block = null;
-    return this.#append(this.lists.at(-1)?.list.lastChild ?? this.root, block);
+    return this.#append(this.#place(this.lists), block);
+  }
+
+  // The last item of the innermost list, or the last part of the answer.
+  #place(lists) {
+    const last = this.root.lastChild;
+    const hasRoom = last?.childNodes.length < MANY || last?.lastChild.className === "cells"; // a table stays whole
+    return lists.at(-1)?.list.lastChild ?? (hasRoom ? last : this.#append(this.root, make("div")));
   }
 
   #addItem([, number, text], indent) {
     const outer = this.lists.filter((one) => one.indent + 1 < indent).slice(0, DEEP);
     const same = this.lists[outer.length]?.list;
     const tag = number ? "OL" : "UL";
-    const isSame = same?.tagName === tag;
-    const list = isSame ? same : this.#append(outer.at(-1)?.list.lastChild ?? this.root, make(tag));
+    const isSame = same?.tagName === tag && same.childNodes.length < MANY;
+    const list = isSame ? same : this.#append(this.#place(outer), make(tag));
     if (!isSame && number) list.start = number;
     this.lists = [...outer, { list, indent }];
     this.block = this.#append(list, filled(make("li"), text));
@@ -150,7 +161,11 @@ export class Markdown {
     if (isEnd) this.fence = null;
     if (isEnd) return null;
     const skipped = this.isCut ? 0 : Math.min(indent, line.length - text.length);
+    const shown = inOneLine(line.slice(skipped));
     const before = this.isCut || !code.firstChild ? "" : "\n";
-    return this.#append(code, new Text(before + inOneLine(line.slice(skipped))));
+    const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // an empty line is never the last
+    if (hasRoom) return this.#append(code, new Text(before + shown));
+    this.fence = { ...this.fence, code: make("code", "", "", [new Text(shown)]) };
+    return this.#append(code.parentNode, this.fence.code);
   }
 }

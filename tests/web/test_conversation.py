@@ -285,7 +285,8 @@ def draws(opens):
 DRAWN = (
     "(pieces) => { const root = document.createElement('div'); const view = new Markdown(root);"
     " for (const piece of pieces) { view.push(piece); view.draw(); }"
-    " return root.innerHTML.replaceAll(' dir=\"auto\"', ''); }"
+    " const all = [...root.children].map((part) => part.innerHTML).join('');"
+    " return all.replaceAll(' dir=\"auto\"', ''); }"
 )
 
 FORMS = {
