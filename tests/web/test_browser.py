@@ -507,8 +507,11 @@ def test_a_servers_own_page_shows_what_it_does(opens):
         until(tab, "document.querySelector('[data-status]').textContent.includes('Nothing runs')")
         server.chat("Count from 3 to 7.", max_tokens=40)
         until(tab, "document.querySelector('.answers .text').textContent.includes('3, 4, 5, 6, 7')")
-        assert "1 answered" in tab.inner_text(".figures")
-        assert "1 request answered so far" in tab.inner_text("[data-status]")
+        until(tab, "document.querySelector('.figures').textContent.includes('1 answered')")
+        until(
+            tab,
+            "document.querySelector('[data-status]').textContent.includes('1 request answered')",
+        )
 
 
 def test_a_page_from_another_port_reads_nothing_of_what_a_server_is_asked(opens, files, tmp_path):

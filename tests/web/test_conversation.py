@@ -337,8 +337,8 @@ LONG = {
 }
 TEXTS_OF = {name: (line * 100_000)[:100_000] for name, line in LONG.items()}
 TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(440))
-# Letters that enter the page while an answer comes in pieces, for each letter of the answer; and how
-# deep its elements lie
+# Letters that enter the page while an answer comes in pieces, for each letter of the answer; how deep
+# its elements lie; and how many parts one has
 WORK = """([text, size]) => {
   let letters = 0;
   const { append } = Element.prototype;
@@ -352,13 +352,15 @@ WORK = """([text, size]) => {
   }
   Element.prototype.append = append;
   let deep = 0;
+  let broad = 0;
   for (const leaf of root.querySelectorAll("*")) {
+    broad = Math.max(broad, leaf.childNodes.length);
     if (leaf.firstElementChild) continue;
     let depth = 0;
     for (let node = leaf; node !== root; node = node.parentNode) depth += 1;
     deep = Math.max(deep, depth);
   }
-  return [letters / text.length, deep];
+  return [letters / text.length, deep, broad];
 }"""
 
 
@@ -366,6 +368,7 @@ def test_the_work_for_a_letter_does_not_grow_with_the_answer(draws):
     """Answers of 100,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
     letter into the page a thousand times."""
     for name, text in TEXTS_OF.items():
-        work, deep = draws.evaluate(WORK, [text, 50])
+        work, deep, broad = draws.evaluate(WORK, [text, 50])
         assert 0 < work < 50, name
         assert deep < 200, name
+        assert broad < 1000, name  # or the browser lays all of it out anew for each piece
