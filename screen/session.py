@@ -207,11 +207,11 @@ class Session:
     def stop(self) -> bool:
         """Stop the answer that runs in the open conversation. False if none does."""
         running = self.state.talks.open.runs
-        if running is None or running.is_stopped or running.request is None:
-            return False
-        running.is_stopped = True
-        self.room.cancel(running.request.id)
-        return True
+        if running and running.request and not running.is_stopped:
+            running.is_stopped = True
+            self.room.cancel(running.request.id)
+            return True
+        return False
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
