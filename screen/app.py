@@ -322,7 +322,8 @@ class Screen(App):
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
-        self.warn([fault.message for fault in faults])
+        # Where a question waits, the conversation says why
+        self.warn([fault.message for fault in faults if fault.prompt or not fault.question])
         for fault in faults:
             if fault.prompt and not self.prompt.value:
                 self.prompt.put(fault.prompt)

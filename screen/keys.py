@@ -51,7 +51,7 @@ OTHERS = {
     "next": "",
     "again": "",
     "thoughts": "",
-    "drop": "2",
+    "drop": "",
     "quit": "",
 }
 ARGUMENTS = {

@@ -56,7 +56,6 @@ NUMBERS = {  # the commands with a number, and the limits
     "load": (read_real, 0, 1000),
     "slow": (read_real, 0.1, 1000),
     "budget": (read_whole, 1, 2**31),
-    "drop": (read_whole, 1, 1000),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -180,17 +179,15 @@ class Session:
         self.state.select_talk()
 
     def _do_drop(self, rest: str) -> str:
-        """Forget the oldest turns, so many. A question that waits for room is asked again."""
+        """Forget the oldest turn. A question that waits for room is asked again."""
         talk = self.state.talks.open
         turns = [turn for turn in talk.turns if not (turn.is_dropped or turn.runs)]
         if not turns:
             raise ValueError("there is no answered question to forget")
-        turns = turns[: number_for("drop", rest or "1")]
-        for turn in turns:
-            turn.is_dropped = True
+        turns[0].is_dropped = True
         talk.why = ""
         self._ask_waiting()
-        return f"{count(len(turns), 'question')} forgotten"
+        return "the oldest question is forgotten"
 
     def _do_again(self, rest: str) -> None:
         """Ask the last question once more."""

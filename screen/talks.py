@@ -105,7 +105,8 @@ class Talks:
                 if turn.number == number:
                     talk.turns.remove(turn)
                     talk.why = why
-                    talk.waiting = turn.question if why else talk.waiting
+                    if why:  # the one that was typed meanwhile goes with it
+                        talk.waiting = f"{turn.question}\n{talk.waiting}".strip()
                     return
 
     def absorb(

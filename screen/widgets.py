@@ -149,7 +149,7 @@ class Prompt(TextArea):
             compact=True,
             highlight_cursor_line=False,
             soft_wrap=False,
-            placeholder="press i to type a prompt; Enter fires it",
+            placeholder="i leads in, Enter fires, Esc leads out",
         )
         self.cursor_blink = False
         self.earlier = earlier

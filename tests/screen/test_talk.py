@@ -153,10 +153,13 @@ def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
         await ended(it)
         assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
         assert "forgotten: the model is not shown this any more" in it.text()
-        await ask(it, "d" + filler)
+        it.app.prompt.put("d" + filler)
+        await it.press("enter", *"more", "enter", turns=0)
+        await ended(it)
+        assert it.stage.state.talks.open.waiting == f"d{filler}\nmore", "no question is lost"
         await it.press(*"/new", "enter", turns=0)
         await ended(it)
-        assert it.stage.shown[-1] == f"u:d{filler};" and "2 of 2: dxx" in it.text()
+        assert it.stage.shown[-1] == f"u:d{filler}\nmore;" and "2 of 2: dxx" in it.text()
 
     show(scenario, Talking(max_len=256), size=(120, 40))
 
