@@ -15,6 +15,7 @@ how many requests there are, and when they come. (Here, a row is one sequence of
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
+    guesses   answers that are dictated, in which much has stood before or little: what do guesses gain, or cost?
     busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
     newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/device/blas.py`)
     same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
@@ -36,7 +37,8 @@ early. One loop (`drive`) talks to all engines in the same words. Each sample ha
 own, so it inherits no other sample's memory, caches or threads; it warms up on a burst of the same
 shapes. Columns take turns (A B, B A, A B), so a machine that slows down slows all of them. A table
 shows the median of the samples, and in brackets the lowest and the highest. One thing differs:
-nanobatch turns its tokens into text on the way, while a peer leaves that to its caller.
+nanobatch turns its tokens into text on the way, while a peer leaves that to its caller. Nothing is
+guessed, since peers guess nothing; `--guesses auto` is for comparing with oneself.
 
 A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the
 prompt was due, not when a busy loop got round to sending it; otherwise a slow engine would make its
@@ -107,6 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vs", default="", metavar="NAME,...", help=says)
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=DEFAULT, choices=POLICIES, help="for every part but open: it has all")
+    add("--guesses", default="0", metavar="N", help="as in ask.py (default: 0, as in peers)")
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -122,10 +125,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
+        program.read_guesses(args.guesses)
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
         for name, least in (("prompt", 1), ("output", 2), ("samples", 1)):
             setattr(args, name, read_whole(f"--{name}", getattr(args, name), least, 100_000))
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
     args.parts = args.parts.split(",")
     if args.bits != 32 and not args.shape:
@@ -194,7 +198,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             prompt=args.prompt,
             output=args.output,
         )
-        ours = our_column(args.policy)
+        ours = our_column(args.policy, args.guesses)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for record in take_all(plan, args.samples, progress(total)):

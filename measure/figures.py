@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from nanobatch import Engine
+from nanobatch import Engine, Handle
 from parts.api.views import Roof, StepView
 from parts.device.roof import measure
 from parts.model.fit import usual_budget
@@ -100,6 +100,46 @@ def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> F
         "TTFT ms": late.ttft_ms,
         "TTFT / alone": late.ttft_ms / alone.ttft_ms,
     }
+
+
+def guess_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Handle]) -> Figures:
+    """From the moment when all decode to the end of those in `until`."""
+    while any(handle.request.committed == 0 for handle in handles):
+        engine.step()
+    before = [handle.request.committed for handle in handles]
+    began = time.perf_counter()
+    spent = time.process_time()
+    steps = engine.steps
+    while not all(handle.finish_reason for handle in until):
+        engine.step()
+    figures = {
+        "tokens": sum(h.request.committed for h in handles) - sum(before),
+        "steps": engine.steps - steps,
+        "guessed": sum(handle.metrics.guessed for handle in handles),
+        "right": sum(handle.metrics.right for handle in handles),
+        "seconds": time.perf_counter() - began,
+        "processor seconds": time.process_time() - spent,
+    }
+    gaps = [gap for h in handles if h not in until for gap in pairwise(h.times)]
+    if gaps:
+        figures["others' gap ms"] = 1e3 * statistics.median(b - a for a, b in gaps)
+    for handle in handles:
+        handle.cancel()
+    while engine.step():
+        pass
+    return figures
+
+
+def sums_of(figures: Sequence[Figures]) -> Figures:
+    """Of several texts: all counts and seconds, and what comes of them."""
+    sums = {name: sum(each[name] for each in figures) for name in figures[0]}
+    seconds = sums.pop("seconds")
+    spent = sums.pop("processor seconds")
+    if "others' gap ms" in sums:
+        sums["others' gap ms"] /= len(figures)
+    sums["tokens/s"] = sums["tokens"] / seconds
+    sums["tokens a processor second"] = sums["tokens"] / spent
+    return sums
 
 
 # The last three are Python's

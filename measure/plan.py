@@ -37,6 +37,7 @@ PARTS = {  # the name of a part, and the caption of its table
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
+    "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages once more",
     "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
     "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
@@ -62,6 +63,18 @@ SETTINGS["all of them"] = {
 }
 # A peer does not say what its steps are made of
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
+# Of `guesses`: what is dictated, and to how many rows
+DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1), *(("fresh", n) for n in (1, 4, 8, 16))]
+GUESSED = 3  # texts, or for several rows as many at a time
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        f"is_the_{name}_of_this_order_known": {"type": "boolean"}
+        for name in ("customer", "address", "shipment", "supplier", "warehouse", "discount")
+    },
+    "additionalProperties": False,
+}
+SCHEMA["required"] = list(SCHEMA["properties"])
 ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
 LONGEST = 256  # tokens of their longest answer; the shortest has 16
@@ -97,6 +110,9 @@ class Spec(NamedTuple):
     late: int = 0  # long: length of the late prompt
     queue: int = 0  # growth: how many more wait in line
     length: int = 0  # growth: of a slot; 0 means as long as the longest prompt and its answer need
+    text: str = (
+        ""  # guesses: what is dictated, or "schema"; of several, the first row's and the others'
+    )
 
     @property
     def overlap(self) -> int:
@@ -132,9 +148,12 @@ WIDENED = "widened"  # this checkout, with all weights made float32 when they ar
 NEWCOMER = Column("mlx-lm as installed", "mlx-lm", {"NANOBATCH_BLAS": "off"})
 
 
-def our_column(policy: str) -> Column:
-    """This checkout, on the BLAS that the user's environment asks for."""
-    return Column(f"nanobatch {policy}", f"nanobatch {policy}")
+def our_column(policy: str, guesses: str = "0") -> Column:
+    """This checkout, on the BLAS that the user's environment asks for. Others guess nothing, and
+    beside them neither do we, unless `--guesses` says so."""
+    if guesses == "0":
+        return Column(f"nanobatch {policy}", f"nanobatch {policy}")
+    return Column(f"nanobatch {policy}, guesses {guesses}", f"nanobatch {policy} auto {guesses}")
 
 
 def read_rivals(names: str, policy: str) -> list[Column]:
@@ -203,6 +222,9 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
         return [ours, *others, *able]
     if part == "newcomer":
         return [ours, NEWCOMER]
+    if part == "guesses":
+        policy = ours.engine.split()[1]
+        return [our_column(policy), our_column(policy, "auto")]
     if part == "busy" and not program.backend():
         single = Column(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
         return [ours, single, *able]
@@ -219,6 +241,10 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
         return {f"users {n}": {"rows": n} for n in rows}
     if part == "open":
         return {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS}
+    if part == "guesses":
+        lines = {f"{text} rows {n}": {"rows": n, "text": text} for text, n in DICTATED}
+        lines |= {"schema rows 1": {"rows": 1, "text": "schema"}}
+        return lines | {"rewrite beside 3": {"rows": 4, "text": "rewrite fresh"}}
     if part == "growth":
         return {
             **{f"queue {n}": {"queue": n} for n in (0, 100, 1_000, 10_000)},

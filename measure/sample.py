@@ -28,24 +28,29 @@ from functools import partial
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
+from measure.dictation import LENGTH, Dictation, texts
 from measure.figures import (
     Delivery,
     Figures,
     closed_figures,
     decode_figures,
     floor_figures,
+    guess_figures,
     long_figures,
     open_figures,
     plan_figures,
     step_figures,
+    sums_of,
 )
 from measure.peers import PEERS, LlamaCpp, MlxLm, News, cores
 from measure.plan import (
     BURST,
     CHUNK,
+    GUESSED,
     MANY,
     PATIENCE_S,
     ROOT,
+    SCHEMA,
     SETTINGS,
     TURNS,
     Ask,
@@ -66,9 +71,12 @@ from parts.ranks.meet import join
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy, *dtype = name.split()
+        _, policy, *rest = name.split()
+        dtype = rest[0] if rest else "auto"
+        guesses = rest[1] if rest[1:] else "0"
         options = {"slots": rows, "max_len": max_len, "policy": policy}
-        self.engine = Engine.load(folder, dtype=dtype[0] if dtype else "auto", **options)
+        options["guesses"] = program.read_guesses(guesses)
+        self.engine = Engine.load(folder, dtype=dtype, **options)
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
@@ -148,6 +156,8 @@ class Sample:
         self.spec = spec
         self.random = random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
+        if spec.part == "guesses":
+            self.longest = max(self.longest, 2 * LENGTH)
         if spec.contestant.startswith("nanobatch"):
             self.contestant = Nanobatch(
                 spec.folder, spec.contestant, slots or spec.rows, self.longest
@@ -302,6 +312,33 @@ class Sample:
             ratios[f"{name} / greedy"] = wished_ms / greedy_ms
         return {"greedy ms": statistics.median(greedy), **ratios}
 
+    def guesses(self) -> Figures:
+        """Texts are dictated to all rows, or the first text to the first row and the second to the
+        others. A schema is answered by the model itself. What is counted begins when all decode, and
+        ends with the first row."""
+        engine = self.contestant.engine
+        if self.spec.text == "schema":
+            return self.in_schema()
+        dictation = Dictation(engine)
+        first, *others = self.spec.text.split()
+        ours = texts(first, self.spec.vocabulary)
+        theirs = texts(others[0], self.spec.vocabulary) if others else ours
+        figures = []
+        for _ in range(GUESSED):
+            kinds = [ours, *[theirs] * (self.spec.rows - 1)]
+            handles = [dictation.submit(next(kind)) for kind in kinds]
+            figures.append(guess_figures(engine, handles, until=handles[:1] if others else handles))
+        return sums_of(figures)
+
+    def in_schema(self) -> Figures:
+        wish = Sampling(max_tokens=200, grammar={"json": SCHEMA})
+        prompt = self.asks(1, 16)[0].prompt
+        try:
+            handles = [self.contestant.engine.submit(prompt, wish)]
+        except ValueError:  # a tokenizer without letters writes no JSON
+            return {}
+        return sums_of([guess_figures(self.contestant.engine, handles, handles)])
+
     def busy(self) -> Figures:
         figures = {}
         for name, seconds in (("step", self.step_seconds), ("burst", self.burst_seconds)):
@@ -434,10 +471,13 @@ def measure(spec: Spec, column: Column) -> dict:
     if program.backend():
         return {"figures": take(spec)}
     program_file = (column.checkout or ROOT) / "bench.py"
+    # Another checkout may not know what is new, and has defaults of its own
+    usual = Spec._field_defaults
+    wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
     theirs, ours = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, str(program_file), "--sample", json.dumps(spec._asdict())],
+            [sys.executable, str(program_file), "--sample", json.dumps(wanted)],
             stdin=theirs,
             capture_output=True,
             text=True,

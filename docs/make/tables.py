@@ -6,12 +6,14 @@
 A table that is made stands behind a comment, which a reader of the page does not see:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
+    <!-- made: gains bench-guesses-16.json bench-guesses-4.json -->
     <!-- made: counts -->
     <!-- made: sizes -->
 
 `speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `counts` shows how much the tests compare. `sizes` reckons what models take on a CPU,
-from their published shapes. So a table is never typed, and the prose beside it says "about twice".
+divided by it. `gains` shows what guesses gain. `counts` shows how much the tests compare. `sizes`
+reckons what models take on a CPU, from their published shapes. So a table is never typed, and the
+prose beside it says "about twice".
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +68,31 @@ def speeds(file: str, part: str, figure: str) -> str:
             row += [report.number(medians[peer]), f"{medians[OURS] / medians[peer]:.2f}"]
         rows.append(row)
     return table(heads, rows)
+
+
+def gains(*files: str) -> str:
+    """A line for each text of `bench.py --parts guesses`: how many times as fast it is with guesses, by
+    tokens a second and a processor second, and how many steps fewer it takes."""
+    heads = ["text"]
+    found: dict[str, list[str]] = {}
+    for file in files:
+        data = json.loads((ROOT / "docs" / file).read_text())
+        kind = file.rpartition("-")[2].removesuffix(".json")
+        heads += [f"{kind} bits: tokens/s", "a processor second", "steps", "right / guessed"]
+        figures = report.summarise(data["records"])
+        contestants = list(dict.fromkeys(key[3] for key in figures))
+        for x in dict.fromkeys(key[1] for key in figures):
+            off, on = (partial(of_line, figures, x, who) for who in contestants)
+            row = found.setdefault(x, [x])
+            for name in ("tokens/s", "tokens a processor second"):
+                row.append(f"{on(name) / off(name):.2f}")
+            row.append(f"{off('steps') / on('steps'):.2f}")
+            row.append(f"{on('right'):.0f} / {on('guessed'):.0f}")
+    return table(heads, list(found.values()), left=1)
+
+
+def of_line(figures: dict, x: str, who: str, name: str) -> float:
+    return figures["guesses", x, name, who].median
 
 
 class Published(NamedTuple):
@@ -150,6 +178,7 @@ def of_the_tests(name: str):
 
 MAKERS: dict[str, Callable[..., str]] = {
     "speeds": speeds,
+    "gains": gains,
     "counts": counts,
     "sizes": sizes,
 }

@@ -19,6 +19,7 @@ import bench
 from docs.make import plot
 from measure import report
 from measure import sample as samples
+from measure.dictation import Dictation, texts
 from measure.figures import (
     Delivery,
     closed_figures,
@@ -47,8 +48,10 @@ from measure.plan import (
 )
 from measure.report import cell_text, summarise
 from measure.sample import Failure, Sample, busy_cores, take_all
+from nanobatch import Engine, Text
 from parts.api.views import StepView
 from parts.device import mlx as device
+from parts.model.load import read_model
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 
@@ -350,6 +353,29 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
     assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
     assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
     assert names["same"] == ["mlx-lm"]
+    assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
+
+
+def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
+    """Peers guess nothing. And a sample's process is told only what is not usual, since another
+    checkout may not know it."""
+    assert our_column("static").engine == "nanobatch static"
+    guessing = our_column("static", "auto")
+    assert guessing.engine == "nanobatch static auto auto" and "guesses auto" in guessing.name
+
+
+def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    parts = read_model(folder), Text(folder, 272)
+    said = []
+    for guesses in (0, 3):
+        with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
+            dictation = Dictation(engine)
+            wishes = [text for text, _ in zip(texts("rewrite", 272), range(2), strict=False)]
+            handles = [dictation.submit(text) for text in wishes]
+            assert [handle.result().tokens for handle in handles] == [t.answer for t in wishes]
+            said.append(engine.steps)
+    assert said[1] < 0.6 * said[0], said
 
 
 # --- each part, in small ------------------------------------------------------------------------
@@ -365,6 +391,7 @@ SMALL = {
     "growth": {"queue": 20, "length": 96},
     "plan": {},
     "sampling": {},
+    "guesses": {"rows": 2, "text": "rewrite fresh"},
     "busy": {},
     "same": {"output": 8},
 }
@@ -388,6 +415,7 @@ def test_every_part_is_tried_here():
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS or part in PARTS_OF_A_PEER
+        if part != "guesses" or who == "nanobatch continuous"
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
@@ -395,6 +423,7 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
         pytest.skip(
             obstacle(who)
         )  # llama.cpp would have to be compiled; tests/measure/test_peers.py has a stand-in for it
+    who += " auto 3" * (part == "guesses")
     sample = Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
     figures = getattr(sample, part)()
     sample.contestant.close()

@@ -1,0 +1,98 @@
+"""Answers that are known beforehand, for measuring guesses: a model computes them, and says what it is
+told.
+
+The problem. What guesses gain depends on what is said. A model with random weights says nothing that
+anybody would copy, and a small one copies badly.
+
+The way out. Texts of this project are dictated: its code with a name changed in it, its pages as they
+are, and the same once more. Each word is a token, whatever the model's tokenizer makes of it. All is
+computed as ever, each row with its logits and its choice; then the token is replaced.
+
+What this file keeps. With guesses and without, the same tokens are said, in the same places.
+
+Where next: `Sample.guesses` in `sample.py`; `parts/guess.py`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nanobatch import Engine, Handle, Sampling
+from parts.device.mlx import mx
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py", "parts/price.py")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/use.md", "docs/right.md", "docs/slots.md")
+NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
+LENGTH = 240  # tokens of an answer, and of a prompt
+
+
+class Dictated(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+
+
+def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
+    """Texts of this kind without end: the same ones, in the same order, each time."""
+    dice = random.Random(kind)
+    names = CODE if kind == "rewrite" else PAGES
+    files = ["".join(lines_of(ROOT / name, kind)) for name in names]
+    while True:
+        words = split(dice.choice(files))
+        first = dice.randrange(max(1, len(words) - 2 * LENGTH))
+        before = words[first : first + LENGTH]
+        after = words[first + LENGTH : first + 2 * LENGTH]
+        if kind == "repeat":
+            after = before
+        elif kind == "rewrite":
+            name = max(NAMES, key=before.count)
+            after = [f"{name}_" if word == name else word for word in before]
+        yield Dictated(
+            *([zlib.crc32(w.encode()) % vocabulary for w in ws] for ws in (before, after))
+        )
+
+
+def lines_of(path: Path, kind: str) -> list[str]:
+    """A file's lines; of a page no tables and commands, which repeat themselves."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if kind == "rewrite":
+        return lines
+    return [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
+
+
+def split(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]|\s+", text)
+
+
+class Dictation:
+    """An engine that says what it is told."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.answers: dict[int, list[int]] = {}  # by request
+        self._choose = engine.runner._choose
+        engine.runner._choose = self._dictate
+
+    def submit(self, text: Dictated) -> Handle:
+        wish = Sampling(max_tokens=len(text.answer), ignore_eos=True)
+        handle = self.engine.submit(text.prompt, wish)
+        self.answers[handle.id] = text.answer
+        return handle
+
+    def _dictate(self, begun, masks):
+        emitted, logprobs = self._choose(begun, masks)
+        slots = self.engine.sched.slots
+        owners = {request.slot: request.id for request in self.engine.sched.running.values()}
+        said = [-1] * emitted.size
+        for slot in begun.slots:
+            answer = self.answers.get(owners.get(slot), ())
+            for i, pick in enumerate(begun.order.rows(slot)):
+                known = pick.index < len(answer)
+                said[i * slots + slot] = answer[pick.index] if known else 0
+        # Always true: but what was chosen has to be computed first
+        return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), logprobs
