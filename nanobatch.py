@@ -483,7 +483,8 @@ class Engine:
     `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
     chunk for every eight slots.
     `guesses`: so many tokens of each answer are guessed whenever there is something to guess, at any
-    price. None: where it pays, and never if the engine is not `exact`. No token depends on it.
+    price. By default guesses are made where they pay, and never if the engine is not `exact`. No
+    token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
     `exact` says whether a request's logits have the same bits beside any neighbours.
     `on_commit` is yours to set: a function that is called after each commit, and after each end
@@ -505,7 +506,7 @@ class Engine:
         max_queue: int = 10_000,
         reuse: bool = True,
         run_ahead: bool = True,
-        guesses: int | None = 0,
+        guesses: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
@@ -897,6 +898,7 @@ class Engine:
         origin: Any = None,
         grammar: Any = None,
         reuse: bool = True,
+        guesses: bool = True,
     ) -> Handle:
         """Put a prompt in line: a text, chat messages, or token ids as they are.
 
@@ -905,6 +907,7 @@ class Engine:
         `origin` may be anything: it is shown to those who watch.
         `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
         `reuse`: whether it may take over the rows of others, and give its own.
+        `guesses`: whether its tokens may be guessed, as the engine guesses.
         """
         if sampling is None:
             sampling = Sampling()
@@ -927,7 +930,7 @@ class Engine:
                 raise RuntimeError("the engine reads another model; try again in a while")
             shares = self.reuse and reuse
             request = Request(self._next_id, ids, max_tokens, self.clock(), shares, client)
-            request.hints = Hints(grammar) if self.guesses.most != 0 else None
+            request.hints = Hints(grammar) if guesses and self.guesses.most != 0 else None
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle

@@ -119,7 +119,7 @@ def say(words: str, is_last: bool = True) -> None:
 def follow(args: argparse.Namespace) -> int:
     """On every rank but the first (`parts/ranks/ranks.py`): no door, but a share of the model."""
     try:
-        return load(args, guesses=args.guesses).follow()
+        return load(args).follow()
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
@@ -180,12 +180,7 @@ def serve(door: Door, args: argparse.Namespace) -> int:
     try:
         name = program.name_of(args.model)
         say(f"{door.address} answers 503 while {name} is being loaded")
-        engine = load(
-            args,
-            report=lambda stage: say(stage, is_last=False),
-            guesses=args.guesses,
-            embeds=args.embeddings,
-        )
+        engine = load(args, report=lambda stage: say(stage, is_last=False), embeds=args.embeddings)
         loop = engine.serving()
         if args.unload_after:
             loop = Loop(engine, Idle(engine, args.unload_after))
@@ -216,7 +211,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     from nanobatch import Engine
 
     sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
-    options = {"policy": args.policy, "max_queue": args.max_queue}
+    options = {"policy": args.policy, "max_queue": args.max_queue, "guesses": args.guesses}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     # Else a bug in `forward` would look like a wrong option
     with faults.shown("the first step failed"):

@@ -119,6 +119,7 @@ def options() -> program.Parser:
         help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
     )
     parser.add_book()
+    parser.add_guesses()
     parser.add_keys()
     add(
         "--watch",
@@ -208,7 +209,7 @@ def load_engine(
     from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    options |= {"usual_len": TALK}
+    options |= {"usual_len": TALK, "guesses": args.guesses}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":

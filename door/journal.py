@@ -243,9 +243,9 @@ class Figures:
         self.cached_tokens = self._counter(
             "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
         )
-        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
         self.right = self._counter("right_guesses", "Guesses that were right.")
+        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
         )
@@ -266,9 +266,9 @@ class Figures:
         self.requests.labels(call.status or 0, call.reason).inc()
         self.prompt_tokens.inc(call.prompt_tokens)
         self.cached_tokens.inc(call.cached_tokens)
-        self.tokens.inc(call.tokens)
         self.guessed.inc(call.guessed)
         self.right.inc(call.right)
+        self.tokens.inc(call.tokens)
         if call.requests and call.latency_s is not None:
             self.latency.observe(call.latency_s)
 

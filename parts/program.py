@@ -259,9 +259,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--guesses",
             type=read_guesses,
-            default=0,
+            default=None,
             metavar="N",
-            help="guess up to N tokens of each answer a step; auto: where it pays (default: 0)",
+            help="guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)",
         )
 
     def add_keys(self) -> None:

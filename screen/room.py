@@ -97,6 +97,7 @@ class Ask(NamedTuple):
     client: str = ""  # the name of the client
     question: int = 0  # the number of a question in a conversation
     messages: Sequence[dict[str, str]] = ()  # of that conversation, the prompt at the end
+    guesses: bool = True  # may tokens of the answer be guessed?
 
 
 def is_mute(request: RequestView) -> bool:
@@ -119,6 +120,7 @@ class Settings(NamedTuple):
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
     client: str = ""  # the name for prompts from here: `fair` goes by clients
+    guesses: bool = True  # False: a token a step, so that all steps can be foretold
 
     @property
     def words(self) -> str:
@@ -133,7 +135,8 @@ class Settings(NamedTuple):
         seeds differ."""
         seed = None if self.seed is None else self.seed + number
         most = min(most, self.max_tokens)
-        return Ask(prompt, most, self.temperature, seed, client=self.client)
+        rest = {"client": self.client, "guesses": self.guesses}
+        return Ask(prompt, most, self.temperature, seed, **rest)
 
 
 # --- the knowledge of the screen -----------------------------------------------------------------
@@ -544,8 +547,8 @@ class EngineRoom(Room):
             seed=ask.seed,
             **{"logprobs": ask.logprobs, **form},
         )
-        origin = ask._replace(messages=())
-        handle = engine.submit(ids, sampling, origin=origin, client=ask.client, reuse=reuse)
+        told = {"origin": ask._replace(messages=()), "client": ask.client, "guesses": ask.guesses}
+        handle = engine.submit(ids, sampling, reuse=reuse, **told)
         self.own[handle.id] = handle
         return handle
 

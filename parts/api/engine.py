@@ -43,6 +43,7 @@ class AnyEngine(Protocol):
         origin: Any = None,
         grammar: Any = None,
         reuse: bool = True,
+        guesses: bool = True,
     ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...

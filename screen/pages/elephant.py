@@ -327,7 +327,7 @@ class Trial:
 
 
 def asked(prompt: str, most: int) -> Ask:
-    return Ask(prompt, most, temperature=0.0, seed=None, mute=True)
+    return Ask(prompt, most, temperature=0.0, seed=None, mute=True, guesses=False)
 
 
 def decoding(chats: int) -> str:

@@ -58,6 +58,8 @@ class Run(NamedTuple):
     beside: float  # so many others at a time, on average over all steps
     reused: int  # tokens of the prompt, with rows from a slot's memory
     met: int  # so many others in all
+    guessed: int = 0  # so many tokens of the answer were guessed
+    right: int = 0  # and so many of the guesses were right
 
 
 class Kind(NamedTuple):
@@ -134,6 +136,15 @@ class Company(NamedTuple):
         )
 
     @property
+    def guesses(self) -> str:
+        """In how many runs something was guessed: half of them may."""
+        some = [run for run in self.runs if run.guessed]
+        guessed = sum(run.guessed for run in some)
+        right = sum(run.right for run in some)
+        of = f"{len(some):,} of {len(self.runs):,} runs"
+        return f"guesses in {of}: {guessed:,} tokens, {right:,} of them right"
+
+    @property
     def beginnings(self) -> str:
         """Whether a prompt's beginning was computed or taken over."""
         taken = [run.reused for run in self.runs if run.reused]
@@ -172,7 +183,9 @@ class Gathering:
         most = min(ask.max_tokens, LONGEST)
         # Drawn at random, the same tokens need the same seed
         seed = ask.seed if ask.seed is not None else 0
-        self.ask = ask._replace(max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True)
+        self.ask = ask._replace(
+            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, guesses=False
+        )
         named = self.engine.summary.rpartition("; ")[2]
         named = named.partition(", so ")[0]  # `exact` says so, too
         self.found = Company(self.ask, runs, self.engine.exact, named)
@@ -239,7 +252,8 @@ class Gathering:
         self.steps += 1
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
-            self.guests.append(Guest(self.room.submit(self.ask, dice.random() < 0.5)))
+            ask = self.ask._replace(guesses=left % 2 == 0)
+            self.guests.append(Guest(self.room.submit(ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
             with suppress(ValueError):  # the prompt does not fit a slot
                 handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
@@ -285,8 +299,9 @@ class Gathering:
                 continue
             answer = Answer.of(guest.handle)
             beside = guest.beside / max(1, guest.steps)
-            reused = guest.handle.metrics.cached_tokens
-            run = Run(answer.digest, beside, reused, len(guest.met))
+            m = guest.handle.metrics
+            met = len(guest.met)
+            run = Run(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
             self._tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
             done = len(self.found.runs)
             if done % 50 == 0 and done < self.found.wanted:
@@ -305,7 +320,7 @@ class Gathering:
         self._tell(
             found.verdict,
             f"a hash covers {found.covers}",
-            f"{found.company}; {found.beginnings}",
+            f"{found.company}; {found.beginnings}; {found.guesses}",
             *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
             stage="over",
         )
@@ -347,6 +362,7 @@ def draw(state: State, on: Paper) -> None:
     on.entry("hash of", found.covers, on.muted)
     on.entry("company", found.company, on.muted)
     on.entry("rows", found.beginnings, on.muted)
+    on.entry("guesses", found.guesses, on.muted)
     on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
     draw_strip(state, on, found)
 

@@ -261,7 +261,7 @@ class Tour:
             return
         for line in CLEARED:
             self._obey(line)
-        self.state.settings = Settings()
+        self.state.settings = Settings(guesses=False)
         self.state.prompts = self.scene.prompts
         self.state.cursor = None
         self.state.selected = 0

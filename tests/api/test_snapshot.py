@@ -79,7 +79,7 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
 
 
 def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
-    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
         token = engine.submit([1, 2], SHORT).result().tokens[1]
         before = engine.snapshot()
         engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[token])).result()

@@ -508,7 +508,8 @@ def rss() -> int:
 def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
     """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show
     it; and a step may leave behind 200 bytes of MLX's at most, or 5 KiB of all."""
-    with Engine(*parts, slots=2, max_len=16_384, chunk=64, run_ahead=run_ahead) as engine:
+    sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
+    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
         engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
         mx.reset_peak_memory()

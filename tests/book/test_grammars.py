@@ -156,7 +156,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
 
         return call
 
-    with Engine(*parts, slots=4, max_len=64, chunk=32) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
         engine.hurries = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
@@ -223,6 +223,7 @@ def test_a_grammar_is_made_before_submit_returns_and_never_by_the_thread_that_st
         make(self, matcher)
 
     monkeypatch.setattr(Grammar, "__init__", noted)
+    engine.sched.guess = lambda decoding, left: {}  # a guess is tried on a copy
     with engine.serving():
         handle = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS))
         assert makers == ["grammar"]

@@ -155,7 +155,7 @@ def guess_at_random(engine: Engine, dice: random.Random) -> None:
         found = {}
         for r in decoding:
             most = min(left, r.max_tokens - r.planned - 1, dice.randint(0, 4))
-            if most < 1 or r.planned != r.committed:
+            if most < 1 or r.planned != r.committed or r.hints is None:
                 continue
             tokens = [engine.runner.says(r.slot, r.planned + i) for i in range(most)]
             if dice.random() < 0.4:
@@ -164,6 +164,7 @@ def guess_at_random(engine: Engine, dice: random.Random) -> None:
             left -= most
         return found
 
+    engine.guesses.most = 4
     engine.sched.guess = guess
     engine.guesses.may_follow = lambda plan: dice.random() < 0.5
 

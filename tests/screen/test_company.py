@@ -1,10 +1,20 @@
 """The same prompt alone and in company: what is counted, what is reported, what is put back."""
 
+import random
 from functools import cache
 
 import pytest
 from rich.cells import cell_len
-from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
+from stage import (
+    Stage,
+    at_every_size,
+    drawn,
+    guess_at_random,
+    like_golden,
+    plain,
+    show,
+    turned_by_company,
+)
 
 import llama
 from nanobatch import Engine
@@ -53,6 +63,18 @@ def test_rows_of_the_prompt_are_computed_in_some_runs_and_taken_over_in_the_othe
     assert 10 < len(taken) < 50
     assert max(taken) < found.prompt_tokens == max(len(prompt) for prompt, _ in BURST)
     assert f"{60 - len(taken)} runs computed all rows" in found.beginnings
+
+
+def test_half_of_the_runs_have_guesses_and_the_same_answer():
+    stage = Stage().load()
+    guess_at_random(stage.engine, random.Random(1))
+    found = gathered(stage, "/same 40")
+    guessed = [run for run in found.runs if run.guessed]
+    assert 8 <= len(guessed) <= 20 and found.verdict == "40 runs, 1 answer"
+    right = sum(run.right for run in guessed)
+    assert 0 < right < sum(run.guessed for run in guessed)
+    assert f"guesses in {len(guessed)} of 40 runs: " in found.guesses
+    assert f"{right:,} of them right" in found.guesses
 
 
 @pytest.mark.parametrize("many", [6, 7])
