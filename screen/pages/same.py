@@ -142,7 +142,7 @@ class Company(NamedTuple):
         guessed = sum(run.guessed for run in some)
         right = sum(run.right for run in some)
         of = f"{len(some):,} of {len(self.runs):,} runs"
-        return f"guesses in {of}: {guessed:,} tokens, {right:,} of them right"
+        return f"in {of}: {guessed:,} tokens, {right:,} of them right"
 
     @property
     def beginnings(self) -> str:
@@ -320,7 +320,7 @@ class Gathering:
         self._tell(
             found.verdict,
             f"a hash covers {found.covers}",
-            f"{found.company}; {found.beginnings}; {found.guesses}",
+            f"{found.company}; {found.beginnings}; guesses {found.guesses}",
             *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
             stage="over",
         )

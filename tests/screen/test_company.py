@@ -73,7 +73,7 @@ def test_half_of_the_runs_have_guesses_and_the_same_answer():
     assert 8 <= len(guessed) <= 20 and found.verdict == "40 runs, 1 answer"
     right = sum(run.right for run in guessed)
     assert 0 < right < sum(run.guessed for run in guessed)
-    assert f"guesses in {len(guessed)} of 40 runs: " in found.guesses
+    assert f"in {len(guessed)} of 40 runs: " in found.guesses
     assert f"{right:,} of them right" in found.guesses
 
 
