@@ -214,7 +214,7 @@ class Screen(App):
     ):
         """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
         when the model is there. `note`: a file that says, once it is there, that the tour need not
-        be offered any more. `earlier`: prompts that the box can bring back."""
+        be offered any more. `earlier`: prompts for the box to bring back."""
         super().__init__(driver_class=None if BROWSER else Terminal)
         self.tour: Tour | None = None
         self._tours, self._note = tours, note
@@ -229,7 +229,7 @@ class Screen(App):
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
         self.prompt = Prompt(earlier or History())
-        self._returns = False  # the box is left once its command is obeyed
+        self._returns = False  # the box is left once a command is obeyed
 
     @property
     def page(self) -> Page | None:
@@ -513,7 +513,7 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the answer that runs, else leave the box. What waits for the answer comes
+        """In the box: stop the running answer, else leave the box. A waiting question comes
         back."""
         if not (self.state.talking and self.session.stop()):
             self.action_leave()
@@ -549,7 +549,7 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Obey the prompt box. It stays open, unless a key has led to a command alone."""
+        """Obey the prompt box. The box stays open, unless a key has led to a command alone."""
         line = self.prompt.value.strip()
         if not (line and self.action_command(line)):  # a wrong command stays in the box
             return

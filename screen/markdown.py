@@ -1,10 +1,10 @@
-"""Markdown as a model writes it, in lines of a terminal.
+"""A model's Markdown in lines of a terminal.
 
-The problem. An answer grows ten times a second, may be long, and may hold anything: HTML, links that
-say one thing and lead elsewhere, control characters behind an entity.
+The problem. An answer grows ten times a second, may be long, and may hold anything: HTML, links with a
+false name, control characters behind an entity.
 
-What this file keeps. Only the last block of an answer that grows is drawn anew. A link is its text and
-its address, and nothing opens it. HTML, images and definitions are shown as they are written, so no
+What this file keeps. Of a growing answer only the last block is drawn anew. A link is a text and an
+address, and nothing opens the address. HTML, images and definitions are shown in their source, so no
 word of an answer is hidden.
 
 Where next: `pages/talk.py`, the conversation.
@@ -28,7 +28,7 @@ from textual.color import Color
 
 from screen.ink import Line, Palette, clean, wrap
 
-# Code in these languages is coloured. Other lexers may take long for code that was made for that
+# Code in these languages is coloured. Hostile code may keep other lexers busy for long
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
 DEEPEST = 16  # beyond, the parser skips text, and lines would have no room
 PARSER = MarkdownIt("commonmark", {"html": False})
@@ -45,8 +45,8 @@ def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterat
 
 
 def blocks(text: str) -> list[str]:
-    """Cut before each line whose form no line before it has a say in: the first one behind an empty
-    line, if it is not indented and not in code."""
+    """Cut the text where an earlier line has no say in the form of the next: behind an empty line,
+    outside of code, before a line without indent."""
     found: list[list[str]] = [[]]
     fence = ""
     before = "text"
@@ -66,7 +66,7 @@ def blocks(text: str) -> list[str]:
 
 @lru_cache(2048)
 def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
-    """A block, as Rich draws it in our colours."""
+    """A block, drawn by Rich in our colours."""
     console = Console(width=width - 2, theme=theme_of(p, hue), _environ={})
     block = Markdown("", hyperlinks=False, code_theme=Colours(p))
     block.parsed = read(text)
@@ -80,11 +80,11 @@ def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
 
 
 def read(text: str) -> list[Token]:
-    """A line of an answer stays a line. An entity may be a character that is not to be drawn."""
+    """A line of an answer stays a line. A control character may hide behind an entity."""
     found = PARSER.parse(text)
     for token in found:
         token.info = token.info if token.info in LEXERS else ""
-        token.tag = "h2" if token.tag == "h1" else token.tag  # Rich centres it
+        token.tag = "h2" if token.tag == "h1" else token.tag  # Rich centres h1
         for child in token.children or ():
             child.content = clean(child.content)
             child.type = "hardbreak" if child.type == "softbreak" else child.type

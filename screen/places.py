@@ -73,8 +73,8 @@ def arrange(
 
 
 def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
-    """Where each pane goes while a conversation is open. A strip of the engine stands over it; on a
-    wide screen, beside it."""
+    """Where each pane goes while a conversation is open. A strip of the engine stands over the
+    conversation; on a wide screen, beside the conversation."""
     if is_small(width, height):
         return {"small": Region(0, 0, width, height)}
     places = {"status": Region(0, 0, width, 1)} | bottom(width, height)

@@ -170,11 +170,11 @@ class Fault(NamedTuple):
 
     message: str
     prompt: str | None = None
-    question: int = 0  # in a conversation: the one that was not fired; without a prompt, it waits
+    question: int = 0  # in a conversation: the refused one; without a prompt, the question waits
 
 
 class Outgrown(ValueError):
-    """A conversation that has no room in a slot any more."""
+    """A conversation has no room in a slot any more."""
 
 
 class Finding(Protocol):
@@ -203,9 +203,9 @@ class View(NamedTuple):
     # The engine is elsewhere: only our own prompts can be fired and cancelled
     watches: bool = False
     model: str = ""  # the name of a model elsewhere
-    speaks: bool = True  # the model has a chat template: it can be shown a conversation
-    answers: Mapping[int, int] = {}  # by the number of a question: its request
-    # By request: the text of an answer by an engine elsewhere that shows none, and whether it is whole
+    speaks: bool = True  # the model has a chat template, and so can be shown a conversation
+    answers: Mapping[int, int] = {}  # by the number of a question: the request
+    # If the engine is elsewhere and shows no texts. By request: the text so far; is the text whole?
     heard_texts: Mapping[int, tuple[str, bool]] = {}
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone

@@ -140,8 +140,8 @@ class Session:
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
-        """A prompt is the next question of the open conversation. While the panes are in sight, it
-        begins another one."""
+        """A prompt is the next question of the open conversation. While the panes are in sight, a
+        prompt begins another conversation."""
         talks = self.state.talks
         if not self.talks:
             self.room.fire([self.state.settings.ask(prompt)])
@@ -155,7 +155,7 @@ class Session:
         return "it waits for the answer" if talks.open.waiting else ""
 
     def _ask_waiting(self) -> None:
-        """Ask what waits for an answer no more."""
+        """Ask the questions with nothing left to wait for."""
         for talk in self.state.talks.all:
             if talk.waiting and not (talk.why or talk.runs):
                 ask = self.state.settings.ask(talk.waiting)
@@ -163,7 +163,7 @@ class Session:
                 self.room.fire([ask._replace(question=self.state.talks.add(talk))])
 
     def _do_new(self, rest: str) -> str:
-        """Another conversation. A question for which the open one has no room begins it."""
+        """Another conversation. A question without room in the open one begins the new one."""
         self.state.talks.begin()
         self._ask_waiting()
         return "a new conversation"
@@ -179,7 +179,7 @@ class Session:
         self.state.select_talk()
 
     def _do_drop(self, rest: str) -> str:
-        """Forget the oldest turn. A question that waits for room is asked again."""
+        """Forget the oldest turn. A question without room is asked again."""
         talk = self.state.talks.open
         turns = [turn for turn in talk.turns if not (turn.is_dropped or turn.runs)]
         if not turns:
@@ -198,7 +198,7 @@ class Session:
         self._ask_waiting()
 
     def _do_thoughts(self, rest: str) -> None:
-        """Show them whole, or folded."""
+        """Show thoughts whole, or folded."""
         self.state.talks.unfolded = not self.state.talks.unfolded
 
     def stop(self) -> bool:

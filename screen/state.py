@@ -146,7 +146,7 @@ class State:
         self.settings = self.settings._replace(max_tokens=most)
 
     def select_talk(self) -> None:
-        """Select the slot of the open conversation, once for each of its turns."""
+        """Select the slot of the open conversation, once for each turn."""
         turns = self.talks.open.turns
         request = turns[-1].request if turns else None
         is_new = self.talking and request and turns[-1].number != self.talks.led
@@ -311,8 +311,7 @@ class State:
 
     @property
     def leads(self) -> bool:
-        """Does the prompt box lead to the conversation? With a model of the user's own that can have
-        one."""
+        """Does the prompt box lead to the conversation? With a chat model of the user's own."""
         view = self.view
         return view.stage == "ready" and view.speaks and not view.watches and self.model != "demo"
 

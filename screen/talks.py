@@ -1,12 +1,12 @@
-"""Conversations: what was asked from this screen, and what was answered.
+"""Conversations: questions from this screen, and their answers.
 
-The problem. A model remembers nothing, so each question is sent with all that was said before. And the
-engine's requests are forgotten after a while, while a conversation stays.
+The problem. A model remembers nothing, so each question is sent with the whole conversation before the
+question. And the engine forgets old requests, while a conversation stays.
 
-What this file keeps. The model is shown what the page shows, but for what is marked there: turns that
-were dropped, and answers that failed. Nothing is ever dropped but by the user.
+What this file keeps. The model is shown the same turns as the reader, but for dropped turns and failed
+answers, and the page marks both. Only the user drops a turn.
 
-Where next: `state.py`, which keeps the conversations; `pages/talk.py`, which draws them.
+Where next: `state.py`, the owner of the conversations; `pages/talk.py`, their picture.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Turn:
 
     number: int  # of the question, among all of this screen's
     question: str
-    request: RequestView | None = None  # as the newest view has it; None: not in line yet
+    request: RequestView | None = None  # from the newest view; None: not in line yet
     is_dropped: bool = False  # the model is not shown it any more
-    is_stopped: bool = False  # its answer has been told to end
+    is_stopped: bool = False  # the answer has been told to end
 
     @property
     def runs(self) -> bool:
@@ -40,9 +40,9 @@ class Talk:
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
-    waiting: str = ""  # a question that waits: for the answer that runs, or for room in the slot
+    waiting: str = ""  # a question waits here: for the running answer, or for room in the slot
     why: str = ""  # why there is no room
-    below: int = 0  # so many of its last lines are below what is in sight
+    below: int = 0  # so many of the last lines are below the lines in sight
 
     @property
     def runs(self) -> Turn | None:
@@ -50,13 +50,13 @@ class Talk:
         return self.turns[-1] if self.turns and self.turns[-1].runs else None
 
     def take(self) -> str:
-        """The question that waits. It waits no more."""
+        """The waiting question, out of the line."""
         waiting = self.waiting
         self.waiting = self.why = ""
         return waiting
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """What the model is shown."""
+        """The conversation for the model, with this question at the end."""
         said = Conversation()
         said.system = self.system
         for turn in self.turns:
@@ -84,14 +84,14 @@ class Talks:
         return (talk.runs for talk in self.all if talk.runs)
 
     def begin(self) -> None:
-        """Another conversation, with the same system message. One in which nothing was said is as
-        good."""
+        """Another conversation, with the same system message. An empty conversation stays the open
+        one."""
         if self.open.turns:
             self.all.append(Talk(self.open.system, waiting=self.open.take()))
             self.at = len(self.all) - 1
 
     def add(self, talk: Talk) -> int:
-        """What waits is asked. Answers with the number of the question."""
+        """The waiting question becomes a turn. Answers with the number of the question."""
         self.asked += 1
         talk.turns.append(Turn(self.asked, talk.waiting))
         talk.waiting = ""
@@ -99,13 +99,13 @@ class Talks:
         return self.asked
 
     def refuse(self, number: int, why: str) -> None:
-        """A question could not be fired. `why`: it waits for room."""
+        """A question could not be fired. `why`: for lack of room, so the question waits."""
         for talk in self.all:
             for turn in talk.turns:
                 if turn.number == number:
                     talk.turns.remove(turn)
                     talk.why = why
-                    if why:  # the one that was typed meanwhile goes with it
+                    if why:  # a question typed meanwhile goes with this one
                         talk.waiting = f"{turn.question}\n{talk.waiting}".strip()
                     return
 
@@ -115,8 +115,8 @@ class Talks:
         requests: Mapping[int, RequestView],
         heard: Mapping[int, tuple[str, bool]],
     ) -> None:
-        """`numbers`: of each question, that of its request. `heard`: of requests whose text the view
-        lacks, what has come of it, and whether that is all."""
+        """`numbers`: by question, the number of the request. `heard`: by request, if the view has no
+        texts, the text so far, and whether the text is whole."""
         for turn in self.running():
             request = requests.get(numbers.get(turn.number), turn.request)
             if request and request.id in heard:
@@ -126,7 +126,7 @@ class Talks:
             turn.request = request
 
     def lose(self) -> None:
-        """The engine is gone, and all that ran there."""
+        """The engine is gone, and with the engine all running answers."""
         for turn in self.running():
             if turn.request:
                 turn.request = replace(turn.request, reason="error", error="the server has gone")

@@ -153,8 +153,8 @@ class Prompt(TextArea):
         )
         self.cursor_blink = False
         self.earlier = earlier
-        self._at = len(earlier.questions)  # the prompt that Up and Down have led to
-        self._draft = ""  # what was being typed before
+        self._at = len(earlier.questions)  # Up and Down have led to this prompt
+        self._draft = ""  # the unfinished prompt, before Up
 
     @property
     def value(self) -> str:
@@ -162,7 +162,7 @@ class Prompt(TextArea):
 
     @property
     def tall(self) -> int:
-        """So many lines does it take."""
+        """The box needs so many lines."""
         return self.wrapped_document.height if self.soft_wrap else 1
 
     def put(self, text: str) -> None:
@@ -172,7 +172,7 @@ class Prompt(TextArea):
         self.lie(self.soft_wrap)
 
     def lie(self, typing: bool) -> None:
-        """While the keyboard is elsewhere, the box is a line with the beginning of its text."""
+        """While the keyboard is elsewhere, the box is a line with the beginning of the text."""
         self.soft_wrap = typing
         if not typing:
             self.scroll_to(0, 0, animate=False)
@@ -186,13 +186,13 @@ class Prompt(TextArea):
         self.replace(clean(text), *self.selection, maintain_selection_offset=False)
 
     def fired(self) -> None:
-        """What is in the box was obeyed."""
+        """The text in the box was obeyed."""
         self.earlier.add(self.value)
         self._at = len(self.earlier.questions)
         self.put("")
 
     def recall(self, by: int) -> None:
-        """An earlier prompt, or a later one; behind the last one, what was being typed."""
+        """An earlier prompt, or a later one; behind the last one, the unfinished prompt."""
         questions = self.earlier.questions
         at = max(0, min(self._at + by, len(questions)))
         if self._at == len(questions):

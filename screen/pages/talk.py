@@ -1,12 +1,12 @@
 """The conversation: large, with the engine as a strip beside it.
 
-The problem. Somebody who has a model wants to talk with it, and an answer of two lines in a grid of
-eight is no place to read. But whoever reads wants to see the engine at work, too.
+The problem. Somebody has a model and wants to talk with the model, and an answer of two lines in a grid
+of eight is no place to read. But a reader wants to see the engine at work, too.
 
-What this file keeps. All that was said stands there, as it streams; thoughts are dim, and folded when
-they are over. What the model is not shown any more is marked.
+What this file keeps. The whole conversation stands there, and answers stream. Thoughts are dim; a
+finished thought is folded. A dropped turn is marked.
 
-Where next: `talks.py`, what a conversation is; `markdown.py`; `places.py`, where the strip goes.
+Where next: `talks.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
-    from screen import markdown  # 30 ms, that a first frame need not wait for
+    from screen import markdown  # takes 30 ms, too long before the first frame
 
     hue = on.muted if turn.is_dropped else on.text
     if turn.is_dropped:
@@ -74,7 +74,7 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
 
 
 def draw_thought(state: State, on: Paper, thought: str, is_open: bool) -> None:
-    """Dim, and folded when it is over."""
+    """Dim. A finished thought is folded."""
     if not thought:
         return
     words = f" ▸ thought: {count(len(thought.split()), 'word')}"
@@ -85,7 +85,7 @@ def draw_thought(state: State, on: Paper, thought: str, is_open: bool) -> None:
 
 
 def told(state: State, turn: Turn, before: Turn | None) -> str:
-    """What a turn took, and what its conversation leaves of a slot."""
+    """The price of a turn, and the room left in the slot."""
     r = turn.request
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"
@@ -97,7 +97,7 @@ def told(state: State, turn: Turn, before: Turn | None) -> str:
 
 
 def draw_rest(state: State, on: Paper, talk: Talk) -> None:
-    """Behind the last turn: what waits, or how to begin."""
+    """Behind the last turn: a waiting question, or how to begin."""
     if talk.waiting:
         on.say(f"❯ {shorten(talk.waiting, on.width - 4)}", on.muted)
         on.say(talk.why or "waits for the answer above", on.bad if talk.why else on.muted)
