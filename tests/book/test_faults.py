@@ -60,7 +60,8 @@ def blocks(text: str) -> list[str]:
 def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_is_right(
     parts, monkeypatch, caplog, part, run_ahead
 ):
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
+    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
         expected = engine.submit([4, 5], FEW).result().tokens
         handles = [engine.submit([n], LONG) for n in (1, 2, 3)]
         for _ in range(3):

@@ -200,7 +200,7 @@ def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
         return mask(self, masks)
 
     monkeypatch.setattr(nanobatch.SlotState, "mask", counted)
-    with Engine(*parts, slots=4, max_len=64, chunk=32) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
         handles = [engine.submit([n], PLAIN) for n in range(3)]

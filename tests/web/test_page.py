@@ -19,10 +19,7 @@ from docs.make import page as page_program
 from door import page
 from screen import record
 from screen.ink import clean
-<<<<<<< HEAD
 from screen.pages import race
-=======
->>>>>>> 6a73b2b (A test of the page needs nothing of the prompt box)
 
 ROOT = Path(__file__).parents[2]
 UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
