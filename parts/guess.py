@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import count, pairwise
 from typing import Any
 
 from sched import Plan, Request
@@ -48,9 +49,10 @@ SELDOM = 16  # a grammar that has forced nothing for so many tokens is asked onc
 class Text:
     """The tokens of a text, and where it went on behind each pair of them the last time."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.behind: dict[tuple[int, int], int] = {}
+    def __init__(self, tokens: Iterable[int]):
+        self.tokens = list(tokens)
+        # A prompt may have a hundred thousand tokens, and all who decode would wait for a loop.
+        self.behind = dict(zip(pairwise(self.tokens), count(2), strict=False))
 
     def add(self, token: int) -> None:
         if self.tokens:
@@ -74,13 +76,12 @@ class Hints:
         self._source: Text | None = None  # where the pointer stands
         self._at = 0  # the token there may come next
         self._read = 0  # so many tokens of the answer have been read
-        self._sure = 0  # so many tokens of the answer are written or forced
+        self._sure = 0  # up to here, tokens of the answer were forced last
 
     def begin(self, prompt: Sequence[int], earlier: Text | None) -> None:
-        self.text = Text()
+        self.text = Text(prompt[:-1])
         self._earlier = earlier
-        self._push(prompt)
-        self.rates = list(USUAL)
+        self._push(prompt[-1:])
         self.copied = COPIED
 
     def follow(self, answer: Sequence[int]) -> None:
@@ -122,7 +123,8 @@ class Hints:
     def forced(self, most: int) -> list[int]:
         """The tokens that the grammar forces."""
         tokens = [] if self._grammar is None else self._grammar.forced()
-        self._sure = max(self._sure, self._read + len(tokens))
+        if tokens:
+            self._sure = self._read + len(tokens)
         return tokens[:most]
 
     def guess(self, most: int) -> list[int]:
@@ -152,6 +154,7 @@ class Hints:
 
     @property
     def gains(self) -> bool:
+        """Is so much of this answer guessed that longer steps are worth it?"""
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
@@ -212,7 +215,8 @@ class Guesses:
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
-        return all(request.hints is not None and request.hints.gains for request in requests)
+        known = [request.hints for request in requests]  # another thread may end one meanwhile
+        return all(hints is not None and hints.gains for hints in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
         """How many of these guesses bring more tokens a second than the step has without them? And
@@ -234,16 +238,18 @@ class Guesses:
         """Does it pay to read the tokens of this step before the next one is planned, since there may
         be guesses in the next?"""
         requests = [member.request for member in plan.emitters]
-        open_ended = [r for r in requests if r.max_tokens - r.planned > 1 and self._follow(r)]
-        if self.most is not None or self._must_wait(requests):
-            return self.most is not None and bool(open_ended)
+        found = [self._follow(r) for r in requests if r.max_tokens - r.planned > 1]
+        known = [hints for hints in found if hints is not None]
+        if self.most is not None:
+            return bool(known)
+        if self._must_wait(requests):
+            return False
         rows = len(requests)
-        gain = sum(self._gain(request, rows) for request in open_ended)
+        gain = sum(self._gain(hints, rows) for hints in known)
         return gain > WAITING * rows * self._seconds(rows)
 
-    def _gain(self, request: Request, rows: int) -> float:
+    def _gain(self, hints: Hints, rows: int) -> float:
         """What may be gained by guesses in a step of so many rows: tokens times seconds."""
-        hints = request.hints
         if hints.may_be_forced:
             return math.inf
         chance, hits = hints.next

@@ -304,6 +304,34 @@ def inventing(id: int) -> Request:
     return request
 
 
+class Silent:
+    """A grammar that forces nothing, and counts how often it is asked."""
+
+    asked = 0
+
+    def forced(self) -> list[int]:
+        self.asked += 1
+        return []
+
+
+def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
+    """Each step of free text under a grammar waited for its tokens, and asked in vain."""
+    grammar = Silent()
+    request = inventing(0)
+    request.hints = Hints(grammar)
+    guesses = priced(0.4)
+    waited = 0
+    for n in range(200):
+        request.answer.append(200 + n)
+        request.planned = len(request.answer)
+        request.max_tokens = 1000
+        decode = Decode(request, 0, request.next_row)
+        if guesses.may_follow(SimpleNamespace(emitters=(decode,))):
+            waited += 1
+            guesses([request], 100)
+    assert 10 <= waited <= 40 and grammar.asked == waited
+
+
 @pytest.mark.parametrize(("row_s", "wide"), [(0.02, 15), (0.4, 8), (2.0, 3), (9.0, 1)])
 def test_the_dearer_a_row_is_the_fewer_tokens_are_guessed(row_s, wide):
     guesses = priced(row_s)([copying(0)], 100)
