@@ -148,7 +148,7 @@ def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_str
     streamed = [choice for event in events[:-1] for choice in event["choices"]]
     for i, choice in enumerate(whole):
         assert "".join(piece["text"] for piece in streamed if piece["index"] == i) == choice["text"]
-    assert engine.steps - before >= 50 and len(woken) <= engine.steps - before + 1
+    assert 1 < len(woken) <= engine.steps - before + 1
 
 
 def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here):

@@ -197,7 +197,7 @@ def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, chang
             seen["silent"] += not asked_of(step)
             seen["both"] += bool(step.prefill and step.decode)
             seen["ghosts"] += len(step.ghosts)
-    assert seen["steps"] > 15 and seen["silent"] > 2 and seen["ghosts"] >= 2, seen
+    assert seen["steps"] > 15 and seen["silent"] > 2 and seen["ghosts"] >= 1, seen
     assert slots == 1 or seen["both"] > 2, seen
 
 
