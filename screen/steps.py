@@ -59,7 +59,7 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
         "prefill": ", ".join(chunks) or "no chunk",
         "decode": named(slot for slot, _ in step.decode) if decode else "no slot",
         "tokens": f"{computed}; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,}",
+        "budget": f"cost {step.cost - decode - step.guessed:,} + {decode}{more} of {budget:,}",
         "guesses": guesses_line(step),
     }
     if held:

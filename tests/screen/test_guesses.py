@@ -50,6 +50,7 @@ def test_a_step_and_a_request_tell_of_guesses_in_words():
     words = " ".join(" ".join(plain(drawn(draw_step, state, 200, 40))).split())
     assert f"guessed {step.guessed}, {step.right} right (slot " in words
     assert f"{len(step.decode)} decode + {step.guessed} guessed = " in words
+    assert f" + {len(step.decode)} + {step.guessed} guessed of " in words
     rows = len(step.decode) + step.guessed + sum(stop - start for *_, start, stop in step.prefill)
     assert sum(part.tokens for part in parts_of(column)) == rows
     assert asked_of(step) == len(step.decode) + step.guessed
