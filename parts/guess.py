@@ -291,5 +291,7 @@ class Guesses:
         spread = n * rr - r * r
         # As long as all steps had as many rows, a row is taken to cost a tenth of a step.
         slope = (n * rs - r * s) / spread if spread > 0.5 * n else 0.1 * usual
-        self._row_s = min(max(slope, 0.02 * usual), usual)
+        # The price is no more than most of what a row costs in all. Else one step that was interrupted
+        # could end all guesses, and no step would ever tell of a better price.
+        self._row_s = min(max(slope, 0.02 * usual), 0.8 * s / r)
         self._step_s = max(usual - self._row_s * r / n, 0.0)
