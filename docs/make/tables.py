@@ -6,7 +6,7 @@
 A table that is made stands behind a comment, which a reader of the page does not see:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
-    <!-- made: gains bench-guesses-16.json bench-guesses-4.json -->
+    <!-- made: gains bench-guesses-demo.json -->
     <!-- made: counts -->
     <!-- made: sizes -->
 
@@ -71,21 +71,21 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts guesses`: how many times as fast it is with guesses, by
-    tokens a second and a processor second, and how many steps fewer it takes."""
+    """A line for each text of `bench.py --parts guesses`: with guesses, how many times as many tokens
+    a processor second has, how many times fewer the steps are, and how many guesses were right."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
     for file in files:
         data = json.loads((ROOT / "docs" / file).read_text())
         kind = file.rpartition("-")[2].removesuffix(".json")
-        heads += [f"{kind} bits: tokens/s", "a processor second", "steps", "right / guessed"]
+        heads += [f"{kind}: tokens a processor second", "steps", "right / guessed"]
         figures = report.summarise(data["records"])
         contestants = list(dict.fromkeys(key[3] for key in figures))
         for x in dict.fromkeys(key[1] for key in figures):
             off, on = (partial(of_line, figures, x, who) for who in contestants)
             row = found.setdefault(x, [x])
-            for name in ("tokens/s", "tokens a processor second"):
-                row.append(f"{on(name) / off(name):.2f}")
+            name = "tokens a processor second"
+            row.append(f"{on(name) / off(name):.2f}")
             row.append(f"{off('steps') / on('steps'):.2f}")
             row.append(f"{on('right'):.0f} / {on('guessed'):.0f}")
     return table(heads, list(found.values()), left=1)
