@@ -7,6 +7,7 @@ from words import WordText
 
 from screen import ink
 from screen.markdown import blocks, lines_of
+from screen.room import Settings
 
 
 class TurnText(WordText):
@@ -21,7 +22,11 @@ class TurnText(WordText):
 
 
 class Talking(Stage):
-    """A model that can be shown a conversation."""
+    """A model that can be shown a conversation. Its answers are short, for quick tests."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.state.settings = Settings(max_tokens=24)
 
     def _load(self, report, clock, options):
         engine = super()._load(report, clock, options)
@@ -214,6 +219,7 @@ def test_thoughts_are_dim_and_folded_when_they_are_over():
 
 def test_the_conversation_goes_back_in_time_and_is_scrolled():
     async def scenario(it):
+        it.stage.session.obey("/set max=240")
         await it.press("i", turns=0)
         await ask(it, "one")
         await ask(it, "two")
