@@ -89,7 +89,7 @@ return model.head(model.norm(only(...)))""",
         2,
         "norms and rotation",
         45,
-        "the same token, and the answer, with no operation of ours in a layer but the products",
+        "the same token, and a whole answer; of a layer's operations only products and softmax are still ours",
         (
             Task(
                 "ops.rms_norm",
