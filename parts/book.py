@@ -1,17 +1,17 @@
 """Another book: a reader's chapters run in place of ours.
 
-The problem. Whoever writes the chapters anew (docs/zero) wants to see them at work: on the screen,
-in the benchmark, with all that lies around the book. For weeks some of their functions are blank.
+The problem. A reader who writes the chapters anew (docs/zero) wants to see them at work: on the
+screen, in the benchmark, with all that lies around the book. For weeks some functions are blank.
 
-The way out. Python finds a chapter by its name. So a finder that stands before all others hands out
-the file of that name in the reader's folder, if there is one. `--book DIR` or the environment's
-NANOBATCH_BOOK names the folder, and processes that we start inherit it. A function is blank if its
-body is `raise NotImplementedError("stage 3: ...")`. Ours stands in for it: its code is put into the
-reader's function, where it calls the reader's other functions.
+The way out. Python finds a chapter by its name. So a finder stands before all others, and hands out
+the file of that name in the reader's folder, if there is one. `--book DIR` or NANOBATCH_BOOK in the
+environment names the folder, and processes that we start inherit the name. A function is blank if
+its body is `raise NotImplementedError("stage 3: ...")`. Then our code is put into the reader's
+function, where it calls the reader's other functions.
 
-What this file keeps. The book is chosen before the first chapter is imported, and once for a
-process. A line of a traceback belongs to the file that was written. And whoever runs another book is
-told so, in the engine's first line: of its bits nothing is promised.
+What this file keeps. The book is chosen before the first chapter is imported, once for a process. A
+line of a traceback names the file in which the code was written. The engine's first line names the
+book, and `engine.exact` is False: our proof is about our chapters.
 
 Where next: `docs/zero/start.py`, which makes such a folder.
 """

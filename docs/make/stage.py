@@ -22,7 +22,9 @@ from parts.files import write_whole  # noqa: E402
 from screen.ink import DARK  # noqa: E402
 
 FIRST = ROOT / "tests" / "lib" / "firstbook.py"
-WIDE, ROW, LETTER, ROWS = 860, 17, 7.8, 22  # pixels; ROWS of text
+WIDE = 860  # pixels
+ROW = 17  # pixels of a line
+ROWS = 22  # lines
 SCALE = " / Dh**0.5"  # forgotten at first
 
 
