@@ -294,7 +294,7 @@ def narrow(here) -> None:
 
 def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, monkeypatch):
     """40 of them held 5.7 MiB each, without an end."""
-    body = BODY | {"max_tokens": 100, "temperature": 1, "seed": 7}
+    body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     monkeypatch.setattr(http, "SWEEP_S", 0.05)
     monkeypatch.setattr(http, "SLOW_S", 0.1)
@@ -312,7 +312,7 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     most, least = sorted(answer.lag for answer in answers)[::-1]
-    assert most > 1.2 * least > 10_000
+    assert most > 1.2 * least > 1_000
     monkeypatch.setattr(http, "LAG", most + least // 2)
     while not (ended := [call for call in here.door.look().ended if call.reason == "too_slow"]):
         assert time.monotonic() < deadline
