@@ -37,6 +37,8 @@ def solution(exercise: str, kind: str) -> Path:
 
 def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     """All that the exercises need, with these solutions in it."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a test before, whose patch did not apply
+    folder.mkdir()
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
     for name in ("parts", "door", "screen", "measure", "tests", "exercises", "demo"):
