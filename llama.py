@@ -18,13 +18,13 @@ The glossary, used everywhere in this project:
     row      a place in a slot, for one token's key and value
     chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
     decode   one new token for a sequence
-    window   the rows that a chunk, or all decoding sequences together, write in a forward pass
+    window   the rows that a chunk, or decoding sequences together, write in a forward pass
     look     neighbouring sequences of a window whose attention is one product, over T rows of each
     kind     layers whose attention treats positions alike are of one kind (most models have one)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
-`Engine.exact` is True (float32 on a CPU, with our own matrix product), that holds for every bit.
+`Engine.exact` is True (on a CPU, with our own matrix product), that holds for every bit.
 The proof is one sentence, in `parts/device/rows.c`: every number of a matrix product is one sum,
 taken in one order.
 
@@ -49,7 +49,8 @@ def forward(
 ) -> mx.array:  # (n, V)
     """The tokens of all windows go in, side by side. The logits of those that are asked come out.
 
-    `windows`: each chunk of a prompt has one of its own, and all decoding sequences share one.
+    `windows`: each chunk of a prompt has one of its own; decoding sequences with as many new tokens
+    share one.
     `asked`: the places, among the N tokens, of those whose next token is to be sampled: ascending,
     each place once.
 

@@ -483,8 +483,8 @@ class Engine:
     `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
     chunk for every eight slots.
     `guesses`: so many tokens of each answer are guessed whenever there is something to guess, at any
-    price. By default guesses are made where they pay, and never if the engine is not `exact`. No
-    token depends on them.
+    price. By default guesses are made where they pay, and never if the engine is not `exact`. Where
+    it is, no token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
     `exact` says whether a request's logits have the same bits beside any neighbours.
     `on_commit` is yours to set: a function that is called after each commit, and after each end

@@ -1,4 +1,4 @@
-"""Chapter 3, second part: which prompts begin alike, and which slots hold the common rows.
+"""Chapter 3, third part: which prompts begin alike, and which slots hold the common rows.
 
 The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
 all that was said before. Their keys and values are the same rows, so they should be computed once.

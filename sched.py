@@ -28,19 +28,17 @@ one is right, too. So a step yields several tokens, and not one of them differs:
 was said until it differs from the guess. A wrong guess costs its row, which the right token writes
 over. A step with guesses is committed before the next one is planned.
 
-A slot remembers its last prompt and the answer. A new prompt that begins
-alike goes on from there, or has the common rows copied from a slot that holds them. That is prefix
-reuse (`prefix.py`): a system prompt is computed once, and a chat's next message reads only what is
-new.
+A slot remembers its last prompt and the answer. A new prompt that begins alike goes on from there,
+or has the common rows copied from a slot that holds them. That is prefix reuse (`prefix.py`): a
+system prompt is computed once, and a chat's next message reads only what is new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with guesses
     requests stand in line in the order of arrival
 
-Where next: `policies.py`, in which the policies differ. Then `prefix.py`. This file asks of it:
-`choose_slot` for a new prompt, `best_source` for the rows of its beginning. And it tells: `hold`,
-what a slot will hold, and `forget`.
+Where next: `policies.py`, in which the policies differ. Then `prefix.py`: the scheduler asks there
+which slot suits a new prompt, and which slot holds the rows of its beginning.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class Request:
     arrived: float
     shares: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
-    came: int = 0  # so many steps had been planned when the request came
+    came: int = 0  # steps planned before the request came
     begins: int = 0  # no chunk is read before this step, if a replay says so
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
@@ -486,7 +484,8 @@ class Scheduler:
             assert r.finish_reason is None, r
             assert 0 <= r.reused <= r.prefilled <= len(r.prompt), r
             assert r.prefilled in (0, self.prefixes.rows[r.slot]), r
-            assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
+            assert 0 <= r.committed <= r.planned <= r.max_tokens, r
+            assert r.planned <= r.committed + 2 or r.guessed, r
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r

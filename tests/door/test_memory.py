@@ -23,6 +23,8 @@ from parts.text.grammar import Grammar
 OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "uvicorn.", "starlette.")
 # Those who watch are told of these later, as many as are kept
 KEPT = ("Call", "Counter", "Metrics", "RequestView", "StepView")
+# Of each slot the last text, for guesses in the same client's next answer
+KEPT += ("Text",)
 REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 12))
 MANY = 4  # at a time
 SAID = [said("x " * 300)]
