@@ -513,9 +513,9 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the running answer, else leave the box. A waiting question comes
-        back."""
-        if not (self.state.talking and self.session.stop()):
+        """In the box: stop the running answer, else leave the box. A waiting question comes back.
+        While the engine is paused, keys are wanted: the box is left, and the answer stays."""
+        if self.state.view.paused or not (self.state.talking and self.session.stop()):
             self.action_leave()
         else:
             self.prompt.put(self.prompt.value or self.state.talks.open.take())
@@ -625,6 +625,9 @@ class Screen(App):
             self.place(self.size)
 
     def action_pause(self) -> None:
+        if isinstance(self.screen, Sheet) and self.screen.page is keys.HELP:
+            self.screen.action_leaf(1)  # a long text: as in every pager
+            return
         self.action_command("/resume" if self.session.coming.paused else "/pause")
 
     def action_settings(self) -> None:

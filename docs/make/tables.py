@@ -88,7 +88,8 @@ def gains(*files: str) -> str:
             row.append(f"{on(name) / off(name):.2f}")
             row.append(f"{off('steps') / on('steps'):.2f}")
             row.append(f"{on('right'):.0f} / {on('guessed'):.0f}")
-    return table(heads, list(found.values()), left=1)
+    rows = [row + ["–"] * (len(heads) - len(row)) for row in found.values()]
+    return table(heads, rows, left=1)
 
 
 def of_line(figures: dict, x: str, who: str, name: str) -> float:

@@ -535,8 +535,9 @@ def test_help_names_every_key_and_the_words(size):
         seen = it.text()
         assert keys.KEYS[0].help in seen and ("more lines" in seen or size[1] == 50)
         for _ in range(9):
-            await it.press("pagedown")
+            await it.press("space")
             seen += it.text()
+        assert not it.stage.state.view.paused, "a pager's key paused the engine behind the page"
         for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
             assert word in seen, f"{word}: the end of a line was cut off"
         for name in (*dict(keys.WORDS), *POLICIES):
@@ -597,15 +598,16 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
 
 
 def test_a_pause_behind_a_page_is_said_on_the_page():
-    """Space stopped the engine behind the help, and nothing there said so."""
+    """Space stopped the engine behind a page, and nothing there said so."""
 
     async def scenario(it):
-        await it.press("b", "question_mark", "space")
+        await it.press("b", "t", "space")
         assert it.stage.state.view.paused
         await it.sees("done behind this page: /pause")
         await it.press("space")
         assert not it.stage.state.view.paused
         await it.sees("done behind this page: /resume")
+        await it.press("escape", "question_mark")
         line = (
             it.text()
             .splitlines()

@@ -106,6 +106,19 @@ def test_a_question_waits_for_the_answer_before_and_escape_stops_that_and_gives_
     show(scenario, Talking(), size=(120, 40))
 
 
+def test_while_paused_escape_leaves_the_box_and_the_question_stays():
+    """The footer offered space to go on, and Esc, the way to that key, threw the question away."""
+
+    async def scenario(it):
+        await it.press("space", "i", *"one", "enter", "escape", turns=2)
+        assert it.app.focused is None and not it.stage.state.ended
+        await it.press("space", turns=0)
+        await ended(it)
+        assert it.stage.state.ended[-1].reason != "cancelled"
+
+    show(scenario, Talking(), size=(120, 40))
+
+
 def test_several_conversations_run_at_once_and_a_key_leads_from_one_to_the_next():
     async def scenario(it):
         await it.press("i", *"one", "enter", turns=4)
