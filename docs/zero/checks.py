@@ -126,9 +126,20 @@ def beside(came: Sequence[str], wanted: Sequence[str], what: str) -> None:
     raise Wrong("\n".join(lines))
 
 
+LONG = 40  # entries of a list that are shown whole
+
+
 def equal(what: str, found: object, wanted: object) -> None:
-    if found != wanted:
-        raise Wrong(f"{what} is {found!r}, and should be {wanted!r}")
+    if found == wanted:
+        return
+    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted) > LONG:
+        place = next(
+            i for i, pair in enumerate(zip(found, wanted, strict=True)) if len({*pair}) > 1
+        )
+        what = f"from place {place} on, {what}"
+        found = [*found[place : place + 8], "..."]
+        wanted = [*wanted[place : place + 8], "..."]
+    raise Wrong(f"{what} is {found!r}, and should be {wanted!r}")
 
 
 # --- the plain formulas -------------------------------------------------------------------------

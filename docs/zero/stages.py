@@ -54,8 +54,9 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
             Task(
                 "llama.heads",
                 """One product, `layer.qkv`, yields queries, keys and values side by side: H, Hkv and
-                Hkv heads of Dh numbers. Cut them apart. Turn queries and keys, after `layer.qk_norm`.
-                Values are not turned.""",
+                Hkv heads of Dh numbers. Cut them apart. Queries and keys, side by side along axis 1,
+                go through `layer.qk_norm` and then through `turn`, together: cut them again. Values are
+                not turned.""",
                 (
                     "`model.config` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
                     "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
@@ -67,8 +68,10 @@ and cut qk into q and k again""",
             ),
             Task(
                 "llama.forward",
-                """Look up the tokens, let them run through all layers, and return the logits of those
-                that are asked. The docstring names what a layer calls.""",
+                """Look up the tokens (`model.table.embed`), let them run through all layers
+                (`model.layers`), and return the logits of those that are asked (`model.norm`, then
+                `model.head`). The docstring names what a layer calls. How a layer turns says its kind:
+                `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them stands a norm, and what is added goes to the x before the norm.",
@@ -191,7 +194,8 @@ with a span: seen & (mx.arange(T) > positions - ...)""",
                 """First all windows write their part of k and v; then each look of each window reads,
                 and `attention` takes its part of q. Return all sums, in the tokens' order. Leave them
                 in `windows[0].slab.last_read`, too: as long as that is not computed, the slab is
-                being read.""",
+                being read. `layer.index` is the layer's number in the slab, and
+                `window.looks(kind.span, kind.has_kernel, model.config.H)` are a window's looks.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
                     "`window.looks(kind.span, kind.has_kernel, model.config.H)` are the looks of a "
@@ -242,7 +246,8 @@ return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
             Task(
                 "sampling.land",
                 """Where does a mark land that stands at u times the sum of the row's weights, if the
-                weights are laid behind each other? Never on a weight of 0.""",
+                weights are laid behind each other? Never on a weight of 0. (u may be 1: then on the last
+                place with a weight.)""",
                 (
                     "A running sum says where each place ends: `mx.cumsum`.",
                     "How many places end at the mark or before it? So many lie before the one we look "
@@ -472,10 +477,11 @@ if request.prefilled:
             Task(
                 "sched.Scheduler._chunks",
                 """Go through the requests in order, and cut from each prompt the next chunk: from
-                `request.prefilled` on, no longer than `self.chunk`, than what is left of the budget, and than the
-                prompt. A token takes `self.price(start, self.chunk)` of the budget; a chunk's cost
-                is rounded up. At least one whole chunk is let in, however little is left (`left` may be below
-                0). Where the budget ends, the last chunk is cut, and no later request overtakes.
+                `request.prefilled` on, to the prompt's end at most. A token takes
+                `self.price(start, self.chunk)` of the budget, and a chunk may cost no more than `self.chunk`
+                and than what is left; its cost is rounded up. However little is left (`left` may be below 0),
+                there is an allowance of `self.chunk` for all of them together. Where the budget ends, the
+                last chunk is cut, and no later request overtakes.
                 A request whose `begins` lies behind the next step has no chunk yet; later ones go on.
                 Tell `self._note(request, start, stop, None)` of each chunk: it moves `prefilled`.
                 `source` is None. `emits`: the chunk ends its prompt.""",

@@ -47,7 +47,8 @@ def examined(
     subprocess.run(
         [COMPILER, *usual, *options, str(file), str(EXAM), "-o", str(exam), "-lm"], check=True
     )
-    return subprocess.run([exam, "4"], capture_output=True, text=True, timeout=300)
+    ends_early = ["early"] if source else []
+    return subprocess.run([exam, "4", *ends_early], capture_output=True, text=True, timeout=300)
 
 
 @NEEDS_COMPILER

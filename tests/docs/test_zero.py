@@ -302,6 +302,11 @@ def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, caps
     said = capsys.readouterr().out
     assert "no end after 3 s of work: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
+    waits = "import time; time.sleep(600)"
+    change(folder, "sched.Scheduler._chunks", "while True: pass", waits)
+    monkeypatch.setenv("NANOBATCH_ZERO_LIMIT", "1")
+    assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
+    assert "no end after 2 s: does it wait for something?" in capsys.readouterr().out
 
 
 def test_a_book_that_is_no_python_or_cannot_be_imported_says_where(tmp_path):
