@@ -38,6 +38,7 @@ from parts.model.fit import Sizes, slab_shape
 from parts.model.load import read_model
 from parts.replay import Stuck
 from parts.text.tokens import Text
+from policies import POLICIES
 
 ANSWERS = {
     "What is 17 + 6?": "7 + 6 = 13, so 17 + 6 = 23.",
@@ -1096,6 +1097,39 @@ def _() -> None:
     plans = [tale.sched.plan(0.0) for _ in range(3)]
     equal("steps planned for 2 tokens", sum(plan is not None for plan in plans), 2)
     equal("tokens planned", request.planned, 2)
+
+
+@check(6, "of a token that is none, `accept` is told all the same", "commit")
+def _() -> None:
+    tale = Tale(slots=1)
+    request = tale.submit(3, 5)
+    plan = tale.sched.plan(0.0)
+    heard = []
+
+    def accept(request: sched.Request, token: int) -> str:
+        heard.append(token)
+        return "error"
+
+    tale.sched.commit(plan, [-1], accept, 1.0)
+    equal("what `accept` was told", heard, [-1])
+    equal("the answer", (request.answer, request.finish_reason), ([], "error"))
+
+
+@check(6, "what is blocked blocks somebody", "plan")
+def _() -> None:
+    tale = Tale(slots=2, policy="serial")
+    tale.submit(3, 2)
+    equal("the slots that are blocked, though nobody waits", tale.sched.plan(0.0).blocked, ())
+
+
+@check(6, "when the last request has left, a change of the policy comes true", "finish")
+def _() -> None:
+    tale = Tale(slots=2)
+    request = tale.submit(3, 5)
+    tale.step()
+    tale.sched.drain(POLICIES["static"])
+    tale.sched.finish(request, "cancelled", 1.0)
+    equal("the policy (see `_end_drain`)", tale.sched.policy.name, "static")
 
 
 @check(6, "a request that is cancelled leaves the line, or its slot", "finish")

@@ -10,14 +10,20 @@ from screen.page import Page
 from screen.paper import Paper
 from screen.state import State
 
+NAMED = 4  # requests with the same error that are named, at most
+
 
 def draw(state: State, on: Paper) -> None:
     on.title("Errors: what has failed, the newest first", "↑↓ scroll  Esc back")
     failed = [request for request in reversed(state.ended) if request.error]
     if not (state.tracebacks or failed):
         on.say("Nothing has failed.", on.muted)
+    alike: dict[str, list[str]] = {}  # one mistake may end a whole line of requests
     for request in failed:
-        on.say(f"r{request.id} failed: {clean(request.error)}", on.bad)
+        alike.setdefault(clean(request.error), []).append(f"r{request.id}")
+    for error, names in alike.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        on.say(f"{', '.join(names[:NAMED])}{more} failed: {error}", on.bad)
     if failed:
         on.lines.append([])
     for block in reversed(state.tracebacks):
