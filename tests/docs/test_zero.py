@@ -113,7 +113,7 @@ MISTAKES = [
     ),
     Mistake(6, "sched.Scheduler.commit", "ended.append(request)", "pass", "what commit returns"),
     Mistake(6, "sched.Scheduler.finish", "self._end_drain()", "pass", "the policy"),
-    Mistake(6, "sched.Scheduler.plan", " if self.waiting else ()", "", "nobody waits"),
+    Mistake(6, "sched.Scheduler.plan", " if self.waiting else ", " or ", "nobody waits"),
     Mistake(
         8,
         "nanobatch.Runner.finish",
