@@ -287,24 +287,22 @@ static int is_over(void) { return ends_early && (differ || wrong || unlike || of
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
-  for (int i = 0; i < 60 && !is_over(); i++)
-    for (int turned = 0; turned < 2; turned++) {
-      draw_and_examine(&state, 40, 70, 150, turned);
-      draw_and_examine(&state, 9, 1500, 150, turned); /* computed in shares */
-      examine(&state, 1 + i % 3, 5, 0, turned);     /* nothing is added up */
-    }
-  for (int i = 0; i < 120 && !is_over(); i++) {
-    draw_and_examine_packed(&state, between(&state, 1, 40), 70, 400);
-    draw_and_examine_packed(&state, between(&state, 1, 14), 700, 300); /* computed in shares */
-  }
-  for (int i = 0; i < 20 && !is_over(); i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
-  for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
-    for (int form = FOUR_BITS; form <= EIGHT_BITS; form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
   for (int form = SOFTMAX; form <= NORM; form++) {
     for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
     examine_operation(&state, form, 3, 5000);
     examine_operation(&state, form, 300, 300); /* computed in shares */
   }
+  for (int i = 0; i < 60 && !is_over(); i++)
+    for (int turned = 0; turned < 2; turned++) {
+      draw_and_examine(&state, 40, 70, 150, turned);
+      draw_and_examine(&state, 9, 1500, 150, turned); /* computed in shares */
+      examine(&state, 1 + i % 3, 5, 0, turned);     /* nothing is added up */
+      draw_and_examine_packed(&state, between(&state, 1, 40), 70, 400);
+      draw_and_examine_packed(&state, between(&state, 1, 14), 700, 300); /* computed in shares */
+    }
+  for (int i = 0; i < 20 && !is_over(); i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
+  for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
+    for (int form = FOUR_BITS; form <= EIGHT_BITS; form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
   examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
