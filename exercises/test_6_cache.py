@@ -24,7 +24,7 @@ Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the o
 
 How to know: the command above, and `python -m pytest tests/book/test_runner.py
 tests/book/test_reuse.py tests/book/test_faults.py`. They take minutes. The solution in
-`exercises/solutions` adds about 33 lines. (The screen and the line that an engine begins with still count
+`exercises/solutions` adds about 60 lines. (The screen and the line that an engine begins with still count
 a slab of full width: `parts/model/fit.py`.)
 """
 
