@@ -16,7 +16,7 @@ The invariant: each request at the door ends with an answer, or when the client 
 the request holds no slot.
 
 Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, the wishes
-of three protocols; `choice.py`, the items of an answer; `journal.py`, the door's memory.
+of all protocols; `choice.py`, the items of an answer; `journal.py`, the door's memory.
 """
 
 from __future__ import annotations

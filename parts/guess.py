@@ -20,7 +20,8 @@ fall. Under a grammar some tokens are forced: these guesses are always right.
 
 What this file keeps. A guess changes no token: `Scheduler.commit` takes what the sampler says. So
 what is guessed may depend on the clock. A text of one client is never looked up for another. And
-guesses make steps that others share longer by a twentieth at most, on average.
+steps that others share become longer by about a twentieth at most, on average. (By more beside one
+other alone, since an answer counts as a copy until its first guesses have been read.)
 
 Where next: `Scheduler.plan`, which asks, and `Scheduler.commit`, which decides.
 """
