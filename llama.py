@@ -46,8 +46,10 @@ def forward(
     ids: mx.array,  # (N,)
     windows: Sequence[Window],
     asked: Sequence[int],
-) -> mx.array:  # (n, V)
-    """The tokens of all windows go in, side by side. The logits of those that are asked come out.
+) -> mx.array:  # (n, D)
+    """The tokens of all windows go in, side by side. The states of those that are asked come out.
+
+    `model.head(states)` makes logits of states, (n, V): a number for each token that may come next.
 
     `windows`: each chunk of a prompt has one of its own; decoding sequences with as many new tokens
     share one.
@@ -79,7 +81,7 @@ def forward(
         x = x + layer.out(h)
         h = layer.mlp_norm(x)
         x = x + layer.mlp(h)
-    return model.head(model.norm(x))
+    return model.norm(x)
 
 
 def heads(

@@ -33,7 +33,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -67,7 +66,7 @@ from parts.model.fit import (
     slab_of,
     slab_shape,
 )
-from parts.model.layers import Chain, Model
+from parts.model.layers import Model
 from parts.price import Price
 from parts.replay import guesses_of
 from parts.source import Checked, Report, Source
@@ -240,7 +239,6 @@ class Runner:
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model = model.for_slots_of(sizes.max_len)
-        self._body = replace(self.model, head=Chain(()))  # what comes out is a state
         self.ranks = model.ranks
         self.clock = clock
         self._device_s = 0.0  # of the step that is being started
@@ -341,7 +339,7 @@ class Runner:
                 asked += range(count, count + tokens)
                 slots += decoding
                 count += tokens
-            states = forward(self._body, mx.concatenate(ids), windows, asked)  # (n, D)
+            states = forward(self.model, mx.concatenate(ids), windows, asked)  # (n, D)
             if asked:
                 logits.append(self.model.head(states))
                 for slot, place in embeds.items():

@@ -24,6 +24,9 @@ things beside the model:
   for each step, and throws it away. The next rung asks what that costs.
 - The places of the tokens that are asked what comes next. Here that is the last one.
 
+For each of these it yields a *state*: some hundred numbers that say what has been understood so
+far. The model's *head* compares a state with every token of the vocabulary. That makes the scores.
+
 To put a list of tokens through the model, all side by side, is a *prefill*. On this rung every step
 is a prefill, and computes all tokens of the list: look at the column of tokens computed. (The time
 grows with them. You see that in a longer answer, such as rung 2 has.) Below, the program draws a
@@ -63,7 +66,8 @@ def next_token(ids: list[int]) -> int:
     # sequences: rung 3.)
     window = Window(slab, slots=[0], starts=[0], L=len(ids))
     last = len(ids) - 1
-    scores = forward(MODEL, mx.array(ids), [window], asked=[last])  # (1, V)
+    states = forward(MODEL, mx.array(ids), [window], asked=[last])  # (1, D)
+    scores = MODEL.head(states)  # (1, V)
     best = mx.argmax(scores)
     return best.item()  # MLX is lazy: until `item` asks for the number, nothing has been computed
 

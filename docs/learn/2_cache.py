@@ -70,7 +70,8 @@ def next_token(ids: list[int], slab: Slab, start: int) -> int:
     new = ids[start:]  # in all steps but the first, this is one token
     window = Window(slab, slots=[0], starts=[start], L=len(new))
     last = len(new) - 1
-    scores = forward(MODEL, mx.array(new), [window], asked=[last])  # (1, V)
+    states = forward(MODEL, mx.array(new), [window], asked=[last])  # (1, D)
+    scores = MODEL.head(states)  # (1, V)
     return mx.argmax(scores).item()
 
 

@@ -72,7 +72,8 @@ def prefill(slab: Slab, batch: list[Sequence]) -> list[int]:
         ids += [0] * (longest - sequence.length)
         window = Window(slab, slots=[slot], starts=[0], L=longest)
         windows.append(window)
-    scores = forward(MODEL, mx.array(ids), windows, asked)  # (B, V)
+    states = forward(MODEL, mx.array(ids), windows, asked)  # (B, D)
+    scores = MODEL.head(states)  # (B, V)
     return mx.argmax(scores, axis=-1).tolist()
 
 
@@ -82,7 +83,8 @@ def decode(slab: Slab, batch: list[Sequence]) -> list[int]:
     newest = [sequence.answer[-1] for sequence in batch]
     rows = [sequence.length - 1 for sequence in batch]  # all before the newest are in the slab
     window = Window(slab, slots=slots, starts=rows, L=1)
-    scores = forward(MODEL, mx.array(newest), [window], asked=slots)  # (B, V)
+    states = forward(MODEL, mx.array(newest), [window], asked=slots)  # (B, D)
+    scores = MODEL.head(states)  # (B, V)
     return mx.argmax(scores, axis=-1).tolist()
 
 

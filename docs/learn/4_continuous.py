@@ -118,7 +118,8 @@ def run(slab: Slab, plan: Plan) -> dict[int, int]:
         window = Window(slab, slots=list(plan.decodes), starts=rows, L=1)
         windows.append(window)
 
-    scores = forward(MODEL, mx.array(ids), windows, asked)  # (n, V)
+    states = forward(MODEL, mx.array(ids), windows, asked)  # (n, D)
+    scores = MODEL.head(states)  # (n, V)
     tokens = mx.argmax(scores, axis=-1).tolist()
     slots = [*plan.prefills, *plan.decodes]  # as they were asked
     return dict(zip(slots, tokens, strict=True))

@@ -94,7 +94,8 @@ def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> d
         asked[slot] = len(ids) - 1
     if decodes:
         windows.append(Window(slab, slots=list(decodes), starts=rows, L=1))
-    scores = forward(MODEL, mx.array(ids), windows, list(asked.values()))  # (n, V)
+    states = forward(MODEL, mx.array(ids), windows, list(asked.values()))  # (n, D)
+    scores = MODEL.head(states)  # (n, V)
     mx.eval(scores, slab.arrays)  # where nothing is asked, rows have to be written all the same
     if not asked:
         return {}

@@ -111,7 +111,8 @@ class Engine:
             count += len(slots)
 
         self.most = max(self.most, count)
-        scores = forward(MODEL, mx.concatenate(ids), windows, asked)  # (n, V)
+        states = forward(MODEL, mx.concatenate(ids), windows, asked)  # (n, D)
+        scores = MODEL.head(states)  # (n, V)
         sampled = mx.zeros(0)  # no token, if no prompt has come to its end and nothing decodes
         if asked:
             sampled = mx.argmax(scores, axis=-1)

@@ -230,7 +230,7 @@ def logits(ids: Sequence[int], slab: kv.Slab, start: int = 0, asked=None) -> mx.
     model, _ = demo()
     window = kv.Window(slab, [0], [start], len(ids))
     asked = range(len(ids)) if asked is None else asked
-    return llama.forward(model, mx.array(list(ids)), [window], asked)
+    return model.head(llama.forward(model, mx.array(list(ids)), [window], asked))
 
 
 def answer(prompt: str, keeps: bool) -> tuple[str, int]:
@@ -525,7 +525,7 @@ def _() -> None:
         kv.Window(slab, [slot], [0], len(ids)) for slot, ids in zip(slots, prompts, strict=True)
     ]
     ids = mx.array([*itertools.chain(*prompts)])
-    found = llama.forward(model, ids, windows, range(ids.size))
+    found = model.head(llama.forward(model, ids, windows, range(ids.size)))
     wanted = [plain_logits(prompt) for prompt in prompts]
     compare("the logits of three prompts", found, mx.concatenate(wanted), 1e-3)
     if slab.last_read is None:
@@ -535,7 +535,7 @@ def _() -> None:
     newest = [mx.argmax(logits[-1]).item() for logits in wanted]
     decoding = kv.Window(slab, [0, 1, 2], [len(prompts[i]) for i in order], 1)
     ids = mx.array([newest[i] for i in order])
-    found = llama.forward(model, ids, [decoding], range(3))
+    found = model.head(llama.forward(model, ids, [decoding], range(3)))
     wanted = [plain_logits([*prompts[i], newest[i]])[-1:] for i in order]
     compare("the logits of three tokens", found, mx.concatenate(wanted), 1e-3)
 

@@ -69,21 +69,20 @@ and cut qk into q and k again""",
             Task(
                 "llama.forward",
                 """Look up the tokens (`model.table.embed`), let them run through all layers
-                (`model.layers`), and return the logits of those that are asked (`model.norm`, then
-                `model.head`). The docstring names what a layer calls. How a layer turns says its kind:
+                (`model.layers`), and return the states of those that are asked (behind `model.norm`). The docstring names what a layer calls. How a layer turns says its kind:
                 `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them stands a norm, and what is added goes to the x before the norm.",
                     "Positions: those of all windows, behind each other. `turning(kind, positions)` is "
                     "the turn of a kind of layer; a layer's is number `layer.kind` of `model.kinds`. "
-                    "`only(x, asked)` takes the rows that are asked: once, before the head, is enough.",
+                    "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:
     q, k, v = heads(model, layer, layer.attn_norm(x), turns[layer.kind])
     x = x + layer.out(attend(model, layer, q, k, v, windows))
     x = x + layer.mlp(...)
-return model.head(model.norm(only(...)))""",
+return model.norm(only(...))""",
                 ),
             ),
         ),
@@ -329,6 +328,7 @@ and back from places to ids""",
                 a window of its own; then all of `order.decodes`, (slot, row) each, in one window. The
                 newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
                 the last token of each prefill that is `asked`, and each token that decodes.
+                What `self.model.head` makes of their states are the logits.
                 Start the pass: `self._start([logits], until=[self.slab.last_read])`. If nothing is
                 asked: `self.slab.last_read = None`, and `self._start(self.slab.written())`.
                 Return a list of the logits, the slots that are asked, in the same order, and an empty
@@ -345,7 +345,7 @@ if order.decodes:
     decoding = [slot for slot, _ in order.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
-found = forward(self.model, mx.concatenate(ids), windows, asked)
+found = self.model.head(forward(self.model, mx.concatenate(ids), windows, asked))
 start it; return [found], slots, {}     (or [], [], {})""",
                 ),
             ),

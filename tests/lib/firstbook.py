@@ -17,7 +17,7 @@ def forward(model, ids, windows, asked):
         q, k, v = heads(model, layer, layer.attn_norm(x), turn)
         x = x + layer.out(attend(model, layer, q, k, v, windows))
         x = x + layer.mlp(layer.mlp_norm(x))
-    return model.head(model.norm(only(x, asked)))
+    return model.norm(only(x, asked))
 
 
 def heads(model, layer, x, turn):
@@ -321,7 +321,7 @@ class Runner:
             ids.append(self._newest[mx.array(decoding)])
             asked += range(count, count + len(decoding))
             slots += decoding
-        logits = forward(self.model, mx.concatenate(ids), windows, asked)
+        logits = self.model.head(forward(self.model, mx.concatenate(ids), windows, asked))
         if asked:
             self._start([logits], until=[self.slab.last_read])
             return [logits], slots, {}

@@ -128,7 +128,8 @@ def ours(folder: Path, slots: list[int]) -> Counter:
 
     def step() -> list[mx.array]:
         window = kv.Window(slab, slots, starts, 1)
-        return [llama.forward(model, newest, [window], range(len(slots))), *slab.k, *slab.v]
+        states = llama.forward(model, newest, [window], range(len(slots)))
+        return [model.head(states), *slab.k, *slab.v]
 
     return count(step)
 
