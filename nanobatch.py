@@ -206,8 +206,8 @@ class Begun(NamedTuple):
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    # (slots,): -1 if a slot is not asked, or its logits were not finite. With guesses the tokens of
-    # all second rows follow, then those of all third rows
+    # (slots, 1 + guesses): what each row of a slot says. -1 if nothing was asked there, or if the
+    # logits were not finite
     tokens: mx.array
     logprobs: list[Logprobs]
     vectors: dict[int, mx.array]
@@ -216,9 +216,9 @@ class Flight(NamedTuple):
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float  # Python waited for the pass before (`Runner._start`)
 
-    def read(self) -> tuple[list[int], dict[tuple[int, int], TokenLogprob | array]]:
-        """Wait for the step: the tokens, and by slot and index the log probabilities that were asked
-        for, or the vector."""
+    def read(self) -> tuple[list[list[int]], dict[tuple[int, int], TokenLogprob | array]]:
+        """Wait for the step: the tokens by slot, and by slot and index the log probabilities that
+        were asked for, or the vector."""
         # Here, in `_start` and in `_enqueue` Python waits
         mx.eval(self.tokens, self.logprobs, self.vectors)
         found = {}
@@ -291,7 +291,7 @@ class Runner:
         emitted, logprobs = self._choose(begun, masks or {})
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         # With guesses, Python alone will know which token is the newest, and hand it in.
-        first = emitted[: self.slab.slots]
+        first = emitted[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)
         self._enqueue(emitted, self._newest, self._slot_state.history, logprobs, begun.vectors)
         took = begun.took + self.clock() - resumed
@@ -370,21 +370,22 @@ class Runner:
         """A token for each row that asks, -1 for the others. On a rank that follows, all are -1."""
         order = begun.order
         most = max([1, *map(len, order.known.values())])
-        emitted = mx.full(most * self.slab.slots, -1, mx.int32)
+        emitted = mx.full((self.slab.slots, most), -1, mx.int32)
         if not begun.slots or self.ranks.rank:
             return emitted, []
         picks: list[Pick] = []
-        places = []  # in `Flight.tokens`
+        places = []  # of each pick, among the rows of its slot
         by_row = {}
         for slot in begun.slots:
             for i, pick in enumerate(order.rows(slot)):
                 if slot in masks:  # behind a guess that is forbidden, any mask will do
                     by_row[len(picks)] = masks[slot][min(i, len(masks[slot]) - 1)]
                 picks.append(pick)
-                places.append(i * self.slab.slots + slot)
+                places.append(i)
         logits = mx.concatenate(begun.logits)
         tokens, logprobs = choose(logits, picks, self._slot_state, by_row)
-        emitted[mx.array(places)] = tokens
+        slots = mx.array([pick.slot for pick in picks])
+        emitted[slots, mx.array(places)] = tokens
         return emitted, logprobs
 
     def _copy_prefix(self, prefill: Prefill) -> None:
@@ -678,9 +679,6 @@ class Engine:
         began = self.clock()
         tokens, logprobs = flight.read()
         read = self.clock()
-        sampled = []
-        for member in plan.emitters:
-            sampled += tokens[member.slot :: self.sched.slots][: 1 + len(member.guess)]
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         said = self._ledger.output_tokens
         before = [decode.request.right for decode in plan.decodes]
@@ -689,7 +687,7 @@ class Engine:
             for member in plan.emitters:
                 if member.request.finish_reason is not None:
                     ghosts.append(member.slot)
-            for request in self.sched.commit(plan, sampled, accept, read):
+            for request in self.sched.commit(plan, tokens, accept, read):
                 self._ledger.retire(request.id)
             view = StepView.of(
                 plan,

@@ -154,12 +154,6 @@ class Plan:
     def guessed(self) -> int:
         return sum(len(decode.guess) for decode in self.decodes)
 
-    def rows(self, tokens: Sequence[int]) -> Iterator[tuple[Chunk | Decode, list[int]]]:
-        """Each emitter, and the tokens that its rows said."""
-        rest = iter(tokens)
-        for member in self.emitters:
-            yield member, list(islice(rest, 1 + len(member.guess)))
-
 
 class Policy(NamedTuple):
     """All in which policies differ (`policies.py`)."""
@@ -175,6 +169,7 @@ class Policy(NamedTuple):
 # token, if all tokens up to that one have been read. Never more than the answer may still have
 # behind the next token: so no guess gets a row beyond the slot's end.
 Guess = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
+Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
 
 
@@ -369,19 +364,18 @@ class Scheduler:
 
     # --- commit
 
-    def commit(
-        self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float
-    ) -> list[Request]:
+    def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> list[Request]:
         """Hand out the tokens, and free the slots of requests that end. Returns the ended ones.
 
-        `tokens`: one for each row of each emitter. Behind a wrong guess they count for nothing.
+        `tokens`: by slot, what its rows say. Behind a wrong guess they count for nothing.
 
         Results belong to requests, not to slots: when a token is read, its slot may have a new
         owner.
         """
         ended = []
-        for member, said in plan.rows(tokens):
+        for member in plan.emitters:
             request = member.request
+            said = tokens[member.slot][: 1 + len(member.guess)]
             if request.finish_reason is not None:
                 continue  # a ghost: it ended after this step had been planned
             request.guessed += len(member.guess)

@@ -86,13 +86,13 @@ class Dictation:
 
     def _dictate(self, begun, masks):
         emitted, logprobs = self._choose(begun, masks)
-        slots = self.engine.sched.slots
         owners = {request.slot: request.id for request in self.engine.sched.running.values()}
-        said = [-1] * emitted.size
+        slots, rows = emitted.shape
+        said = [[-1] * rows for _ in range(slots)]
         for slot in begun.slots:
             answer = self.answers.get(owners.get(slot), ())
             for i, pick in enumerate(begun.order.rows(slot)):
                 known = pick.index < len(answer)
-                said[i * slots + slot] = answer[pick.index] if known else 0
+                said[slot][i] = answer[pick.index] if known else 0
         # Always true: but what was chosen has to be computed first
         return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), logprobs

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from parts.price import NEVER, Price
-from sched import Plan, Policy, Request, Scheduler
+from sched import Plan, Policy, Request, Scheduler, Tokens
 
 SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
 WRONG = SAID + 1  # and a guess that is wrong
@@ -117,7 +117,7 @@ class Replay:
         if any(guest.guesses for guest in self._coming):
             sched.guess = self._guess
         self._leaving: list[Guest] = []
-        self._flights: deque[tuple[Plan, Sequence[int]]] = deque()  # planned, and not committed
+        self._flights: deque[tuple[Plan, Tokens]] = deque()  # planned, and not committed
 
     @classmethod
     def under(
@@ -177,9 +177,9 @@ class Replay:
         coming = [self._guesses.get(member.request.id) for member in plan.emitters]
         return any(known and known[0][0] for known in coming)
 
-    def run(self, plan: Plan) -> Sequence[int]:
-        """In place of a device: a token for each row that yields one."""
-        return [SAID] * (len(plan.emitters) + plan.guessed)
+    def run(self, plan: Plan) -> Tokens:
+        """In place of a device: by slot, a token for each row that yields one."""
+        return {member.slot: [SAID] * (1 + len(member.guess)) for member in plan.emitters}
 
     def accept(self, request: Request, token: int) -> str | None:
         """Why an answer ends with this token; None if it goes on."""

@@ -83,7 +83,7 @@ class Engine:
         return plan is not None or is_due
 
     def run(self, plan: Plan) -> mx.array:  # (n,)
-        """Start a step. Out comes a token for each of the plan's emitters, in their order.
+        """Start a step. A token comes out for each of the plan's emitters, in their order.
 
         The tokens are a promise: the device computes them while Python goes on.
         """
@@ -123,7 +123,9 @@ class Engine:
 
     def commit(self, plan: Plan, sampled: mx.array) -> None:
         """Hand out the tokens of a step."""
-        tokens = sampled.tolist()  # here Python waits for the device
+        tokens = {}  # by slot
+        for member, token in zip(plan.emitters, sampled.tolist(), strict=True):  # here Python waits
+            tokens[member.slot] = [token]  # of guesses there would be several
         self.draw(plan)
         self.sched.commit(plan, tokens, why_it_ends, time.perf_counter())
 

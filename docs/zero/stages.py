@@ -69,7 +69,8 @@ and cut qk into q and k again""",
             Task(
                 "llama.forward",
                 """Look up the tokens (`model.table.embed`), let them run through all layers
-                (`model.layers`), and return the states of those that are asked (behind `model.norm`). The docstring names what a layer calls. How a layer turns says its kind:
+                (`model.layers`), and return the states of those that are asked (behind `model.norm`). The
+                docstring names what a layer calls. How a layer turns says its kind:
                 `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
@@ -352,15 +353,14 @@ start it; return [found], slots, {}     (or [], [], {})""",
             Task(
                 "nanobatch.Runner._choose",
                 """`begun.logits` has a row for each of `begun.slots`; `begun.order.picks` says, by
-                slot, how its token is chosen. Return an array of as many numbers as there are slots:
-                the token of each slot that was asked, and -1 for the others; and the log
-                probabilities, as `choose` returns them. If nothing was asked: all -1, and an empty
-                list. (Leave `masks`, guesses and `order.rows` aside.)""",
+                slot, how its token is chosen. Return an array (slots, 1): the token of each slot that
+                was asked, and -1 for the others; and the log probabilities, as `choose` returns them.
+                If nothing was asked: all -1, and an empty list. (Leave `masks`, guesses and `order.rows` aside.)""",
                 (
                     "`choose(logits, picks, self._slot_state)` returns tokens (n,) and log "
                     "probabilities. It wants the picks in the order of the rows.",
-                    "`mx.full(count, -1, mx.int32)`, and then `emitted[mx.array(slots)] = tokens`.",
-                    """emitted = mx.full(self.slab.slots, -1, mx.int32)
+                    "`mx.full((slots, 1), -1, mx.int32)`, and then `emitted[mx.array(slots), 0] = tokens`.",
+                    """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
 if not begun.slots: return emitted, []
 picks = [begun.order.picks[slot] for slot in begun.slots]
 tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
@@ -416,17 +416,17 @@ return Plan(step=self.steps, at=now, admitted=tuple(admitted), ..., emitters=tup
             ),
             Task(
                 "sched.Scheduler.commit",
-                """Each of `plan.emitters` gets its token, in order: append it to `request.answer`, unless
-                it is below 0 (then the logits were not finite). `accept(request, token)` is told of each, and says why
-                the answer ends, or None. With `max_tokens` tokens it ends, too: "length". `self.finish`
-                ends a request. A request that had ended before (a ghost) gets nothing, and accept is not told.
+                """Each of `plan.emitters` gets its token, in order: the only one in the list of its slot.
+                Append it to `request.answer`, unless it is below 0 (then the logits were not finite).
+                `accept(request, token)` is told of each, and says why the answer ends, or None. With
+                `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A request that had ended before (a ghost) gets nothing, and accept is not told.
                 Return those that ended now.""",
                 (
                     "`request.finish_reason` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
                     'before "length".',
-                    """for member, token in zip(plan.emitters, tokens, strict=True):
-    request = member.request
+                    """for member in plan.emitters:
+    request, token = member.request, tokens[member.slot][0]
     if request.finish_reason is not None: continue
     if token >= 0: request.answer.append(token)
     reason = accept(request, token)
@@ -519,7 +519,7 @@ if request.prefilled:
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
-                    "`mx.where(emitted >= 0, emitted, self._newest)`",
+                    "With `first = emitted[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
 emitted, logprobs = self._choose(begun, masks or {})
 self._newest = mx.where(...)

@@ -101,7 +101,7 @@ MISTAKES = [
         8, "nanobatch.Engine._may_fly", "return 1", "return 0", "starts before the last one is"
     ),
     Mistake(
-        8, "nanobatch.Runner.finish", "tokens < 0", "tokens < -1", "newest tokens on the device"
+        8, "nanobatch.Runner.finish", "newest < 0", "newest < -1", "newest tokens on the device"
     ),
     Mistake(8, "nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
     Mistake(

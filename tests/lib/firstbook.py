@@ -250,8 +250,9 @@ class Scheduler:
 
     def commit(self, plan, tokens, accept, now):
         ended = []
-        for member, token in zip(plan.emitters, tokens):
+        for member in plan.emitters:
             request = member.request
+            token = tokens[member.slot][0]
             if request.finish_reason:
                 continue
             if token >= 0:
@@ -289,7 +290,8 @@ class Runner:
     def finish(self, begun, masks):
         resumed = self.clock()
         tokens, logprobs = self._choose(begun, masks or {})
-        self._newest = mx.where(tokens < 0, self._newest, tokens)
+        newest = tokens[:, 0]
+        self._newest = mx.where(newest < 0, self._newest, newest)
         self._enqueue(tokens, self._newest, self._slot_state.history, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
@@ -330,12 +332,12 @@ class Runner:
         return [], [], {}
 
     def _choose(self, begun, masks):
-        emitted = mx.full(self.slab.slots, -1, mx.int32)
+        emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
         if not begun.slots:
             return emitted, []
         picks = [begun.order.picks[slot] for slot in begun.slots]
         tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
-        emitted[mx.array(begun.slots)] = tokens
+        emitted[mx.array(begun.slots), 0] = tokens
         return emitted, logprobs
 
 

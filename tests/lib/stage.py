@@ -196,7 +196,7 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
             if pick.index == 5 and len(order.decodes) >= many and place in flight.logprobs:
                 found = flight.logprobs[place]
                 if wrong == "token":
-                    flight.tokens[slot] = stage.engine.text.token(" wolf")
+                    flight.tokens[slot] = [stage.engine.text.token(" wolf")]
                 else:
                     flight.logprobs[place] = found._replace(logprob=found.logprob + 2**-20)
                 turned.append(slot)

@@ -75,7 +75,7 @@ class Story(Replay):
             return 0
         return super()._may_fly(plan)
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> dict[int, list[int]]:
         self.write(plan)
         self.plans.append(plan)
         cost = len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks)
@@ -83,13 +83,14 @@ class Story(Replay):
         for chunk in plan.chunks:
             assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
         assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
-        said = []
-        for request, *_, guess in plan.emitters:
+        said = {}
+        for request, slot, *_, guess in plan.emitters:
             index = request.planned - 1 - len(guess)
             is_right = True
+            said[slot] = []
             for i, guessed in enumerate((*guess, None)):
                 token = self.says(request, index + i)
-                said.append(token if is_right else guessed or 0)  # behind a wrong guess nonsense
+                said[slot].append(token if is_right else guessed or 0)  # behind it nonsense
                 is_right = is_right and token == guessed
         return said
 

@@ -88,7 +88,7 @@ class WordText:
 @dataclass
 class WordFlight:
     runner: WordRunner
-    tokens: list[int]
+    tokens: list[list[int]]
     began: float
     cost: float
     device_s: float
@@ -97,7 +97,7 @@ class WordFlight:
     build_s: float = 0.001
     wait_s: float = 0.0
 
-    def read(self) -> tuple[list[int], dict]:
+    def read(self) -> tuple[list[list[int]], dict]:
         if self.ended is None:
             self.runner.time.now += self.cost
             self.ended = self.runner.time.now
@@ -129,12 +129,13 @@ class WordRunner:
         for chunk in order.prefills:
             held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
-        tokens = [-1] * self.slots * max([1, *map(len, order.known.values())])
+        tokens = [[-1] for _ in range(self.slots)]
         logprobs = {}
         for slot in order.picks:
-            for i, pick in enumerate(order.rows(slot)):
+            tokens[slot] = []
+            for pick in order.rows(slot):
                 said = self.says(slot, pick.index)
-                tokens[i * self.slots + slot] = said
+                tokens[slot].append(said)
                 if pick.sampling.logprobs is not None:
                     logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
