@@ -68,7 +68,6 @@ from parts.model.fit import (
 )
 from parts.model.layers import Model
 from parts.price import Price
-from parts.replay import guesses_of
 from parts.source import Checked, Report, Source
 from parts.text.tokens import Text
 from policies import DEFAULT, POLICIES, policy_of
@@ -681,17 +680,13 @@ class Engine:
         read = self.clock()
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         said = self._ledger.output_tokens
-        before = [decode.request.right for decode in plan.decodes]
         with self.changed:
-            ghosts = []
-            for member in plan.emitters:
-                if member.request.finish_reason is not None:
-                    ghosts.append(member.slot)
-            for request in self.sched.commit(plan, tokens, accept, read):
+            done = self.sched.commit(plan, tokens, accept, read)
+            for request in done.ended:
                 self._ledger.retire(request.id)
             view = StepView.of(
                 plan,
-                tuple(ghosts),
+                done.ghosts,
                 started=flight.began,
                 build_s=flight.build_s,
                 device_s=flight.device_s,
@@ -699,7 +694,7 @@ class Engine:
                 read=read,
                 ended=self.clock(),
                 tokens=self._ledger.output_tokens - said,
-                guesses=guesses_of(plan, before),
+                guesses=done.guesses,
             )
             self._ledger.record(view)
             self.guesses.learn(plan, read)

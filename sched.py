@@ -44,7 +44,7 @@ which slot suits a new prompt, and which slot holds the rows of its beginning.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -153,6 +153,14 @@ class Plan:
     @property
     def guessed(self) -> int:
         return sum(len(decode.guess) for decode in self.decodes)
+
+
+class Committed(NamedTuple):
+    """What became of a step, once its tokens were handed out."""
+
+    ended: list[Request]
+    ghosts: tuple[int, ...]  # slots whose request had ended before: their tokens were dropped
+    guesses: tuple[tuple[int, int, int], ...]  # (slot, guessed, right)
 
 
 class Policy(NamedTuple):
@@ -364,8 +372,8 @@ class Scheduler:
 
     # --- commit
 
-    def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> list[Request]:
-        """Hand out the tokens, and free the slots of requests that end. Returns the ended ones.
+    def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
+        """Hand out the tokens, and free the slots of requests that end.
 
         `tokens`: by slot, what its rows say. Behind a wrong guess they count for nothing.
 
@@ -373,11 +381,14 @@ class Scheduler:
         owner.
         """
         ended = []
+        ghosts = []
+        right: Counter[int] = Counter()  # by slot
         for member in plan.emitters:
             request = member.request
             said = tokens[member.slot][: 1 + len(member.guess)]
             if request.finish_reason is not None:
-                continue  # a ghost: it ended after this step had been planned
+                ghosts.append(member.slot)  # it ended after this step had been planned
+                continue
             request.guessed += len(member.guess)
             if member.guess and min(said) < 0:
                 self._begin_again(member)
@@ -393,10 +404,12 @@ class Scheduler:
                     ended.append(request)
                 if reason or token != guessed:
                     break
-                request.right += 1
+                right[member.slot] += 1
+            request.right += right[member.slot]
             if member.guess:
                 request.planned = request.committed
-        return ended
+        guesses = [(d.slot, len(d.guess), right[d.slot]) for d in plan.decodes if d.guess]
+        return Committed(ended, tuple(ghosts), tuple(guesses))
 
     def _begin_again(self, decode: Decode) -> None:
         """A row of this piece is not finite, and nothing that it said is taken.

@@ -46,18 +46,8 @@ class Ran(NamedTuple):
     plan: Plan
     began: float
     ended: float
-    ghosts: list[int]  # slots whose request had ended before
+    ghosts: tuple[int, ...]  # slots whose request had ended before
     guesses: tuple[tuple[int, int, int], ...] = ()  # (slot, guessed, right)
-
-
-def guesses_of(plan: Plan, before: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """A step's guesses, once it has been committed: (slot, guessed, right). `before`: by decode, how
-    many were right before."""
-    found = []
-    for (request, slot, _, guess), known in zip(plan.decodes, before, strict=True):
-        if guess:
-            found.append((slot, len(guess), request.right - known))
-    return tuple(found)
 
 
 def guesses_in(
@@ -196,12 +186,10 @@ class Replay:
     def _commit(self) -> Ran:
         plan, tokens = self._flights.popleft()
         self._look(plan.step, is_read=True)
-        ghosts = [each.slot for each in plan.emitters if each.request.finish_reason is not None]
         began = self.now
         self.now += self.seconds(plan)
-        before = [decode.request.right for decode in plan.decodes]
-        self.sched.commit(plan, tokens, self.accept, self.now)
-        return Ran(plan, began, self.now, ghosts, guesses_of(plan, before))
+        done = self.sched.commit(plan, tokens, self.accept, self.now)
+        return Ran(plan, began, self.now, done.ghosts, done.guesses)
 
     def _look(self, step: int, is_read: bool) -> None:
         """Before a step is planned or read: who comes, and who leaves?"""

@@ -1076,16 +1076,21 @@ def _() -> None:
     equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
 
 
-@check(6, "a commit hands out tokens, and returns who has ended", "commit")
+@check(6, "a commit hands out tokens, and says who has ended, now or before", "commit")
 def _() -> None:
     tale = Tale(slots=2)
     first = tale.submit(3, 1)
     second = tale.submit(3, 5)
     plan = tale.sched.plan(0.0)
-    ended = tale.sched.commit(plan, tale.run(plan), tale.accept, 7.0)
-    equal("what commit returns", [*ended], [first])
+    tokens = tale.run(plan)
+    done = tale.sched.commit(plan, tokens, tale.accept, 7.0)
+    equal("who has ended", ([name(r) for r in done.ended], [*done.ghosts]), (["A"], []))
     equal("their answers", [len(first.answer), len(second.answer)], [1, 1])
     equal("the moment of the end", first.ended, 7.0)
+    plan = tale.sched.plan(8.0)
+    tale.sched.finish(second, "cancelled", 9.0)
+    done = tale.sched.commit(plan, tale.run(plan), tale.accept, 9.0)
+    equal("who has ended, and the slots of ghosts", (done.ended, [*done.ghosts]), ([], [1]))
 
 
 @check(6, "no token is planned behind the last one, though none has been read", "plan")

@@ -419,19 +419,21 @@ return Plan(step=self.steps, at=now, admitted=tuple(admitted), ..., emitters=tup
                 """Each of `plan.emitters` gets its token, in order: the only one in the list of its slot.
                 Append it to `request.answer`, unless it is below 0 (then the logits were not finite).
                 `accept(request, token)` is told of each, and says why the answer ends, or None. With
-                `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A request that had ended before (a ghost) gets nothing, and accept is not told.
-                Return those that ended now.""",
+                `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A
+                request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
+                `Committed`: those that ended now, the slots of ghosts, and no guesses.""",
                 (
                     "`request.finish_reason` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
                     'before "length".',
                     """for member in plan.emitters:
     request, token = member.request, tokens[member.slot][0]
-    if request.finish_reason is not None: continue
+    if request.finish_reason is not None: ghosts.append(member.slot); continue
     if token >= 0: request.answer.append(token)
     reason = accept(request, token)
     if reason is None and ...: reason = "length"
-    if reason: self.finish(request, reason, now); ended.append(request)""",
+    if reason: self.finish(request, reason, now); ended.append(request)
+return Committed(ended, tuple(ghosts), guesses=())""",
                 ),
             ),
             Task(

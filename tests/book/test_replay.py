@@ -31,7 +31,7 @@ def timeline(replay: Replay) -> list[str]:
     for plan, began, ended, ghosts, _ in replay:
         chunks = [f"{chunk.request.id}:p" for chunk in plan.chunks]
         decodes = [f"{decode.request.id}:d" for decode in plan.decodes]
-        ghost = f" ghosts {ghosts}" if ghosts else ""
+        ghost = f" ghosts {[*ghosts]}" if ghosts else ""
         lines.append(f"{began:.0f}-{ended:.0f} | {' '.join([*chunks, *decodes])}{ghost}")
     return lines
 

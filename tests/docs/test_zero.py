@@ -111,7 +111,7 @@ MISTAKES = [
         "self.waiting.values()",
         "the policy short",
     ),
-    Mistake(6, "sched.Scheduler.commit", "ended.append(request)", "pass", "what commit returns"),
+    Mistake(6, "sched.Scheduler.commit", "ended.append(request)", "pass", "who has ended"),
     Mistake(6, "sched.Scheduler.finish", "self._end_drain()", "pass", "the policy"),
     Mistake(6, "sched.Scheduler.plan", " if self.waiting else ", " or ", "nobody waits"),
     Mistake(

@@ -250,6 +250,7 @@ class Scheduler:
 
     def commit(self, plan, tokens, accept, now):
         ended = []
+        ghosts = [each.slot for each in plan.emitters if each.request.finish_reason]
         for member in plan.emitters:
             request = member.request
             token = tokens[member.slot][0]
@@ -263,7 +264,7 @@ class Scheduler:
             if reason:
                 self.finish(request, reason, now)
                 ended.append(request)
-        return ended
+        return Committed(ended, tuple(ghosts), ())
 
     def finish(self, request, reason, now):
         if request.finish_reason:
