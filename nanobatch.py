@@ -528,7 +528,6 @@ class Engine:
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
-        self._next_id = 1
         self._loop: Loop | None = None
         self._closed = False
         self._slab_is_lost = False  # with a step that failed
@@ -549,11 +548,9 @@ class Engine:
         self.price = Price(far_position(model.config))
         self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
         self._sizes = sizes
-        for name, size in sizes._asdict().items():
-            setattr(self.sched, name, size)
+        self.sched.resize(*sizes)
         self.sched.price = self.price
         self.sched.guess = self.guesses
-        self.sched.start_over(handle.request for handle in self._ledger.open.values())
 
     @classmethod
     def load(
@@ -668,9 +665,8 @@ class Engine:
         if planned is None or not self.run_ahead:
             return 0
         plan, _ = planned
-        if self.hurries and plan.has_first_token:
-            return 0
-        return 0 if plan.guessed or self.guesses.may_follow(plan) else 1
+        is_due = plan.is_due(self.hurries) or self.guesses.may_follow(plan)
+        return 0 if is_due else 1
 
     def _commit(self) -> None:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
@@ -759,7 +755,7 @@ class Engine:
             self._is_reloading = is_reloading
             self.runner = None
             self.model = self.model.without_weights()
-            self.sched.start_over(())  # no slot remembers anything
+            self.sched.start_over()  # no slot remembers anything
         device.give_back()
 
     def _come_back(self) -> None:
@@ -841,7 +837,7 @@ class Engine:
                     self._end(handle, "error", describe(error), error)
             self._flights.clear()
             self._slab_is_lost = True
-            self.sched.start_over(handle.request for handle in self._ledger.open.values())
+            self.sched.start_over()
 
     def _commit_the_started(self) -> None:
         """Commit what is in flight, as far as it can be read."""
@@ -919,13 +915,13 @@ class Engine:
                 raise RuntimeError("the engine is closed; load another")
             if self._is_reloading or self.text is not text:  # the ids would mean something else
                 raise RuntimeError("the engine reads another model; try again in a while")
-            shares = self.reuse and reuse
-            request = Request(self._next_id, ids, max_tokens, self.clock(), shares, client)
+            reuse = reuse and self.reuse
+            id = self.sched.submitted + 1
+            request = Request(id, ids, max_tokens, self.clock(), reuse, client)
             request.hints = Hints(grammar) if guesses and self.guesses.most != 0 else None
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
-            self._next_id += 1
             self.changed.notify_all()
         return handle
 

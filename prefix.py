@@ -55,7 +55,6 @@ class Trail(NamedTuple):
 
     tokens: Sequence[int] = ()
     nodes: Sequence[Node] = ()
-    root: Node | None = None  # before the first node; None if the text shares nothing
 
 
 class Prefixes:
@@ -74,11 +73,9 @@ class Prefixes:
         self._children: WeakValueDictionary[tuple[Node, bytes], Node]
         self._children = WeakValueDictionary()
 
-    def trail(self, prompt: Sequence[int], shares: bool) -> Trail:
-        """A prompt and its path. A prompt that shares no rows has no path."""
-        if not shares:
-            return Trail(prompt)
-        return Trail(prompt, self._walk(prompt, self._root), self._root)
+    def trail(self, prompt: Sequence[int], reuse: bool) -> Trail:
+        """A prompt and its path. A prompt without reuse has no path."""
+        return Trail(prompt, self._walk(prompt, self._root) if reuse else ())
 
     def _walk(self, tokens: Sequence[int], last: Node) -> list[Node]:
         """The nodes behind `last`, along these tokens."""
@@ -144,14 +141,14 @@ class Prefixes:
         return slot, f"has its first {rows:,} rows"
 
     def best_source(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
-        """The most rows of this prompt that a slot holds, and the slot.
+        """How many rows of this prompt to begin with, and the slot to copy them from.
 
-        It is the slot itself, unless another one has `worth` rows more. To copy fewer rows takes
-        longer than to compute them.
+        None: the slot itself holds them. Another one has to hold `worth` rows more. To copy fewer
+        takes longer than to compute them.
         """
-        near = self.match(trail, (slot,))
-        most = self.match(trail, range(len(self.rows)))
-        return most if most[0] >= near[0] + worth else near
+        near, _ = self.match(trail, (slot,))
+        most, source = self.match(trail, range(len(self.rows)))
+        return (most, source) if most >= near + worth else (near, None)
 
     def begin_alike(self, one: Trail, other: Trail, rows: int) -> bool:
         """Do two prompts begin with the same `rows` rows, as far as whole segments tell?"""
@@ -178,11 +175,9 @@ class Prefixes:
 
     def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
         """Behind this prompt, the slot holds the rows of these tokens of its answer."""
-        if trail.root is None:
-            return
         tokens = [*trail.tokens, *answer]
         rest = tokens[len(trail.nodes) * self.segment :]
-        last = trail.nodes[-1] if trail.nodes else trail.root
+        last = trail.nodes[-1] if trail.nodes else self._root
         longer = self._walk(rest, last)
         self.hold(slot, Trail(tokens, [*trail.nodes, *longer]), len(tokens))
 

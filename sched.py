@@ -65,7 +65,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    shares: bool = True  # may rows be taken over from other prompts, and by others?
+    reuse: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
     came: int = 0  # steps planned before the request came
     begins: int = 0  # no chunk is read before this step, if a replay says so
@@ -112,8 +112,12 @@ class Chunk(NamedTuple):
     stop: int
     cost: int  # how much of the budget the chunk takes: each token has a price
     source: int | None  # before this chunk, rows [0:start] are copied from this slot
-    emits: bool  # the last chunk of a prompt yields a token, the one that follows the prompt
     guess: tuple[int, ...] = ()  # behind a prompt nothing is guessed
+
+    @property
+    def emits(self) -> bool:
+        """The last chunk of a prompt yields a token, the one that follows the prompt."""
+        return self.stop == len(self.request.prompt)
 
 
 class Decode(NamedTuple):
@@ -144,15 +148,27 @@ class Plan:
     blocked: tuple[int, ...]  # slots that are free but shut, by the policy or by a drain
     waiting: int  # how many requests are left in line
     policy: str  # the policy at that moment
-    emitters: tuple[Chunk | Decode, ...]  # the chunks and decodes with a token for each row
 
     @property
-    def has_first_token(self) -> bool:
-        return any(chunk.emits for chunk in self.chunks)
+    def emitters(self) -> tuple[Chunk | Decode, ...]:
+        """The chunks and decodes with a token for each row."""
+        return (*(chunk for chunk in self.chunks if chunk.emits), *self.decodes)
 
     @property
     def guessed(self) -> int:
         return sum(len(decode.guess) for decode in self.decodes)
+
+    @property
+    def cost(self) -> int:
+        """How much of the budget it takes."""
+        return len(self.decodes) + self.guessed + sum(chunk.cost for chunk in self.chunks)
+
+    def is_due(self, hurries: bool) -> bool:
+        """Must its tokens be read before the next step is planned? With guesses, they must.
+
+        `hurries`: also if one of them is the first of an answer.
+        """
+        return self.guessed > 0 or (hurries and any(chunk.emits for chunk in self.chunks))
 
 
 class Committed(NamedTuple):
@@ -169,7 +185,8 @@ class Policy(NamedTuple):
     name: str
     does: str  # in a sentence, for people
     room: Callable[[int, int], int]  # (free slots, running requests) -> how many may come in now
-    # The requests in line, those to be admitted first in front. Each one taken is admitted.
+    # Yields the requests in line, the one to be admitted first in front. The scheduler takes no more
+    # than it admits, so `next` may count each of them as admitted.
     next: Callable[[Scheduler], Iterator[Request]]
 
 
@@ -206,10 +223,6 @@ class Scheduler:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
-        self.slots = slots
-        self.max_len = max_len
-        self.chunk = chunk
-        self.budget = budget
         self.price = price
         self.guess = guess
         self.max_queue = max_queue
@@ -217,7 +230,17 @@ class Scheduler:
         self.draining_to: Policy | None = None
         self.steps = 0
         self.submitted = 0
-        self.start_over(())
+        self.running: dict[int, Request] = {}  # by id, in the order of admission
+        self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
+        self.resize(slots, max_len, chunk, budget)
+
+    def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
+        """Begin again with a slab of this size, and with these bounds of a chunk and of a step."""
+        self.slots = slots
+        self.max_len = max_len
+        self.chunk = chunk
+        self.budget = budget
+        self.start_over()
 
     @property
     def free(self) -> list[int]:
@@ -239,7 +262,7 @@ class Scheduler:
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
-        request.trail = self.prefixes.trail(request.prompt, request.shares)
+        request.trail = self.prefixes.trail(request.prompt, request.reuse)
         request.came = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
@@ -277,14 +300,9 @@ class Scheduler:
         scrubs = []
         for r in running:
             if r.slot in self._to_scrub:
-                start, stop = self._to_scrub.pop(r.slot)
-                scrubs.append((r.slot, start, stop))
-        emitters = [*(chunk for chunk in chunks if chunk.emits), *decodes]
-        for member in emitters:
-            # From here to its commit, the request is one token ahead, or more with guesses.
-            member.request.planned += 1 + len(member.guess)
+                scrubs.append((r.slot, *self._to_scrub.pop(r.slot)))
         chunked = {chunk.request.id for chunk in chunks}
-        return Plan(
+        plan = Plan(
             step=self.steps,
             at=now,
             admitted=tuple(admitted),
@@ -295,8 +313,11 @@ class Scheduler:
             blocked=blocked,
             waiting=len(self.waiting),
             policy=self.policy.name,
-            emitters=tuple(emitters),
         )
+        for member in plan.emitters:
+            # From here to its commit, the request is one token ahead, or more with guesses.
+            member.request.planned += 1 + len(member.guess)
+        return plan
 
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to requests in line."""
@@ -346,10 +367,7 @@ class Scheduler:
             cost = math.ceil((stop - start) * price)
             left -= cost
             self._note(request, start, stop, source)
-            copied = None if source == request.slot else source  # a slot needs no copy of itself
-            emits = stop == len(request.prompt)
-            slot = request.slot
-            chunks.append(Chunk(request, slot, start, stop, cost, source=copied, emits=emits))
+            chunks.append(Chunk(request, request.slot, start, stop, cost, source))
         return chunks
 
     def _is_being_written(self, request: Request, start: int, chunks: Sequence[Chunk]) -> bool:
@@ -381,14 +399,13 @@ class Scheduler:
         owner.
         """
         ended = []
-        ghosts = []
+        ghosts = [each.slot for each in plan.emitters if each.request.finish_reason is not None]
         right: Counter[int] = Counter()  # by slot
         for member in plan.emitters:
             request = member.request
             said = tokens[member.slot][: 1 + len(member.guess)]
-            if request.finish_reason is not None:
-                ghosts.append(member.slot)  # it ended after this step had been planned
-                continue
+            if member.slot in ghosts:
+                continue  # the request ended after this step had been planned
             request.guessed += len(member.guess)
             if member.guess and min(said) < 0:
                 self._begin_again(member)
@@ -419,9 +436,8 @@ class Scheduler:
         in one piece. All its rows are zeroed, and the request goes on without guesses. If the
         newest token itself is to blame, it will be seen in the next step.
         """
-        request = decode.request
-        request.hints = None
-        self._to_scrub[decode.slot] = (decode.position, len(request.prompt) + request.planned)
+        decode.request.hints = None
+        self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
         """End a request in whatever phase. Its slot is free for the next plan.
@@ -455,7 +471,8 @@ class Scheduler:
         else:
             # The newest token has no row that is proven.
             proven = len(request.prompt) + request.committed - 1
-            self.prefixes.hold_answer(slot, request.trail, request.answer[:-1])
+            if request.reuse:
+                self.prefixes.hold_answer(slot, request.trail, request.answer[:-1])
         has_ghost = request.planned > request.committed
         if request.prefilled and (proven == 0 or has_ghost):
             written = len(request.prompt) + request.planned
@@ -464,23 +481,21 @@ class Scheduler:
 
     # --- beginning again, and checking
 
-    def start_over(self, still_open: Iterable[Request]) -> None:
-        """Begin with a new slab, and with these requests in line, in the order of their arrival.
+    def start_over(self) -> None:
+        """Begin with a new slab. All requests stand in line, in the order of their arrival.
 
-        After a failure these requests remain. None has yielded a token: then a request cannot begin
-        again.
+        None of them has yielded a token: then a request cannot begin again.
         """
+        self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
+        self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
-        self.running: dict[int, Request] = {}  # by id, in the order of admission
-        self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
-        for request in sorted(still_open, key=lambda request: request.id):
+        for request in self.waiting.values():
             assert request.committed == 0, request
             request.slot = request.admitted = None
             request.policy = ""
             request.reused = request.prefilled = request.planned = 0
-            request.trail = self.prefixes.trail(request.prompt, request.shares)
-            self.waiting[request.id] = request
+            request.trail = self.prefixes.trail(request.prompt, request.reuse)
         self._end_drain()
 
     def check(self) -> None:

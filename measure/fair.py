@@ -40,7 +40,7 @@ def crowd(dice: random.Random, every: int) -> list[Guest]:
         step = 1 + every * max(0, id - MANY + 1)
         prompt = (0,) * dice.randint(20, 200)
         most = dice.randint(16, 320)
-        request = Request(id, prompt, most, 0.0, shares=False, client=client)
+        request = Request(id, prompt, most, 0.0, reuse=False, client=client)
         guests.append(Guest(request, most, comes=step))
     return guests
 

@@ -113,7 +113,7 @@ def guest_of(
         (0,) * metrics.prompt_tokens,
         tokens if request.reason is None else request.max_tokens,
         moment(request.arrived),
-        shares=False,
+        reuse=False,
         client=request.client,
         prefilled=metrics.cached_tokens,
     )

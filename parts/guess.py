@@ -264,7 +264,7 @@ class Guesses:
             return None
         if hints.text is None:
             client, text = self._texts.pop(request.slot, ("", None))
-            is_known = bool(request.client) and request.shares
+            is_known = bool(request.client) and request.reuse
             hints.begin(request.prompt, text if is_known and client == request.client else None)
             if is_known:
                 self._texts[request.slot] = request.client, hints.text

@@ -179,9 +179,8 @@ class Replay:
         """How many steps may stay in flight, as `Engine._may_fly` says."""
         if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
             return 0
-        if plan.guessed or self._may_guess(plan):
-            return 0
-        return 0 if self.hurries and plan.has_first_token else 1
+        is_due = plan.is_due(self.hurries) or self._may_guess(plan)
+        return 0 if is_due else 1
 
     def _commit(self) -> Ran:
         plan, tokens = self._flights.popleft()

@@ -106,7 +106,7 @@ def step_of(ran: Ran) -> dict[str, Any]:
         "policy": plan.policy,
         "tokens": len(plan.emitters) - len(ran.ghosts) + sum(right for *_, right in ran.guesses),
         "guesses": ran.guesses,
-        "cost": len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks),
+        "cost": plan.cost,
     }
 
 

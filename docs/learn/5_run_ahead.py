@@ -65,7 +65,7 @@ class Engine:
             prompt=tuple(ids),
             max_tokens=64,
             arrived=time.perf_counter(),
-            shares=False,
+            reuse=False,
         )
         self.sched.submit(request)
         return request

@@ -390,8 +390,8 @@ emitted[...] = tokens""",
                 """Admit; then all requests decode whose prompt is read (`phase`) and whose
                 answer may still have a token that is not planned; those in prefill get chunks:
                 `self._chunks(prefilling, what is left of the budget)`. If nothing is to be done, return None. Else
-                count the step, and return a `Plan`. Whatever yields a token, chunks that emit first and then
-                the decodes, is an emitter: each has a token more planned from now on. Rows that
+                count the step, and return a `Plan`. Whatever yields a token, a chunk that emits or a decode,
+                has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
                 has the slot. `held` are in prefill and have no chunk. `blocked` are the slots that
                 are free after admission, if requests wait. (No guesses.)""",
@@ -410,8 +410,9 @@ decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
 if not (chunks or decodes): return None
 self.steps += 1
 scrubs: (slot, start, stop) for each running r whose slot is in self._to_scrub
-emitters = [chunks that emit, then decodes]; each one's request.planned += 1
-return Plan(step=self.steps, at=now, admitted=tuple(admitted), ..., emitters=tuple(emitters))""",
+plan = Plan(step=self.steps, at=now, admitted=tuple(admitted), ...)
+each one's request.planned += 1, for all `plan.emitters`
+return plan""",
                 ),
             ),
             Task(
@@ -486,7 +487,7 @@ if request.prefilled:
                 last chunk is cut, and no later request overtakes.
                 A request whose `begins` lies behind the next step has no chunk yet; later ones go on.
                 Tell `self._note(request, start, stop, None)` of each chunk: it moves `prefilled`.
-                `source` is None. `emits`: the chunk ends its prompt.""",
+                `source` is None.""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
                     "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
@@ -499,7 +500,7 @@ if request.prefilled:
     if fitting < 1: break
     stop = min(start + fitting, ...); cost = math.ceil(... * price); left -= cost
     self._note(request, start, stop, None)
-    chunks.append(Chunk(request, request.slot, start, stop, cost, source=None, emits=...))""",
+    chunks.append(Chunk(request, request.slot, start, stop, cost, source=None))""",
                 ),
             ),
         ),
@@ -537,7 +538,7 @@ return Flight(emitted, logprobs, {}, begun.began, took - ... - ..., self._device
                 yields a first token is read at once. (No guesses.)""",
                 (
                     "Nothing was planned: then there is nothing to run ahead with.",
-                    "`plan, _ = planned`, and `plan.has_first_token`.",
+                    "`plan, _ = planned`, and `plan.is_due(self.hurries)`.",
                     "0 if planned is None or not self.run_ahead; 0 if it hurries and ...; else 1",
                 ),
             ),

@@ -300,7 +300,7 @@ class StepView:
             policy=plan.policy,
             began=plan.at,
             tokens=tokens,
-            cost=len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks),
+            cost=plan.cost,
             ended=ended,
             plan_s=started - plan.at,
             build_s=build_s,

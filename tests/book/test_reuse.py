@@ -354,7 +354,7 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
     def one_more(self, request):
         leave(self, request)
         whole = (*request.prompt, *request.answer)
-        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.shares), len(whole))
+        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.reuse), len(whole))
 
     monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     assert differ()

@@ -212,7 +212,7 @@ def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     """
     story = Story(slots=3, budget=8)
     for length in (10, 6, 6):
-        story.submit(length, 1, shares=False)
+        story.submit(length, 1, reuse=False)
     assert story.drawn() == timeline(
         """
          1 | A:P B:P
@@ -285,7 +285,7 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
     of a prompt."""
     story = Story(slots=4, max_len=600, chunk=64, budget=128, price=Price(100))
     for _ in range(4):
-        story.submit(400, 1, shares=False)
+        story.submit(400, 1, reuse=False)
     story.drawn()
     late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
     assert len(late) > 10
@@ -946,11 +946,8 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
         commit = Scheduler.commit
 
         def all_right(self, plan, tokens, accept, now):
-            emitters = []
-            for member in plan.emitters:
-                emitters.append(member._replace(guess=tuple(tokens[member.slot][:-1])))
-            plan = replace(plan, emitters=tuple(emitters))
-            return commit(self, plan, tokens, accept, now)
+            decodes = [d._replace(guess=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
+            return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
 
         monkeypatch.setattr(Scheduler, "commit", all_right)
     elif bug == "fair knows no turns":
@@ -968,9 +965,9 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
                 request.planned > request.committed,
                 (*request.prompt, *request.answer),
             )
-            if request.shares and request.answer and is_ghost == ("ghost" in bug):
+            if request.reuse and request.answer and is_ghost == ("ghost" in bug):
                 self.prefixes.hold(
-                    request.slot, self.prefixes.trail(whole, request.shares), len(whole)
+                    request.slot, self.prefixes.trail(whole, request.reuse), len(whole)
                 )
 
         monkeypatch.setattr(Scheduler, "_leave_slot", one_more)

@@ -97,9 +97,7 @@ MISTAKES = [
     Mistake(
         8, "sched.Scheduler.commit", "if request.finish_reason:", "if False:", "a ghost's token"
     ),
-    Mistake(
-        8, "nanobatch.Engine._may_fly", "return 1", "return 0", "starts before the last one is"
-    ),
+    Mistake(8, "nanobatch.Engine._may_fly", "else 1", "else 0", "starts before the last one is"),
     Mistake(
         8, "nanobatch.Runner.finish", "newest < 0", "newest < -1", "newest tokens on the device"
     ),

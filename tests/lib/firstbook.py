@@ -194,8 +194,7 @@ class Scheduler:
             for r in self.running.values()
             if r.slot in self._to_scrub
         ]
-        emitters = [chunk for chunk in chunks if chunk.emits] + decodes
-        for each in emitters:
+        for each in [chunk for chunk in chunks if chunk.emits] + decodes:
             each.request.planned += 1
         self.steps += 1
         with_chunk = [chunk.request for chunk in chunks]
@@ -210,7 +209,6 @@ class Scheduler:
             tuple(blocked),
             len(self.waiting),
             self.policy.name,
-            tuple(emitters),
         )
 
     def _admit(self, now):
@@ -244,8 +242,7 @@ class Scheduler:
             cost = math.ceil((stop - start) * price)
             left -= cost
             self._note(request, start, stop, None)
-            emits = stop == len(request.prompt)
-            chunks.append(Chunk(request, request.slot, start, stop, cost, None, emits))
+            chunks.append(Chunk(request, request.slot, start, stop, cost, None))
         return chunks
 
     def commit(self, plan, tokens, accept, now):
@@ -364,6 +361,4 @@ class Engine:
     def _may_fly(self, planned):
         if planned is None or not self.run_ahead:
             return 0
-        if self.hurries and planned[0].has_first_token:
-            return 0
-        return 1
+        return 0 if planned[0].is_due(self.hurries) else 1

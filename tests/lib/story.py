@@ -44,11 +44,11 @@ class Story(Replay):
         prompt: int | tuple[int, ...],
         max_tokens: int,
         eos: int | None = None,
-        shares: bool = True,
+        reuse: bool = True,
         client: str = "",
     ) -> Request:
         prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
-        request = Request(len(self.tokens), prompt, max_tokens, self.now, shares, client)
+        request = Request(len(self.tokens), prompt, max_tokens, self.now, reuse, client)
         self.sched.submit(request)
         self.tokens[request.id] = []
         if eos:
@@ -78,8 +78,7 @@ class Story(Replay):
     def run(self, plan: Plan) -> dict[int, list[int]]:
         self.write(plan)
         self.plans.append(plan)
-        cost = len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks)
-        assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+        assert plan.cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
         for chunk in plan.chunks:
             assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
         assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
