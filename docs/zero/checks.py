@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lib"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from story import Story, name
+from story import Story, name, timeline
 
 import kv
 import llama
@@ -874,20 +874,6 @@ class Tale(Story):
                 shown = "\n  ".join(self.lines()[:6])
                 raise Wrong(f"after {STEPS} steps it has not ended; it begins\n  {shown}")
         return self.lines()
-
-    def lines(self) -> list[str]:
-        lines = []
-        for plan in self.plans:
-            cells = [f"{name(c.request)}:{'p' if c.emits else 'P'}" for c in plan.chunks]
-            cells += [f"{name(d.request)}:d" for d in plan.decodes]
-            lines.append(f"{plan.step:>2} | {' '.join(sorted(cells))}")
-        return lines
-
-
-def timeline(text: str) -> list[str]:
-    """The lines of a drawing, as `Tale.lines` writes them."""
-    lines = [line.strip() for line in text.strip().splitlines()]
-    return [f"{line.partition(' ')[0]:>2} {line.partition(' ')[2]}" for line in lines]
 
 
 LETTERS = "timeline (p: a prompt's last chunk, P: any other, d: decode)"

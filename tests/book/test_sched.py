@@ -28,24 +28,21 @@ def test_the_scheduler_is_ours_and_not_the_standard_librarys():
 def test_a_slot_that_ends_is_taken_by_the_next_in_line_while_others_decode():
     """A: 2 tokens, B: 5, C waits. In step 3, C takes A's slot in mid-decode of B."""
     story = Story()
-    story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
-    assert story.drawn() == timeline(
-        """
+    story.submit_all((3, 2), (3, 5), (3, 2))
+    assert story.drawn() == timeline("""
          1 | A:p B:p
          2 | A:d B:d
          3 | B:d C:p
          4 | B:d C:d
          5 | B:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_static_batching_lets_the_ended_wait_for_the_slowest():
     """The same requests: C starts when B has ended, and A's slot stands idle for three steps."""
     story = Story(policy="static")
-    story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
-    assert story.drawn() == timeline(
-        """
+    story.submit_all((3, 2), (3, 5), (3, 2))
+    assert story.drawn() == timeline("""
          1 | A:p B:p
          2 | A:d B:d
          3 | B:d
@@ -53,21 +50,18 @@ def test_static_batching_lets_the_ended_wait_for_the_slowest():
          5 | B:d
          6 | C:p
          7 | C:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_serial_runs_one_request_at_a_time():
     story = Story(policy="serial")
-    story.submit(3, 2), story.submit(3, 2)
-    assert story.drawn() == timeline(
-        """
+    story.submit_all((3, 2), (3, 2))
+    assert story.drawn() == timeline("""
          1 | A:p
          2 | A:d
          3 | B:p
          4 | B:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
@@ -76,16 +70,14 @@ def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
     for _ in range(4):
         story.submit(3, 2, client="many")
     story.submit(3, 2, client="one")
-    assert story.drawn() == timeline(
-        """
+    assert story.drawn() == timeline("""
          1 | A:p E:p
          2 | A:d E:d
          3 | B:p C:p
          4 | B:d C:d
          5 | D:p
          6 | D:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago():
@@ -112,7 +104,7 @@ def test_fair_keeps_nothing_of_a_client_that_has_nothing_in_line():
     """The line is never empty, and a new client comes in each step. The scheduler kept the names of
     all of them."""
     story = Story(slots=1, policy="fair")
-    story.submit(3, 1), story.submit(3, 1)
+    story.submit_all((3, 1), (3, 1))
     names = []
     for _ in range(50):
         name = Name("client")
@@ -170,17 +162,15 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
     """B's 18 tokens take 5 chunks of 4. The budget of 8 allows one chunk a step beside A's row, and
     two alone."""
     story = Story()
-    story.submit(3, 4), story.submit(18, 2)
-    assert story.drawn() == timeline(
-        """
+    story.submit_all((3, 4), (18, 2))
+    assert story.drawn() == timeline("""
          1 | A:p B:P
          2 | A:d B:P
          3 | A:d B:P
          4 | A:d B:P
          5 | B:p
          6 | B:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_each_admission_says_why_it_got_its_slot():
@@ -213,13 +203,11 @@ def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     story = Story(slots=3, budget=8)
     for length in (10, 6, 6):
         story.submit(length, 1, reuse=False)
-    assert story.drawn() == timeline(
-        """
+    assert story.drawn() == timeline("""
          1 | A:P B:P
          2 | A:P B:p C:P
          3 | A:p C:p
-    """.rstrip(" ")
-    )
+    """)
     assert story.cuts() == [
         {"A": (0, 4), "B": (0, 4)},
         {"A": (4, 8), "B": (4, 6), "C": (0, 2)},
@@ -231,10 +219,12 @@ def test_the_last_chunk_of_a_step_is_cut_where_the_budget_ends():
     """A decodes, so 9 of the budget of 10 are left: two whole chunks, and one token of D. Once D
     had none of it."""
     story = Story(slots=4, chunk=4, budget=10)
-    story.submit(2, 9), story.step()
+    story.submit(2, 9)
+    story.step()
     for first in (100, 200, 300):
         story.submit(tuple(range(first, first + 6)), 1)
-    story.step(), story.step()
+    story.step()
+    story.step()
     assert story.cuts()[1:] == [
         {"B": (0, 4), "C": (0, 4), "D": (0, 1)},
         {"B": (4, 6), "C": (4, 6), "D": (1, 5)},
@@ -250,9 +240,11 @@ def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always
         story.submit(1, 20)
     while len(story.plans) < 2 or story.sched.waiting or story.plans[-1].chunks:
         story.step()
-    story.submit(tuple(range(50, 59)), 1), story.submit(tuple(range(70, 75)), 1)
+    story.submit_all((tuple(range(50, 59)), 1), (tuple(range(70, 75)), 1))
     before = len(story.plans)
-    story.step(), story.step(), story.step()
+    story.step()
+    story.step()
+    story.step()
     assert story.cuts()[before:] == [{"F": (0, 4)}, {"F": (4, 8)}, {"F": (8, 9), "G": (0, 3)}]
     assert all(len(plan.decodes) == 5 for plan in story.plans[before:])
 
@@ -261,7 +253,8 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
     chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
     story = Story(slots=1, max_len=600, chunk=64, budget=1, price=Price(100))
-    story.submit(410, 1), story.drawn()
+    story.submit(410, 1)
+    story.drawn()
     cuts = [cut for each in story.cuts() for cut in each.values()]
     assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
     assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
@@ -271,7 +264,8 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
 def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
     """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
     story = Story(slots=2, max_len=400, chunk=64, budget=64, price=Price(1))
-    story.submit(64 + 5 * 16, 1), story.drawn()
+    story.submit(64 + 5 * 16, 1)
+    story.drawn()
     assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
         64,
         *[16] * 5,
@@ -301,14 +295,12 @@ def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
     story = Story(lag=1)
     a, b = story.submit(3, 9, eos=2), story.submit(3, 4)
     story.submit(3, 1)
-    assert story.drawn() == timeline(
-        """
+    assert story.drawn() == timeline("""
          1 | A:p B:p
          2 | A:d B:d
          3 | A:d B:d
          4 | B:d C:p
-    """.rstrip(" ")
-    )
+    """)
     assert (a.finish_reason, len(story.tokens[a.id])) == ("stop", 2)
     assert (b.finish_reason, len(story.tokens[b.id])) == ("length", 4)
 
@@ -317,12 +309,10 @@ def test_run_ahead_plans_no_ghost_where_the_end_is_known():
     """max_tokens is known beforehand, so the plan stops there by itself."""
     story = Story(lag=1)
     story.submit(3, 2)
-    assert story.drawn() == timeline(
-        """
+    assert story.drawn() == timeline("""
          1 | A:p
          2 | A:d
-    """.rstrip(" ")
-    )
+    """)
 
 
 def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
@@ -391,7 +381,8 @@ def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_wai
 
     assert most(Story(slots=3, max_queue=1, policy=policy)) == idle
     story = Story(slots=3, max_queue=1, policy=policy)
-    story.submit(1, 5), story.step()  # two of the three slots are still free
+    story.submit(1, 5)  # two of the three slots are still free
+    story.step()
     assert most(story) == busy
     story = Story(slots=3, max_queue=1, policy=policy)
     (
@@ -452,7 +443,7 @@ def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
 
 def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_policy_finds_empty_slots():
     story = Story(slots=2, chunk=4)
-    story.submit(9, 2), story.submit(9, 4), story.submit(9, 1), story.submit(9, 1)
+    story.submit_all((9, 2), (9, 4), (9, 1), (9, 1))
     story.step()
     continuous = POLICIES["continuous"]
     serial = POLICIES["serial"]
@@ -479,7 +470,8 @@ def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
     static = POLICIES["static"]
     story.sched.drain(static)
     assert (story.sched.policy, story.sched.draining_to) == (static, None)
-    story.submit(3, 2), story.step()
+    story.submit(3, 2)
+    story.step()
     story.sched.drain(POLICIES["serial"]), story.sched.drain(continuous)
     assert story.sched.draining_to is continuous
     story.drawn()
@@ -662,7 +654,8 @@ def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_writ
     """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
-    story.submit((900,) * 9, 2), story.drawn()
+    story.submit((900,) * 9, 2)
+    story.drawn()
     again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
     story.drawn()
     assert (again.slot, again.reused) == (first.slot, taken)

@@ -55,6 +55,11 @@ class Story(Replay):
             self.eos[request.id] = eos
         return request
 
+    def submit_all(self, *asks: tuple[int, int]) -> None:
+        """Several requests: of each, the prompt's length and how many tokens it may say."""
+        for prompt, max_tokens in asks:
+            self.submit(prompt, max_tokens)
+
     def says(self, request: Request, index: int) -> int:
         """A token that no other request says, and no prompt holds, unless it goes on from there."""
         return 1_000 * (request.id + 1) + index
@@ -137,9 +142,11 @@ class Story(Replay):
     def drawn(self) -> list[str]:
         while self.step():
             pass
-        lines = [f"{plan.step:2} | {' '.join(sorted(cells(plan)))}" for plan in self.plans]
-        print("\n".join(lines))
-        return lines
+        print("\n".join(self.lines()))
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        return [f"{plan.step:2} | {' '.join(sorted(cells(plan)))}" for plan in self.plans]
 
 
 def cells(plan: Plan) -> list[str]:
@@ -152,4 +159,6 @@ def name(request: Request) -> str:
 
 
 def timeline(text: str) -> list[str]:
-    return [line.removeprefix("        ") for line in text.strip("\n").splitlines()]
+    """The lines of a drawing, as `Story.drawn` writes them."""
+    lines = [line.split(maxsplit=1) for line in text.strip().splitlines()]
+    return [f"{step:>2} {cells}" for step, cells in lines]
