@@ -40,7 +40,7 @@ BUCKET = 32  # rows: a slot has a multiple of this many
 # Decoding sequences in neighbouring slots share one product if their lengths fall into the same
 # bucket. The longer the sequences, the larger the buckets, so that neighbours meet in one more
 # often.
-BUCKETS = ((128, BUCKET), (512, 64), (math.inf, 128))  # (up to so many rows, a bucket's size)
+BUCKETS = {128: BUCKET, 512: 64, math.inf: 128}  # up to so many rows: a bucket's size
 
 
 class Slab:
@@ -73,8 +73,9 @@ class Slab:
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but never more than a slot has."""
-        size = next(size for most, size in BUCKETS if rows <= most)
-        return min(self.length, -(-rows // size) * size)
+        size = next(size for most, size in BUCKETS.items() if rows <= most)
+        whole = -(-rows // size) * size
+        return min(self.length, whole)
 
     def written(self) -> tuple[mx.array, mx.array]:
         """Two views to wait for: once they are computed, so is all that was written.
@@ -86,7 +87,9 @@ class Slab:
         `array` stand for a new node of the graph (see `Window.write`). So code that kept an array
         to wait for would wait for a later write.
         """
-        return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
+        k = self.k[-1]
+        v = self.v[-1]
+        return k[:1, :1, :1], v[:1, :1, :1]
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold numbers which are not finite."""
@@ -97,7 +100,11 @@ class Slab:
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""
         slots = mx.array([slot])
-        return [mx.take(array[:, :, :rows], slots, axis=0) for array in self.arrays]
+        copies = []
+        for array in self.arrays:
+            first = array[:, :, :rows]
+            copies.append(mx.take(first, slots, axis=0))
+        return copies
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
         """Write into this slot what `prefix` has copied from another one."""
@@ -152,7 +159,8 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
-        self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
+        positions = [start + i for start in starts for i in range(L)]
+        self.positions = mx.array(positions)  # (B * L,)
         self._rows = self._decoding_rows() if self.B > 1 else None
         self._looks: dict[tuple, list[Look]] = {}  # by the arguments of `looks`
 
@@ -167,8 +175,10 @@ class Window:
         for slot, start in zip(self.slots, self.starts, strict=True):
             first = slot * slab.Hkv * slab.length + start
             for row in range(first, first + self.L):
-                rows += [[row + head * slab.length] for head in range(slab.Hkv)]
-        return mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
+                for head in range(slab.Hkv):
+                    rows.append(row + head * slab.length)
+        column = mx.array(rows)[:, None]
+        return mx.broadcast_to(column, (len(rows), slab.Dh))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh).
@@ -184,12 +194,14 @@ class Window:
             if self._rows is None:  # a run of rows in one slot
                 slot = self.slots[0]
                 start = self.starts[0]
-                arrays[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
+                stop = start + self.L
+                arrays[layer][slot, :, start:stop] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
             else:  # L rows in each slot, for each head
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes
                 # of the graph.
                 rows = arrays[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)
-                rows = mx.put_along_axis(rows, self._rows, new.flatten(0, 1), axis=0)
+                new = new.flatten(0, 1)  # (B * L * Hkv, Dh)
+                rows = mx.put_along_axis(rows, self._rows, new, axis=0)
                 arrays[layer] = rows.reshape(self.slab.shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
@@ -235,7 +247,8 @@ class Window:
         for i in range(1, self.B + 1):
             if i < self.B and self._joins(i, buckets):
                 continue
-            slots = slice(self.slots[first], self.slots[i - 1] + 1)
+            last = self.slots[i - 1]
+            slots = slice(self.slots[first], last + 1)
             T = max(ends[first:i])
             looks.append(Look(slots, T, mask[first:i, ..., :T]))
             first = i

@@ -124,8 +124,9 @@ class SlotState:
         self.history = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # it grows with the answers
         self._no_bias = mx.zeros(V)
         self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
-        eight = mx.arange(256)[:, None] >> mx.arange(8) & 1  # (256, 8): the bits of each byte
-        self._mask_of_byte = mx.where(eight == 1, 0, -math.inf)
+        octets = mx.arange(256)[:, None]
+        bits = octets >> mx.arange(8) & 1  # (256, 8)
+        self._mask_of_byte = mx.where(bits == 1, 0, -math.inf)
 
     def learn(self, picks: Sequence[Pick]) -> None:
         """Before tokens are chosen: what Python knows takes the place of what the device does. With
@@ -135,31 +136,37 @@ class SlotState:
         A short prompt repeats its first token, because that one is the first to leave anyway.
         """
         picks = [pick for pick in picks if pick.sampling.looks_back]
-        self._grow(max((pick.index for pick in picks), default=-1))
+        indices = [pick.index for pick in picks]
+        self._grow(max(indices, default=-1))
         known = {pick.slot: pick for pick in picks if pick.before}
         for slot, pick in known.items():
             tokens = pick.before[:1] * PENALTY_CONTEXT + pick.before
             length = PENALTY_CONTEXT + pick.index
-            self.history[slot, :length] = mx.array(tokens[-length:])
+            newest = mx.array(tokens[-length:])
+            self.history[slot, :length] = newest
 
     def _grow(self, index: int) -> None:
         """So that the answers' tokens up to this one have a column."""
         missing = PENALTY_CONTEXT + 1 + index - self.history.shape[1]
         if missing > 0:
             blocks = -(-missing // SHORT_LIST)
-            self.history = mx.pad(self.history, [(0, 0), (0, blocks * SHORT_LIST)])
+            widths = [(0, 0), (0, blocks * SHORT_LIST)]
+            self.history = mx.pad(self.history, widths)
 
     def recent(self, picks: Sequence[Pick]) -> mx.array:  # (n, 20)
         """The tokens before each pick's."""
-        places = column([pick.index for pick in picks]) + mx.arange(PENALTY_CONTEXT)
-        return self.history[column([pick.slot for pick in picks]), places]
+        slots = column([pick.slot for pick in picks])
+        first = column([pick.index for pick in picks])
+        return self.history[slots, first + mx.arange(PENALTY_CONTEXT)]
 
     def answer(self, picks: Sequence[Pick]) -> tuple[mx.array, mx.array]:  # (n, L) twice
         """Each pick's answer so far, and where a token stands: behind its end, the first is repeated."""
-        blocks = 1 + max(pick.index for pick in picks) // SHORT_LIST
-        rows = self.history[mx.array([pick.slot for pick in picks])]
-        tokens = rows[:, PENALTY_CONTEXT : PENALTY_CONTEXT + blocks * SHORT_LIST]
-        is_said = mx.arange(tokens.shape[1]) < column([pick.index for pick in picks])
+        slots = [pick.slot for pick in picks]
+        counts = [pick.index for pick in picks]
+        width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)
+        rows = self.history[mx.array(slots)]
+        tokens = rows[:, PENALTY_CONTEXT : PENALTY_CONTEXT + width]
+        is_said = mx.arange(width) < column(counts)
         return mx.where(is_said, tokens, tokens[:, :1]), is_said
 
     def add(
@@ -171,9 +178,10 @@ class SlotState:
         (Which token is a slot's newest behind guesses, Python will say.)"""
         rows = [row for row, pick in enumerate(picks) if pick.sampling.looks_back]
         if rows:
-            slots = mx.array([picks[row].slot for row in rows])
-            places = mx.array([PENALTY_CONTEXT + picks[row].index for row in rows])
-            self.history[slots, places] = mx.maximum(tokens[mx.array(rows), 0], 0)
+            slots = [picks[row].slot for row in rows]
+            places = [PENALTY_CONTEXT + picks[row].index for row in rows]
+            said = mx.maximum(tokens[mx.array(rows), 0], 0)
+            self.history[mx.array(slots), mx.array(places)] = said
 
     def bias(self, pick: Pick) -> mx.array:  # (V,)
         """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
@@ -217,11 +225,13 @@ def edit(
         x = mx.put_along_axis(x, recent, new, axis=-1)
     if any(s.counts for s in settings):
         tokens, is_said = state.answer(picks)  # (n, L)
-        once = column([s.presence_penalty for s in settings]) * is_said[:, :1]
-        each = column([s.frequency_penalty for s in settings]) * is_said
+        presence = column([s.presence_penalty for s in settings])
+        frequency = column([s.frequency_penalty for s in settings])
         # Of a token that was said often, all entries have the same value: any may be the last
-        x = mx.put_along_axis(x, tokens, gather(x, tokens) - once, axis=-1)
-        x = x.at[mx.arange(len(picks))[:, None], tokens].add(-each)
+        once = gather(x, tokens) - presence * is_said[:, :1]
+        x = mx.put_along_axis(x, tokens, once, axis=-1)
+        rows = mx.arange(len(picks))[:, None]
+        x = x.at[rows, tokens].add(-frequency * is_said)
     return x
 
 
@@ -326,7 +336,9 @@ class Filters(NamedTuple):
 
 def gap_of(fractions: list[float]) -> mx.array:  # (n, 1)
     """The gap of a token that is this fraction as likely as the likeliest one."""
-    gaps = [-math.log(fraction) if fraction else math.inf for fraction in fractions]
+    gaps = []
+    for fraction in fractions:
+        gaps.append(-math.log(fraction) if fraction else math.inf)
     return column(gaps)
 
 
@@ -519,8 +531,10 @@ class Logprobs(NamedTuple):
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
         for pick, ids, values in zip(self.picks, all_ids, all_values, strict=True):
-            pairs = tuple(zip(ids[1:], values[1:], strict=True))
-            yield pick, values[0], pairs[: self.most], pairs[self.most :]
+            chosen, *pairs = zip(ids, values, strict=True)
+            top = tuple(pairs[: self.most])
+            free = tuple(pairs[self.most :])
+            yield pick, chosen[1], top, free
 
 
 def measure(
