@@ -6,7 +6,7 @@ the engine must never wait for any of these.
 
 What this file keeps. The picture depends only on `State` and on the size. Every key leads to
 `Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
-(`page.py`).
+(`page.py`), and may have a pane here and keys of its own.
 
 Where next: `tui.py`, the command line.
 """
@@ -31,7 +31,7 @@ from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
-from textual.geometry import Region, Size
+from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
@@ -43,10 +43,6 @@ from parts.program import BROWSER
 from screen import charts, keys, panes, steps
 from screen.ink import DARK, Palette, clean, count
 from screen.page import Page
-from screen.pages import talk
-from screen.pages.clients import draw_clients
-from screen.pages.requests import draw_request
-from screen.pages.tour import Tour, draw_tour, refuse
 from screen.paper import Paper
 from screen.places import (
     LOWER,
@@ -75,30 +71,22 @@ PANES = {  # by name
     "cost": charts.draw_cost,
     "streams": panes.draw_streams,
     "step": steps.draw_step_pane,
-    "request": draw_request,
-    "clients": draw_clients,
-    "dialogue": talk.draw,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
-    "tour": draw_tour,
 }
+# And those of pages, by the page's name
+PANES |= {page.name: page.pane for page in keys.PAGES.values() if page.pane}
 # The wheel's action there
-WHEEL = {
-    "slots": "choose",
-    "timeline": "move",
-    "streams": "choose",
-    "step": "nudge",
-    "dialogue": "roll",
-}
+WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
+WHEEL |= {page.name: "roll" for page in keys.PAGES.values() if page.is_view}
 # Painted less often while something runs
-SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
+SLOW = (*chain(*STACKS.values()), "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
 BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
-# Keys of the tour; and the actions denied to a user meanwhile
-TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
-TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
-OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
+STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
+# The actions denied to a user meanwhile
+OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 WARNINGS = 4  # so many are shown at a time
 TRACEBACKS = 100  # so many are kept, the newest
 
@@ -154,17 +142,6 @@ class Sheet(ModalScreen):
             del on.lines[1 : 1 + self.top]
             on.cut("", "")
 
-    def press(self, key: str) -> bool:
-        """A key of this page alone. False: the page has no such key."""
-        do = self.page.own.get(key)
-        if isinstance(do, str):
-            self.app.action_command(do)
-        elif do:
-            self.top = 0
-            do(self.app.state)
-            self.app.paint()
-        return do is not None
-
     def action_scroll(self, by: int) -> None:
         self.top += by
 
@@ -216,14 +193,19 @@ class Screen(App):
         when the model is there. `note`: a file that says, once it is there, that the tour need not
         be offered any more. `earlier`: prompts for the box to bring back."""
         super().__init__(driver_class=None if BROWSER else Terminal)
-        self.tour: Tour | None = None
-        self._tours, self._note = tours, note
-        session.state.offers_tour = bool(note and not tours and not note.exists())
-        self.session, self.state = session, session.state
+        self.session = session
+        self.state = session.state
+        self.state.offers_tour = bool(note and not tours and not note.exists())
         session.talks = True
-        self._script, self._screenshot = script, screenshot
+        self._tours = tours
+        self._note = note
+        self._script = script
+        self._screenshot = screenshot
+        self._places: dict[str, Region] = {}  # of the panes in sight
         self.picture = ""
-        self._looks = self._faults = self._told = 0
+        self._looks = 0
+        self._faults = 0  # of the faults and the tracebacks, so many were told
+        self._told = 0
         self._warned: list[float] = []  # the times of the warnings in sight
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
@@ -233,8 +215,13 @@ class Screen(App):
 
     @property
     def page(self) -> Page | None:
-        """The open page."""
+        """The open page, over all the panes."""
         return self.screen.page if isinstance(self.screen, Sheet) else None
+
+    @property
+    def strip(self) -> Page | None:
+        """The page under the panes: the tour, while it speaks."""
+        return STRIP if self.state.tour else None
 
     # --- panes
 
@@ -248,7 +235,6 @@ class Screen(App):
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
         self.prompt.put(self.state.prompts[0][0])  # an example to fire
-        self.place(self.size)
         self.set_interval(self.LOOKS, thrifty(self.look))
         # After Ctrl-Z and fg
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
@@ -257,6 +243,8 @@ class Screen(App):
                 asyncio.get_running_loop().add_signal_handler(
                     signal_, lambda code=code: self.exit(return_code=code)
                 )
+        if self._tours:
+            self.action_command(f"/{STRIP.name}")
         self.run_worker(self.play(self._script))
 
     def on_unmount(self) -> None:
@@ -267,27 +255,36 @@ class Screen(App):
             self.state.printed = said
             self.paint()
 
-    def on_resize(self, event: events.Resize) -> None:
-        self.place(event.size)
+    def on_resize(self) -> None:
+        self.call_later(self.paint)  # once the size is known
 
-    def place(self, size: Size) -> None:
-        """Give each pane a place, or hide the pane."""
+    def places(self) -> dict[str, Region]:
+        """The place of each pane in sight."""
         view = self.state.view
-        places = {"loading": Region(0, 0, *size)}
         if view.stage == "loading":
-            places = arrange_loading(*size)
-        elif view.stage == "ready":
-            slots = len(view.engine.slots)
-            places = arrange(*size, slots, self.state.lower, bool(view.door))
-            if self.state.tour:
-                places = arrange_tour(*size, slots, self.state.lower)
-            elif self.state.talking:
-                places = arrange_talk(*size, slots)
-        tall = min(self.prompt.tall, size.height // 3)
+            places = arrange_loading(*self.size)
+        elif view.stage == "failed":
+            places = {"loading": Region(0, 0, *self.size)}
+        elif self.state.tour:
+            places = arrange_tour(*self.size, len(view.engine.slots), self.state.lower)
+        elif self.state.talking:
+            places = arrange_talk(*self.size, len(view.engine.slots))
+        else:
+            door = bool(view.door)
+            places = arrange(*self.size, len(view.engine.slots), self.state.lower, door)
+        tall = min(self.prompt.tall, self.size.height // 3)
         for name in ("mark", "prompt"):
             if name in places:
                 x, y, wide, _ = places[name]
                 places[name] = Region(x, y + 1 - tall, wide, tall)
+        return places
+
+    def place(self) -> None:
+        """Give each pane a place, or hide the pane, if the places are others than before."""
+        places = self.places()
+        if places == self._places:
+            return
+        self._places = places
         for pane in self.screen_stack[0].query("Pane, Prompt"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
@@ -299,24 +296,22 @@ class Screen(App):
         """Without news nothing is painted; charts and the step are painted less often than the
         rest."""
         before = self.state.view
+        told = self.state.tour
         news = self._tracebacks.count - self._told
         self._told += news
         blocks = self.state.tracebacks[-news:] if news else []
         self.warn([f"{block.partition(chr(10))[0]}; E shows where" for block in blocks])
-        if self.screen_stack and self.page and self.page.look:
-            self.page.look(self.session)
         has_news = self.session.look()
-        self.look_at_tour()
-        if not has_news:
+        for page in (self.page, self.strip) if self.screen_stack else ():
+            if page and page.look:
+                page.look(self.session)
+        self.note_offer()
+        if not has_news and self.state.tour is told:
             return
         view = self.state.view
         self._looks += 1
         if before.stage != view.stage and self.state.leads:
             self.state.talking = self.state.typing or bool(self.state.talks.open.turns)
-        if (before.stage, before.life) != (view.stage, view.life):
-            self.place(self.size)
-        if view.stage == "ready" and self._tours:
-            self.action_tour()
         if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
             self.action_main()
             self.screen.set_focus(None)
@@ -329,31 +324,21 @@ class Screen(App):
                 self.prompt.put(fault.prompt)
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
-    def look_at_tour(self) -> None:
-        """The tour goes on by itself. Once anything has been fired, no tour is offered any more."""
-        if self.tour:
-            before = self.state.tour
-            lower = self.state.lower
-            self.tour.look()
-            if self.state.tour is not before:
-                self.paint()
-            if self.state.lower != lower:
-                self.place(self.size)
-        elif self.state.offers_tour and self.session.room.posted:
-            self.decline_tour()
-
-    def decline_tour(self) -> None:
-        """The tour was taken or declined: leave a note, if the disk allows."""
-        self.state.offers_tour = False
-        if self._note:
+    def note_offer(self) -> None:
+        """Once the tour was taken or declined, or anything has been fired, no tour is offered any
+        more: leave a note, if the disk allows."""
+        if self.session.room.posted:
+            self.state.offers_tour = False
+        if self._note and not self.state.offers_tour:
             with suppress(OSError):
                 self._note.touch()
+            self._note = None
 
     def warn(self, messages: Sequence[str]) -> None:
         """Tell what went wrong. With ten thousand messages on it a screen would stand still: of
         those for which there is no room, the newest is told, and how many there are. The tour tells
         itself what went wrong, and sometimes that was meant."""
-        if self.tour:
+        if self.strip:
             return
         now = time.monotonic()
         self._warned = [told for told in self._warned if now - told < self.NOTIFICATION_TIMEOUT]
@@ -372,6 +357,7 @@ class Screen(App):
     def paint(self, but: Sequence[str] = ()) -> None:
         if not self.screen_stack:  # a timer has run out while the program ends
             return
+        self.place()
         for pane in self.screen.query(Pane):
             if pane.id not in but:
                 pane.paint()
@@ -430,11 +416,9 @@ class Screen(App):
         # Enter is a newline, if it was pressed before the terminal was ours
         key = "enter" if event.key == "ctrl+j" else event.key
         on_main = len(self.screen_stack) == 1
-        if self.page and self.screen.press(key):
+        if await self.action_own(key):
             return
-        if on_main and self.is_for_tour(key):
-            await self.run_action(TOUR_KEYS[key])
-        elif on_main and self.is_text(event):
+        if on_main and self.is_text(event):
             await self.run_action("prompt")
             if self.focused:  # else the tour has the engine
                 self.prompt.take(event.character)
@@ -450,11 +434,18 @@ class Screen(App):
         if self.focused:
             self.prompt.take("\n".join(event.text.splitlines()))
 
-    def is_for_tour(self, key: str) -> bool:
-        """While the tour speaks, some keys are its own. Esc declines it where it is offered."""
-        is_offered = self.state.offers_tour and self.state.view.stage == "ready"
-        is_declined = is_offered and key == "escape" and not self.focused
-        return key in TOUR_KEYS and bool(self.tour or self._tours or is_declined)
+    async def action_own(self, key: str) -> bool:
+        """A key of the open page alone. False: the page has no such key."""
+        page = self.page or self.strip
+        do = page.own.get(key) if page else None
+        if isinstance(do, str):
+            await self.run_action(do)
+        elif do:
+            do(self.state)
+            if self.page:
+                self.screen.top = 0
+            self.paint()
+        return do is not None
 
     def is_text(self, event: events.Key) -> bool:
         """Does this key begin a text, though the prompt box has not got the keyboard?
@@ -470,7 +461,8 @@ class Screen(App):
         is_idle = not (self.session.room.posted or others)
         # A page without an example shows the past
         page = keys.page_of(actions[0]) if actions else None
-        return is_letter and bool(not actions or (is_idle and page and not page.example))
+        is_empty = page and not (page.example or page.is_strip)
+        return is_letter and bool(not actions or (is_idle and is_empty))
 
     # --- actions
 
@@ -480,7 +472,7 @@ class Screen(App):
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
-        if (self.tour or self._tours) and is_taken:
+        if self.strip and is_taken:
             self.say("the tour has the engine; esc leaves it")
             return True
         done = await super().run_action(*arguments, **options)
@@ -508,7 +500,7 @@ class Screen(App):
         is_example = self.prompt.value == self.state.prompts[0][0]
         if self.state.leads:
             self.prompt.put("" if is_example else self.prompt.value)
-            self.show_talk(True)
+            self.state.talking = True
         elif is_example:
             self.prompt.select_all()  # typing replaces it
 
@@ -521,9 +513,12 @@ class Screen(App):
             self.prompt.put(self.prompt.value or self.state.talks.open.take())
 
     def action_back(self) -> None:
-        """To the newest step; from there, to the panes."""
+        """To the newest step; from there, to the panes. Declines the tour where it is offered."""
+        if self.state.offers_tour:
+            self.state.offers_tour = False
+            self.say("T begins the tour, whenever you like")
         if self.state.cursor is None:
-            self.show_talk(False)
+            self.state.talking = False
         self.state.cursor = None
 
     def action_leave(self) -> None:
@@ -580,54 +575,10 @@ class Screen(App):
             if name != f"/{self.page.name}" and not self.page.is_live:
                 said = said or f"done behind this page: {line}"
         self.say(said)
+        self.paint()
         return True
 
-    def action_tour(self) -> None:
-        self._tours = False
-        try:
-            refuse(self.session)
-            if self.state.view.stage == "ready":
-                self.tour = Tour(self.session)
-        except ValueError as error:
-            self.notify(str(error), severity="error", markup=False)
-            return
-        if self.tour is None:
-            self._tours = True
-            self.say("the tour begins when the model is there")
-        self.decline_tour()
-        self.state.talking = False
-        self.action_leave()
-        self.action_main()
-        self.place(self.size)
-
-    def action_guess(self, answer: int) -> None:
-        if self.tour:
-            self.tour.guess(answer)
-
-    def action_go_on(self) -> None:
-        if self.tour:
-            self.tour.go_on()
-            self.end_tour()
-
-    def action_leave_tour(self) -> None:
-        if self.tour:
-            self.tour.leave()
-            self.end_tour()
-        elif self._tours or self.state.offers_tour:
-            self._tours = False
-            self.decline_tour()
-            self.say("T begins the tour, whenever you like")
-
-    def end_tour(self) -> None:
-        """Once the tour is over, the panes go back."""
-        if self.tour and self.tour.is_over:
-            self.tour = None
-            self.place(self.size)
-
     def action_pause(self) -> None:
-        if isinstance(self.screen, Sheet) and self.screen.page is keys.HELP:
-            self.screen.action_leaf(1)  # a long text: as in every pager
-            return
         self.action_command("/resume" if self.session.coming.paused else "/pause")
 
     def action_settings(self) -> None:
@@ -702,14 +653,12 @@ class Screen(App):
         now = self.state.lower if self.state.lower in panes else panes[0]
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.state.has_chosen = True
-        self.place(self.size)
 
     def bring(self, pane: str) -> None:
         """Where panes take turns, show this one, unless the user has chosen with `v`."""
         state = self.state
         if not state.has_chosen and pane != state.lower and not is_wide(*self.size):
             state.lower = pane
-            self.place(self.size)
 
     def request(self) -> RequestView | None:
         """The request on the open page; else the selected slot's."""
@@ -784,7 +733,7 @@ class Screen(App):
             self.screen.dismiss()
             return
         if page.is_view and self.state.talking and not self.page:
-            self.show_talk(False)
+            self.state.talking = False
             return
         if page.has_request and (request := self.request()):
             self.state.opened = request.id
@@ -792,18 +741,15 @@ class Screen(App):
 
     def show_page(self, page: Page) -> None:
         """In the place of the open page."""
-        if page.is_view:
+        if page.is_view or page.is_strip:
             self.action_main()
-            self.show_talk(True)
+            self.state.talking = page.is_view
+            if page.is_strip:
+                self.action_leave()
         elif self.page is not page:
             if self.page:
                 self.screen.dismiss()
             self.push_screen(Sheet(page), lambda _: self.left(page))
-
-    def show_talk(self, is_open: bool) -> None:
-        """The conversation in the place of the panes; or the panes."""
-        self.state.talking = is_open
-        self.place(self.size)
 
     def left(self, page: Page) -> None:
         if page.leave:
@@ -836,7 +782,7 @@ class Screen(App):
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture()
-        self.session.stays = True  # from now on a user is there, who leaves pages
+        self.session.stays = not self.strip  # from now on a user is there, who leaves pages
 
     async def take_picture(self) -> None:
         """And leave. The file is written at the end of the program."""
@@ -845,7 +791,7 @@ class Screen(App):
         self.state.said = ""
         self.look()
         if self.page:  # a film is shown at the end
-            self.screen.press("end")
+            await self.action_own("end")
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)

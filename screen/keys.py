@@ -28,6 +28,7 @@ from screen.pages import (
     same,
     talk,
     totals,
+    tour,
     why,
 )
 from screen.paper import Paper
@@ -64,8 +65,8 @@ ARGUMENTS = {
 }
 # While the tour has the keyboard: the tour's own keys, and the harmless ones
 TOURING = (
-    Key("", "enter", "go_on", "Go on", "", 1),
-    Key("", "esc", "leave_tour", "Leave the tour", "", 1),
+    Key("", "enter", "own('enter')", "Go on", "", 1),
+    Key("", "esc", "own('escape')", "Leave the tour", "", 1),
 )
 LOOKS = ("quit", "theme", "suspend_process", "choose", "move", "nudge", "follow", "zoom", "view")
 LOOKS += ("copy", "go", "leaf", "back")
@@ -299,6 +300,7 @@ HELP = Page(
     draw_help,
     footer=1,
     tell=lambda state: [" ".join(f"/{name}" for name in sorted(COMMANDS))],
+    own={"space": "screen.leaf(1)"},  # as in every pager
     is_early=True,
 )
 # For a step with more lines than the pane
@@ -465,13 +467,7 @@ TABLE = (
         "Suspend",
         "give the terminal back to the shell; fg goes on",
     ),
-    Key(
-        "T",
-        "T",
-        "tour",
-        "Tour",
-        "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
-    ),
+    tour.PAGE,
     HELP,
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
@@ -490,7 +486,6 @@ OF_PANES = (
     "follow",
     "zoom",
     "view",
-    "tour",
     "quit",
 )
 ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in OF_PANES]

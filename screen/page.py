@@ -5,7 +5,8 @@ page is open, and a place in footer, help, palette and completion. With a table 
 would be named in ten tables.
 
 What this file keeps. A file in `screen/pages/` knows a `Desk`, the state and a paper, and makes a
-record. The table of keys (`keys.py`) lists the records. No other file knows a page by name.
+record. The table of keys (`keys.py`) lists the records, and the screen knows no page by name. The
+command line calls two files: for the tour in lines, and for the figures after the end.
 
 Where next: `pages/totals.py`, a small page; `keys.py`.
 """
@@ -28,9 +29,16 @@ class Desk(Protocol):
 
     state: State
     room: EngineRoom
+    eases: bool  # the next burst runs in slow motion
     stays: bool  # a trial with a page goes on until the page is left
     talks: bool  # there is a screen, on which prompts are questions of conversations
     heard: bool  # the view shows the effect of every wish
+
+    def look(self) -> bool: ...
+
+    def obey(self, line: str) -> str: ...
+
+    def pressed(self, line: str) -> str: ...
 
     def asks(self, count: int) -> list[Ask]: ...
 
@@ -67,23 +75,23 @@ class Page(NamedTuple):
     obey: Callable[[Desk, str], str | None] | None = None
     example: str = ""  # of the words behind the command
     words: Sequence[str] = ()  # known to completion there
-    read: Callable[[str], object] | None = (
-        None  # a script's number or word there; ValueError if it is wrong
-    )
-    tell: Callable[[State], Sequence[str]] | None = (
-        None  # lines for a log; else the lines of the page
-    )
-    # More keys while the page is open: each with a line to obey, or with a function
+    # A script's number or word there; ValueError if it is wrong
+    read: Callable[[str], object] | None = None
+    # Lines for a log; else the lines of the page
+    tell: Callable[[State], Sequence[str]] | None = None
+    # A part of the page, as a pane of the main screen
+    pane: Callable[[State, Paper], None] | None = None
+    # More keys while the page is open: each with an action of the screen, or with a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     take: Callable[[State, View], None] | None = None  # after each new view, with the view before
     look: Callable[[Desk], None] | None = None  # ten times a second, while the page is open
     leave: Callable[[Desk], None] | None = None  # when the page is closed
-    repeats: bool = (
-        False  # on the open page, the key runs the command again; else the key closes the page
-    )
+    # On the open page, the key runs the command again; else the key closes the page
+    repeats: bool = False
     is_live: bool = False  # shows the engine at work, and needs no words about a key
     has_request: bool = False  # shows the open request
-    is_view: bool = False  # stands beside the prompt box, in the place of the panes
+    is_view: bool = False  # its pane stands beside the prompt box, in the place of the others
+    is_strip: bool = False  # its pane stands under the others, and has the keyboard and the engine
     is_early: bool = False  # says something while the model loads
     disturbs: bool = False  # the command changes the engine, so the engine must be our own
 

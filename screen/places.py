@@ -40,7 +40,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
     under = tall - 14 if tall >= 22 else 0  # lines for one more chart under the step
     places["step"] = Region(left + 2, 1 + top, right, tall - under)
     if under:
-        chart = "request" if charts == "lesson" else "cost"
+        chart = "requests" if charts == "lesson" else "cost"
         rest = Region(left + 2, 1 + top + tall - under, right, under)
         places |= stack(rest, (chart,))
     return places
@@ -88,7 +88,7 @@ def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
         talk = Region(0, 1, left, body)
         strip = Region(left + 2, 1, width - left - 2, body)
         names += ("rate", "ttft")
-    return places | {"dialogue": talk} | stack(strip, names)
+    return places | {"talk": talk} | stack(strip, names)
 
 
 def bottom(width: int, height: int) -> dict[str, Region]:

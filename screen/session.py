@@ -26,7 +26,7 @@ from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from policies import POLICIES, policy_of
 from screen.ink import clean, count, number, shorten, span
-from screen.keys import COMMANDS, PAGES
+from screen.keys import COMMANDS, PAGES, pressed
 from screen.page import Page
 from screen.periods import words
 from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute
@@ -77,6 +77,8 @@ class Session:
         self._limits: Limits | None = None  # the limits after the last wish for a budget
         self.stays = False
         self.talks = False  # prompts are questions of conversations: on a screen
+
+    pressed = staticmethod(pressed)  # for the tour, which names the keys
 
     @property
     def heard(self) -> bool:

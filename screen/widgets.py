@@ -176,7 +176,7 @@ class Prompt(TextArea):
         self.soft_wrap = typing
         if not typing:
             self.scroll_to(0, 0, animate=False)
-        self.app.place(self.app.size)
+        self.app.paint()
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
         return super().scroll_cursor_visible(center, animate) if self.soft_wrap else Offset()
@@ -221,7 +221,7 @@ class Prompt(TextArea):
 
     def on_text_area_changed(self) -> None:
         if self.tall != self.size.height:
-            self.app.place(self.app.size)
+            self.app.paint()
 
 
 class Commands(CommandPalette):

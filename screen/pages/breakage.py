@@ -446,7 +446,7 @@ PAGE = Page(
     example="nan",
     words=[*BREAKS],
     read=known,
-    own={str(number): f"/break {what}" for number, what in enumerate(BREAKS, 1)},
+    own={str(number): f"command('/break {what}')" for number, what in enumerate(BREAKS, 1)},
     is_live=True,
     disturbs=True,
 )

@@ -137,4 +137,5 @@ PAGE = Page(
     "what asks over HTTP (--serve, --watch), and what was refused",
     draw,
     footer=13,
+    pane=draw_clients,
 )

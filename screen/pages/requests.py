@@ -127,6 +127,7 @@ PAGE = Page(
     draw,
     footer=10,
     obey=obey,
+    pane=draw_request,
     own={"up": lambda state: browse(state, -1), "down": lambda state: browse(state, 1)},
     has_request=True,
 )

@@ -122,5 +122,6 @@ PAGE = Page(
     "the conversation, large, with the engine beside it; again: back to the panes",
     draw,
     obey=obey,
+    pane=draw,
     is_view=True,
 )

@@ -6,7 +6,7 @@ And a person leaves a tour at any moment, wants everything back as before, and n
 The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
 come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. `Tour.look`
 is called as often as the screen is looked at, goes on as far as possible, and never waits. The
-tour's words are a `Telling` in the state, and `draw_tour` draws a strip of a few lines under the
+tour's words are a `Telling` in the state, and `draw` draws a strip of a few lines under the
 panes, so the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
@@ -16,7 +16,7 @@ pause, slow motion, settings and selection; and ends all requests of the tour. N
 part of a scene takes longer than `LONGEST`: then the scene goes on with less, or says: it did not
 come off. Each line of code is looked up in the source, so no line is stale.
 
-Where next: `app.py`, the keys of the tour.
+Where next: `scenes.py`, the scenes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from parts.api.faults import describe, show_fault
-from screen import keys
 from screen.ink import clean, shorten
+from screen.page import Desk, Page
 from screen.pages.scenes import SCENES, Act, Scene, Seen, Until
 from screen.panes import others_of
 from screen.paper import Paper
-from screen.room import Settings
-from screen.session import Session
+from screen.room import Fault, Settings
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,7 @@ LEAST_SLOTS = 4  # with fewer there is nothing to see
 # The begin of every scene: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
 RUNS = "enter: at full speed · esc: leave"
+COMES = "the tour begins when the model is there"
 FAREWELL = (
     "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
     "every key and word; and docs/learn climbs from one token to an engine in five short programs."
@@ -66,16 +67,15 @@ class Before(NamedTuple):
     paused: bool
     slow: float
     eases: bool
-    stays: bool
     is_fresh: bool  # nothing had run
     fields: dict[str, object]  # of the state
 
     FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
 
     @staticmethod
-    def of(session: Session) -> Before:
-        view = session.state.view
-        fields = {name: getattr(session.state, name) for name in Before.FIELDS}
+    def of(desk: Desk) -> Before:
+        view = desk.state.view
+        fields = {name: getattr(desk.state, name) for name in Before.FIELDS}
         policy = view.engine.draining_to or view.engine.policy
         limits = view.engine.limits
         return Before(
@@ -83,36 +83,31 @@ class Before(NamedTuple):
             budget=None if limits == view.made_with else limits.budget,
             paused=view.paused,
             slow=view.slow,
-            eases=session.eases,
-            stays=session.stays,
-            is_fresh=not session.state.history,
+            eases=desk.eases,
+            is_fresh=not desk.state.history,
             fields=fields,
         )
 
-    def put_back(self, session: Session) -> None:
-        room = session.room
+    def put_back(self, desk: Desk) -> None:
+        room = desk.room
         room.cancel(None)
         room.switch(self.policy)
         room.set_budget(self.budget)
         room.slow(self.slow)
         room.pause(self.paused)
-        session.eases = self.eases
-        session.stays = self.stays
+        desk.eases = self.eases
+        desk.stays = True  # the user is there, who has left the tour
         if self.is_fresh:
-            session.state.begin_anew()
+            desk.state.begin_anew()
         for name, value in self.fields.items():
-            setattr(session.state, name, value)
+            setattr(desk.state, name, value)
 
 
-def refuse(session: Session) -> None:
+def refuse(desk: Desk) -> None:
     """A ValueError says why there can be no tour now."""
-    view = session.state.view
-    if view.door or view.watches:
-        whose = "while the door is open" if view.door else "on a watched engine"
-        raise ValueError(
-            f"no tour {whose}, since its clients would suffer; start a python tui.py for it"
-        )
-    if not session.heard:  # else stale values would be put back
+    view = desk.state.view
+    desk.check_alone("tour")
+    if not desk.heard:  # else stale values would be put back
         raise ValueError("the engine has yet to hear the last keys; press T again")
     if view.busy or view.load:
         raise ValueError(
@@ -133,21 +128,21 @@ class Tour:
 
     def __init__(
         self,
-        session: Session,
+        desk: Desk,
         now: Callable[[], float] = time.monotonic,
         scenes: Sequence[Scene] = SCENES,
     ):
-        refuse(session)
-        self.session = session
-        self.state = session.state
+        refuse(desk)
+        self.desk = desk
+        self.state = desk.state
         self.is_over = False
         self._now = now
         self._scenes = scenes
-        self._before = Before.of(session)
+        self._before = Before.of(desk)
         self._right = 0  # true guesses
         self._number = -1  # of the scene, from 0
-        session.eases = False
-        session.stays = False  # a trial ends by itself
+        desk.eases = False
+        desk.stays = False  # a trial ends by itself
         self._next_scene()
 
     @property
@@ -182,7 +177,7 @@ class Tour:
         """At once; everything is as before."""
         if not self.is_over:
             self.is_over = True
-            self._before.put_back(self.session)
+            self._before.put_back(self.desk)
             self.state.tour = None
 
     def _hurry(self) -> None:
@@ -241,18 +236,18 @@ class Tour:
     @property
     def _is_quiet(self) -> bool:
         """Does the view show the effect of all lines?"""
-        return self.session.heard and not self.state.view.stepping
+        return self.desk.heard and not self.state.view.stepping
 
     def _do(self, act: Act) -> None:
         line = act if isinstance(act, str) else act(self.seen)
         if line.startswith("/") or len(line) > 1:
             self._obey(line)
-        word = keys.pressed(line)
+        word = self.desk.pressed(line)
         if word and word not in self._pressed:
             self._pressed.append(word)
 
     def _obey(self, line: str) -> None:
-        self.session.obey(line)
+        self.desk.obey(line)
 
     def _next_scene(self) -> None:
         self._number += 1
@@ -370,13 +365,13 @@ def line_of(file: str, name: str) -> str:
 # --- the strip ----------------------------------------------------------------------------------
 
 
-def draw_tour(state: State, on: Paper) -> None:
+def draw(state: State, on: Paper) -> None:
     """The tour's words: a heading, a text, and as much of the rest as there is room for."""
     told = state.tour
     if told is None:
         return
     title = f"Tour {told.scene} of {told.scenes}: {told.title}"
-    on.heading(title, "esc leaves, and puts all back", do="leave_tour")
+    on.heading(title, "esc leaves, and puts all back", do="own('escape')")
     on.say(told.text)
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)
@@ -388,7 +383,7 @@ def draw_tour(state: State, on: Paper) -> None:
         where.put(shorten(words, on.width - where.width - 1), on.muted)
     del on.lines[on.height - 1 :]
     hint = shorten(state.said or told.hint, on.width - 2)
-    on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="go_on")
+    on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="own('enter')")
 
 
 def draw_answers(told: Telling, on: Paper) -> None:
@@ -403,29 +398,92 @@ def draw_answers(told: Telling, on: Paper) -> None:
         is_guess = told.guess == number
         pen.put("▸" if is_guess else " ", on.accent)
         hue = on.accent if is_guess or told.asks else on.muted
-        pen.put(text, hue, is_guess, f"guess({number})")
+        pen.put(text, hue, is_guess, f"own('{number}')")
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def obey(desk: Desk, rest: str) -> str | None:
+    if not desk.talks:
+        raise ValueError("the tour needs a screen; python tui.py --plain --tour tells it in lines")
+    refuse(desk)
+    desk.state.offers_tour = False
+    desk.state.talking = False
+    if desk.state.view.stage == "ready":
+        desk.state.kept["tour"] = Tour(desk)
+        return None
+    desk.state.tour = Telling(0, 0, "", "", hint=COMES)
+    return COMES
+
+
+def look(desk: Desk) -> None:
+    """A tour that was wished for while the model loaded begins now; any other goes on."""
+    state = desk.state
+    tour = state.kept.get("tour")
+    if state.view.stage == "failed":
+        state.tour = None
+    elif tour:
+        tour.look()
+    elif state.view.stage == "ready":
+        try:
+            state.kept["tour"] = Tour(desk)
+        except ValueError as error:
+            state.tour = None
+            state.faults.append(Fault(str(error)))
+
+
+def press(state: State, act: Callable[[Tour], None]) -> None:
+    """A key: the tour does something. While the model loads there is no tour yet."""
+    tour = state.kept.get("tour")
+    if tour:
+        act(tour)
+    elif act is Tour.leave:
+        state.tour = None
+
+
+OWN = {
+    "enter": partial(press, act=Tour.go_on),
+    "space": partial(press, act=Tour.go_on),
+    "escape": partial(press, act=Tour.leave),
+}
+for number in range(1, 5):
+    OWN[str(number)] = partial(press, act=partial(Tour.guess, answer=number))
+
+PAGE = Page(
+    "tour",
+    "T",
+    "Tour",
+    "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
+    draw,
+    obey=obey,
+    pane=draw,
+    own=OWN,
+    look=look,
+    is_strip=True,
+)
 
 
 # --- without a screen ---------------------------------------------------------------------------
 
 
-def run_plain_tour(session: Session) -> int:
+def run_plain_tour(desk: Desk) -> int:
     """The tour as lines: each question, a guess from standard input, and the explanation."""
     tour: Tour | None = None
     told: Telling | None = None
     while tour is None or not tour.is_over:
         time.sleep(0.05)
-        session.look()
-        stage = session.state.view.stage
+        desk.look()
+        stage = desk.state.view.stage
         if stage == "failed":
-            print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
+            print(f"nanobatch: {desk.state.view.error}", file=sys.stderr)
             return 2
         if stage != "ready":
             continue
-        tour = tour or Tour(session)
+        tour = tour or Tour(desk)
         tour.look()
-        if session.state.tour != told:
-            told = session.state.tour
+        if desk.state.tour != told:
+            told = desk.state.tour
             print("\n".join(in_lines(told)), flush=True)
         elif tour.waits:
             answer(tour, sys.stdin.readline())

@@ -69,10 +69,10 @@ INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
     app
-    pages/tour
-    pages/scenes
     session record
     keys terminal widgets
+    pages/tour
+    pages/scenes
     pages/*
     page panes
     steps charts

@@ -203,7 +203,7 @@ def test_a_conversation_is_drawn_large_with_a_strip_of_the_engine(size):
         assert " 1 one" in text and " 2 two" in text and "❯ And?" in text
         assert re.search(r"read \d+ tokens; first token after", text)
         assert "Slots" in text and "Timeline" in text and "tok/s" in text
-        talk = it.app.query_one("#dialogue").region
+        talk = it.app.query_one("#talk").region
         assert talk.height >= 15 and talk.width >= 80
         await ended(it)
         read, all_, kept = re.search(

@@ -456,12 +456,12 @@ def test_what_the_scenes_press_is_named_by_its_key():
 
 async def play(it, phase: str) -> None:
     for _ in range(3000):
-        if it.app.tour._phase == phase:
+        if it.stage.state.kept["tour"]._phase == phase:
             await it.turns(0)
             return
         it.stage.time.now += 0.05
         it.stage.turns()
-        it.app.tour.look()
+        it.app.look()
     raise AssertionError(it.text())
 
 
@@ -519,7 +519,7 @@ def test_keys_of_the_tour_and_no_others_reach_the_engine():
         await it.press("space", turns=0)
         assert state.tour.scene == 2
         await it.press("escape", turns=3)
-        assert it.app.tour is None and "Tour" not in it.text() and "❯" in it.text()
+        assert it.stage.state.tour is None and "Tour" not in it.text() and "❯" in it.text()
         assert it.stage.engine.sched.policy.name == "continuous" and not state.view.paused
 
     show(scenario, TourStage())
@@ -541,7 +541,7 @@ def test_a_refusal_is_one_line_and_there_is_no_strip():
         await it.press("b", turns=2)
         await it.press("T")
         await it.sees("the tour begins when nothing runs")
-        assert it.app.tour is None and it.stage.state.tour is None
+        assert it.stage.state.tour is None
 
     show(scenario, TourStage())
 
@@ -563,7 +563,7 @@ def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
         await it.turns(0)
         assert "T takes a tour" in it.text()
         await it.press(how, turns=2)
-        assert "T takes a tour" not in it.text() and bool(it.app.tour) == (how == "T")
+        assert "T takes a tour" not in it.text() and bool(it.stage.state.tour) == (how == "T")
 
     show(scenario, TourStage())
     assert note.exists() and not offered()
@@ -624,10 +624,10 @@ def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
     told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
     told = told._replace(place="sched.py:123  Scheduler._room")
     for each in (told, told._replace(text="short?"), Telling(1, 8, "t" * 90, "x", hint="h")):
-        lines = plain(drawn(tour.draw_tour, State(tour=each), width, 7))
+        lines = plain(drawn(tour.draw, State(tour=each), width, 7))
         assert len(lines) <= 7 and lines[-1].strip() == each.hint
         assert all(cell_len(line) <= width for line in lines), lines
-    assert drawn(tour.draw_tour, State(), width, 7) == []
+    assert drawn(tour.draw, State(), width, 7) == []
 
 
 # --- as a program -------------------------------------------------------------------------------

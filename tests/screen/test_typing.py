@@ -186,7 +186,11 @@ def test_a_tour_that_is_wished_for_while_the_model_loads_begins_when_it_is_there
         it.stage.room.load()
         it.app.look()
         await it.turns(3)
-        assert it.app.tour and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
+        assert (
+            it.stage.state.tour
+            and "Tour 1 of" in it.text()
+            and it.stage.engine.sched.submitted == 0
+        )
 
     show(scenario, size=(120, 40), load=False)
 
@@ -197,7 +201,7 @@ def test_a_tour_that_is_wished_for_and_left_while_the_model_loads_does_not_begin
         it.stage.room.load()
         it.app.look()
         await it.turns(3)
-        assert it.app.tour is None and it.stage.engine.sched.submitted == 12
+        assert it.stage.state.tour is None and it.stage.engine.sched.submitted == 12
 
     show(scenario, load=False)
 

@@ -488,7 +488,7 @@ def test_the_clients_pane_is_as_drawn(size):
         await it.turns(30)
         while size[0] < 110 and it.stage.state.lower != "clients":
             await it.press("v", turns=0)
-        it.app.place(it.app.size)
+        it.app.paint()
         await it.pilot.pause()
         like_golden(f"clients-{size[0]}x{size[1]}", it.text())
         await it.press("h")
