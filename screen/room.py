@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from door.journal import DoorView, Journal
 from parts.api.engine import AnyEngine
@@ -359,24 +360,22 @@ class EngineRoom(Room):
         self.clock = Stopwatch()
         self.engine: AnyEngine | None = None
         self.loop: Loop | None = None
-        self.door, self._name = door, name
+        self.door = door
+        self._name = name
         # Held while a wish is written down, and while the loop is made
         self._desk = threading.Lock()
         self._early: list[Callable[[], None]] = []  # wishes from before there was a loop
         self._stopping = False
-        self._load, self._loader = (
-            load,
-            threading.Thread(target=self._begin, name="loader", daemon=True),
-        )
-        self.own: dict[int, Handle] = {}
-        self._ended = 0  # at the last look, so many requests had ended
-        self._in_slots: tuple[int, ...] = ()  # and these were in slots
+        self._load = load
+        self._loader = threading.Thread(target=self._begin, name="loader", daemon=True)
+        # The engine forgets a handle when its request has ended, and so does this
+        self.own: Mapping[int, Handle] = WeakValueDictionary()
         self.others = Others()
-        self._dice, self._next_arrival = random.Random(0), 0.0
+        self._dice = random.Random(0)
+        self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Read] = ()  # the steady load picks from these
         self._trial: Iterator[Finding] | None = None
-        self.looks = 0  # how often somebody has looked
 
     def start(self) -> None:
         self._loader.start()
@@ -444,12 +443,11 @@ class EngineRoom(Room):
         return self._news + (self.door.journal.changes if self.door else 0)
 
     def look(self, since: View | None = None) -> View:
-        known, loop = self._known, self.loop
-        self.looks += 1
+        known = self._known
+        loop = self.loop
         if self.door:
-            known = known._replace(
-                door=self.door.look(since.door.seen if since and since.door else 0)
-            )
+            seen = since.door.seen if since and since.door else 0
+            known = known._replace(door=self.door.look(seen))
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
@@ -460,7 +458,6 @@ class EngineRoom(Room):
     def _between(self) -> float | None:
         """Between two steps: the steady load, the trial, and the news. Answers with the seconds to
         the next arrival."""
-        self._let_go()
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._go_on_trying()
@@ -469,27 +466,9 @@ class EngineRoom(Room):
         self._news += 1
         if self._trial and not (self.loop.paused or self.engine.has_work):
             return 0.0  # no step will wake the loop
-        return (
-            self._next_arrival - self.clock()
-            if self._known.load and not self.clock.stands
-            else None
-        )
-
-    def _let_go(self) -> None:
-        """Our ended requests are ours no more.
-
-        Thousands may be in line, so not all are asked after each step. Most have been in a slot
-        before; if these are not all that have ended since, each request is asked after all.
-        """
-        sched = self.engine.sched
-        ended = sched.submitted - len(sched.waiting) - len(sched.running)
-        gone = [id for id in self._in_slots if id not in sched.running and id not in sched.waiting]
-        if len(gone) != ended - self._ended:
-            gone = [id for id, handle in self.own.items() if handle.finish_reason is not None]
-        for id in gone:
-            self.own.pop(id, None)
-        self._ended = ended
-        self._in_slots = tuple(sched.running)
+        if not self._known.load or self.clock.stands:
+            return None
+        return self._next_arrival - self.clock()
 
     # --- firing and cancelling
 
@@ -613,7 +592,8 @@ class EngineRoom(Room):
     def slow(self, rate: float, once: bool = False) -> None:
         """So many steps a second from now on; 0: full speed. `once`: until nothing is left to
         do."""
-        self.loop.slow, self._slow_once = rate, once
+        self.loop.slow = rate
+        self._slow_once = once
 
     # --- the budget
 
@@ -647,7 +627,8 @@ class EngineRoom(Room):
 
     def _end_slow_once(self) -> None:
         if self._slow_once:
-            self.loop.slow, self._slow_once = 0.0, False
+            self.loop.slow = 0.0
+            self._slow_once = False
 
     # --- policies
 
@@ -723,7 +704,8 @@ class EngineRoom(Room):
                 self.note(trial=finding)
 
     def _end_trial(self) -> None:
-        trial, self._trial = self._trial, None
+        trial = self._trial
+        self._trial = None
         if trial:
             self.note(trying=False)
             trial.close()

@@ -71,10 +71,11 @@ class Session:
     """
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
-        self.room, self.state, self.eases = room, state, eases
+        self.room = room
+        self.state = state
+        self.eases = eases
         self._seen = 0
         self._coming: dict[str, object] = {}  # the changes of the view by open wishes
-        self._limits: Limits | None = None  # the limits after the last wish for a budget
         self.stays = False
         self.talks = False  # prompts are questions of conversations: on a screen
 
@@ -102,15 +103,17 @@ class Session:
 
     def look(self) -> bool:
         """Take in the news; False if there is none."""
-        seen, self._seen = self._seen, self.room.news
-        if seen != self._seen:
-            before = self.state.view
-            self.state.absorb(self.room.look(before))
-            for page in PAGES.values():
-                if page.take:
-                    page.take(self.state, before)
-            self._ask_waiting()
-        return seen != self._seen
+        news = self.room.news
+        if news == self._seen:
+            return False
+        self._seen = news
+        before = self.state.view
+        self.state.absorb(self.room.look(before))
+        for page in PAGES.values():
+            if page.take:
+                page.take(self.state, before)
+        self._ask_waiting()
+        return True
 
     def asks(self, count: int) -> list[Ask]:
         """This many of the prompts; after the last, the first again. If there is a seed, each gets
@@ -214,7 +217,8 @@ class Session:
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
-        eases, self.eases = self.eases and not self.coming.paused, False
+        eases = self.eases and not self.coming.paused
+        self.eases = False
         self.room.fire(self.asks(many))
         if not eases:
             return f"{count(many, 'prompt')} fired"
@@ -254,7 +258,7 @@ class Session:
 
     def _do_policy(self, rest: str) -> None:
         """Change to the named policy, or to the next."""
-        self.room.switch(known(rest) if rest else "")
+        self.room.switch(policy_of(rest).name if rest else "")
 
     def _do_load(self, rest: str) -> None:
         """A steady load of this many requests a second. Without a number, turn the load on or
@@ -266,22 +270,28 @@ class Session:
 
     def _do_cancel(self, rest: str) -> str:
         """Cancel all requests from here, or the named one, or the one in the selected slot."""
-        slot, engine = self.state.selected, self.state.view.engine
-        owner = engine.slots[slot].request if engine else None
+        if rest == "all":
+            self.room.cancel(None)
+            whose = "your requests" if self.state.view.door else "requests"
+            return f"all {whose} are cancelled"
         if rest:
-            owner = None if rest == "all" else number_for("cancel", rest.removeprefix("r"))
-        elif owner is None:
-            return f"slot {slot} has no request" if engine else "no slot has a request yet"
-        request, known_here = self.state.requests.get(owner), owner in self.room.own
-        if request and request.reason and not known_here:
-            raise ValueError(f"r{owner} has ended already ({request.reason})")
-        if owner is not None and request is None and not known_here and self.heard:
-            raise ValueError(f"r{owner} is not known here; it may have ended long ago")
-        if request and not request.reason and not known_here:
-            raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
+            owner = number_for("cancel", rest.removeprefix("r"))
+        else:
+            slot = self.state.selected
+            engine = self.state.view.engine
+            owner = engine.slots[slot].request if engine else None
+            if owner is None:
+                return f"slot {slot} has no request" if engine else "no slot has a request yet"
+        if owner not in self.room.own:
+            request = self.state.requests.get(owner)
+            if request is None and self.heard:
+                raise ValueError(f"r{owner} is not known here; it may have ended long ago")
+            if request and request.reason:
+                raise ValueError(f"r{owner} has ended already ({request.reason})")
+            if request:
+                raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
         self.room.cancel(owner)
-        whose = "your requests" if self.state.view.door else "requests"
-        return f"all {whose} are cancelled" if owner is None else f"r{owner} is cancelled"
+        return f"r{owner} is cancelled"
 
     def _do_pause(self, rest: str) -> None:
         self.expect(paused=True)
@@ -318,21 +328,20 @@ class Session:
     def _do_budget(self, rest: str) -> str:
         """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
         half as wide, and twice as wide."""
-        engine = self.state.view.engine
-        own = self.state.view.made_with if engine else None
-        if engine and self.heard:
-            self._limits = engine.limits
-        now = self._limits or own
+        engine = self.coming.engine
         if not rest:
-            return said_of(now) if now else "the budget is known when the model is there"
+            return (
+                said_of(engine.limits) if engine else "the budget is known when the model is there"
+            )
         self.check_alone("other budget")
         budget: int | str | None = rest
         if rest not in ("-", "+"):
             budget = None if rest == "off" else number_for("budget", rest)
         said = ""
-        if own:  # else the room itself refuses impossible budgets
-            self._limits = own.turned(now, budget)
-            said = said_of(self._limits)
+        if engine:  # else the room itself refuses impossible budgets
+            limits = self.state.view.made_with.turned(engine.limits, budget)
+            self.expect(engine=replace(engine, limits=limits))
+            said = said_of(limits)
         self.room.set_budget(budget)
         return said
 
@@ -347,10 +356,10 @@ class Session:
                     f"{name!r} cannot be set; temperature, max, seed, burst, rate and client can"
                 )
             knob, read, least, most = SETTABLE[name]
-            changes[knob] = (
-                None if pair in ("seed=", "seed=none") else read(name, value, least, most)
-            )
-        said, engine = f"set {rest}", self.state.view.engine
+            is_none = pair in ("seed=", "seed=none")
+            changes[knob] = None if is_none else read(name, value, least, most)
+        said = f"set {rest}"
+        engine = self.state.view.engine
         if engine and changes.get("max_tokens", 0) > engine.limits.max_len:
             changes["max_tokens"] = engine.limits.max_len
             said = f"max={engine.limits.max_len}: a slot holds no more"
@@ -360,10 +369,6 @@ class Session:
 
 def said_of(limits: Limits) -> str:
     return f"budget {limits.budget:,}: at most {limits.chunk:,} tokens of a prompt in a step"
-
-
-def known(policy: str) -> str:
-    return policy_of(policy).name
 
 
 def number_for(command: str, text: str) -> float:
@@ -391,7 +396,8 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
 
     A word that is no command, or has a wrong number, is a ValueError. `logged`: for a plain log.
     """
-    words, orders = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN)), []
+    words = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN))
+    orders = []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
         if name not in words or (rest and name not in NUMBERED):
@@ -419,114 +425,82 @@ class PlainLog:
         self.write = lambda line: write(clean(line))  # a line may quote anything
         # Open requests, as at the last line about each
         self._told: dict[int, RequestView] = {}
-        self._done = self._faults = 0  # how many stages and faults have been written
-        self._tried: Sequence[str] = ()  # the written lines of the newest trial
+        self._faults = 0  # how many faults have been noted
         # (when, what): not written yet, since something earlier may be told
         self._late: list[tuple[float, str]] = []
-        self._told_to = 0.0  # the end of the last written busy period
-        self._policy, self._life = "", 0
+        self._told_to = 0.0  # the end of the last noted busy period
+        self._policy = ""
+        self._life = 0
         self._asked: list[Page] = []  # wanted pages, not told yet
 
     def look(self) -> None:
-        before = self.session.state.view
+        state = self.session.state
+        before = state.view
         if not self.session.look():
             return
-        state, view = self.session.state, self.session.state.view
-        for stage in view.done[self._done :]:
+        view = state.view
+        for stage in view.done[len(before.done) :]:
             self.write(f"loading: {stage}")
-        self._done = len(view.done)
         for call in view.door.ended if view.door else ():
-            end = (
-                f"{call.status} {call.reason}{', hung up' if call.hung_up else ''}: {call.message}"
-            )
-            self.write(" ".join(f"{call.client} {call.route} → {end.rstrip(': ')}".split()))
-        if (engine := view.engine) is None:
+            hung_up = ", hung up" if call.hung_up else ""
+            end = f"{call.status} {call.reason}{hung_up}: {call.message}".rstrip(": ")
+            self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
+        if view.engine is None:
             return
-        if view.life != self._life:  # earlier events there are no news
-            self._life, self._told = view.life, {r.id: r for r in (*engine.requests, *engine.ended)}
-            engine = replace(engine, ended=(), steps=())
-        news = [
-            event
-            for r in (*engine.requests, *engine.ended)
-            if not is_mute(r)
-            for event in self._news(self._told.get(r.id), r)
-        ]
-        for step in engine.steps:
-            news += [
-                (step.began, f"r{r} is admitted to slot {s} in step {step.step}")
-                for s, r in step.admitted
-                if r not in state.requests or not is_mute(state.requests[r])
-            ]
-        self._told |= {r.id: r for r in engine.requests}
-        for r in engine.ended:
-            self._told.pop(r.id, None)
-        news += [
-            *self._switches(engine),
-            *((engine.now, fault.message) for fault in state.faults[self._faults :]),
-        ]
-        self._faults = len(state.faults)
-        news += [(engine.now, line) for line in self._news_of_trial(view.trial)]
-        for period in [
-            period for period in state.periods if period.over and period.ended > self._told_to
-        ]:
-            news.append(
-                (period.ended, f"in all ({', '.join(period.policies)}): {', '.join(words(period))}")
-            )
-            self._told_to = period.ended
-        self._late += news
-        step, began = (
-            (state.history[-1].step, state.history[-1].view.began) if state.history else (0, 0.0)
-        )
-        self.flush(began if view.busy and engine.planned > step else math.inf)
+        self._note(view.engine)
+        for line in new_lines(before.trial, view.trial):
+            self._late.append((view.engine.now, line))
+        for period in state.periods:
+            if period.over and period.ended > self._told_to:
+                said = f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"
+                self._late.append((period.ended, said))
+                self._told_to = period.ended
+        last = state.history[-1] if state.history else None
+        if view.busy and view.engine.planned > (last.step if last else 0):
+            # A step in flight is told of after the end
+            self.flush(last.view.began if last else 0.0)
+        else:
+            self.flush()
         page = PAGES.get(view.trial.name) if view.trial else None
         if before.trying and not view.trying and page and page.tell:
             self.tell(page.tell(state))
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
-        """Write all events up to a moment, in order. A step in flight is told of after the end."""
+        """Write all events up to a moment, in order."""
         self._late.sort(key=lambda event: event[0])
         while self._late and self._late[0][0] <= until:
             moment, line = self._late.pop(0)
             self.write(f"{moment:8.3f} s  {line}")
 
-    def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
-        """A policy holds from the first step with a plan under this policy; if there is none yet,
-        from now."""
-        for moment, policy in (
-            *((step.began, step.policy) for step in engine.steps),
-            (engine.now, engine.policy),
-        ):
+    def _note(self, engine: Snapshot) -> None:
+        """The news of an engine: requests, policies, faults."""
+        state = self.session.state
+        if state.view.life != self._life:  # earlier events there are no news
+            self._life = state.view.life
+            self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
+            engine = replace(engine, ended=(), steps=())
+        for r in (*engine.requests, *engine.ended):
+            if not is_mute(r):
+                self._late += news_of(r, self._told.get(r.id))
+            self._told[r.id] = r
+        for r in engine.ended:
+            self._told.pop(r.id)
+        for step in engine.steps:
+            for slot, request in step.admitted:
+                known = state.requests.get(request)
+                if not (known and is_mute(known)):
+                    said = f"r{request} is admitted to slot {slot} in step {step.step}"
+                    self._late.append((step.began, said))
+        # A policy holds from the first step with a plan under this policy; else from now on
+        policies = [(step.began, step.policy) for step in engine.steps]
+        for moment, policy in (*policies, (engine.now, engine.policy)):
             if policy != self._policy:
                 self._policy = policy
-                yield moment, f"policy {policy}"
-
-    def _news(self, before: RequestView | None, r: RequestView) -> Iterable[tuple[float, str]]:
-        """The events of a request since the view `before`: (when, words)."""
-        if before is None:
-            client = client_of(r) and f" ({client_of(r)})"
-            yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
-        if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
-            yield (
-                r.arrived + r.metrics.ttft_s,
-                f"r{r.id} has its first token after {span(r.metrics.ttft_s)}",
-            )
-        if r.reason:
-            rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
-            figures = (
-                f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(r.metrics.ttft_s)}{rate}"
-            )
-            yield (
-                r.ended,
-                f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}",
-            )
-
-    def _news_of_trial(self, trial: Finding | None) -> Sequence[str]:
-        lines = trial.lines if trial else ()
-        told = self._tried
-        is_same = lines[: len(told)] == told  # else another trial has begun
-        self._tried = lines
-        return lines[len(told) :] if is_same else lines
+                self._late.append((moment, f"policy {policy}"))
+        for fault in state.faults[self._faults :]:
+            self._late.append((engine.now, fault.message))
+        self._faults = len(state.faults)
 
     def obey(self, line: str) -> None:
         """A prompt, or a command."""
@@ -551,6 +525,29 @@ class PlainLog:
             self.write(line)
 
 
+def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float, str]]:
+    """The events of a request since the view `before`: (when, words)."""
+    ttft = r.metrics.ttft_s
+    if before is None:
+        client = client_of(r) and f" ({client_of(r)})"
+        yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
+    if ttft is not None and (before is None or before.metrics.ttft_s is None):
+        yield r.arrived + ttft, f"r{r.id} has its first token after {span(ttft)}"
+    if r.reason:
+        figures = f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(ttft)}"
+        if r.metrics.tokens_per_s:
+            figures += f", {number(r.metrics.tokens_per_s)} tokens/s"
+        yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}"
+
+
+def new_lines(before: Finding | None, now: Finding | None) -> Sequence[str]:
+    """The lines of a trial that were not told before."""
+    told = before.lines if before else ()
+    lines = now.lines if now else ()
+    is_same = lines[: len(told)] == told  # else another trial has begun
+    return lines[len(told) :] if is_same else lines
+
+
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"
 
 
@@ -566,7 +563,9 @@ def run_plain(
     log = PlainLog(session, write)
     state = session.state
     orders = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
-    listening, rest, typed = not script, b"", deque()
+    listening = not script
+    rest = b""
+    typed: deque[str] = deque()
     idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
     if idle and listening and sys.stdin.isatty():
         log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
@@ -610,8 +609,5 @@ def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
         return rest, [], True
     data = os.read(0, 65536)
     *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its end
-    return (
-        rest,
-        [text for line in lines if (text := line.decode(errors="replace").strip())],
-        bool(data),
-    )
+    texts = [line.decode(errors="replace").strip() for line in lines]
+    return rest, [text for text in texts if text], bool(data)
