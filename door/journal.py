@@ -39,7 +39,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from parts.api.ledger import Log
-from parts.api.views import Snapshot
+from parts.api.views import Snapshot, percentile
 from parts.files import LineFile
 
 
@@ -312,8 +312,7 @@ class Now(Collector):
         steps = Metric(name, "How long steps took.", "summary")
         took = sorted(step.seconds for step in engine.steps)
         for part in (0.5, 0.95, 0.99) if took else ():
-            value = took[min(len(took) - 1, int(part * len(took)))]
-            steps.add_sample(name, {"quantile": str(part)}, value)
+            steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
         steps.add_sample(f"{name}_sum", {}, engine.steps_s)
         steps.add_sample(f"{name}_count", {}, engine.seen.steps)
         return steps

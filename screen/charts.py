@@ -20,11 +20,10 @@ from itertools import cycle, islice, pairwise
 
 from rich.cells import cell_len
 
-from parts.api.views import RequestView
+from parts.api.views import RequestView, percentile
 from policies import POLICIES
 from screen.ink import HUES, Pen, number, span, style, wrap
 from screen.paper import Paper
-from screen.periods import percentile
 from screen.state import State
 
 # Characters: the numbers at the left. Charts of the same time then begin in the same column.
@@ -111,7 +110,7 @@ def draw_batch(state: State, on: Paper) -> None:
 
 def cost_of(seconds: Iterable[float]) -> float:
     """Of some steps alike the lower quartile, since an interruption only makes a step longer."""
-    return percentile(seconds, 0.25)
+    return percentile(sorted(seconds), 0.25)
 
 
 def draw_cost(state: State, on: Paper) -> None:

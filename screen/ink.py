@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -218,6 +219,12 @@ def span(seconds: float | None) -> str:
 def count(many: int, thing: str) -> str:
     """ "1 token", "2,048 tokens" """
     return f"{many:,} {thing}{'s' * (many != 1)}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """ "r1, r2, r5 and 3 more" """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shorten(text: str, width: int) -> str:

@@ -32,7 +32,7 @@ from parts.clock import LEAST, Prices, guesses_by_request, guest_of, is_cut_shor
 from parts.replay import Guest, Ran
 from policies import POLICIES
 from sched import Request
-from screen.ink import DECODE, GHOST, PREFILL, span
+from screen.ink import DECODE, GHOST, PREFILL, listed, span
 from screen.runs import on_clock
 from screen.timeline import Column
 
@@ -450,26 +450,13 @@ def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
 
 
-def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
-    """The request at a percentile of first tokens."""
-    return order[max(0, math.ceil(percent / 100 * len(order)) - 1)]
-
-
 # --- in words
-
-
-def named(requests: Iterable[int], most: int) -> str:
-    """ "r1, r2, r5 and 3 more" """
-    names = [f"r{request}" for request in requests]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def blamed(seconds: Counter[int], most: int = 3) -> str:
     """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
     names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return listed(names, most)
 
 
 def sentence(request: RequestView, life: Life, found: Sequence[Outcome] | str) -> str:

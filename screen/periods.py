@@ -14,23 +14,16 @@ Where next: `state.py`, the memory of periods.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from parts.api.views import RequestView
+from parts.api.views import RequestView, percentile
 from screen.ink import number, span
 from screen.timeline import Column
 
 Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
 KEPT = 10_000  # so many waits and gaps of a period are kept for percentiles
-
-
-def percentile(values: Iterable[float], part: float) -> float | None:
-    """The smallest value at least as large as this part of all values."""
-    ordered = sorted(values)
-    return ordered[math.ceil(part * len(ordered)) - 1] if ordered else None
 
 
 @dataclass
@@ -84,6 +77,7 @@ class Period:
     def figures(self) -> dict[str, str]:
         """As texts, all but the makespan, which needs prices."""
         took = self.ended - self.began
+        ttfts = sorted(self.ttfts)
         return {
             "policy": ", ".join(self.policies),
             "requests": f"{self.requests:,}",
@@ -91,9 +85,9 @@ class Period:
             "tokens": f"{self.tokens:,}",
             "took": span(took),
             "tok/s": number(self.tokens / took if took > 0 else None),
-            "TTFT p50": span(percentile(self.ttfts, 0.5)),
-            "TTFT p95": span(percentile(self.ttfts, 0.95)),
-            "gap p95": span(percentile(self.gaps, 0.95)),
+            "TTFT p50": span(percentile(ttfts, 0.5)),
+            "TTFT p95": span(percentile(ttfts, 0.95)),
+            "gap p95": span(percentile(sorted(self.gaps), 0.95)),
             "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
         }
 

@@ -15,12 +15,11 @@ Where next: `pages/race.py`, races and comparisons.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from parts.api.views import Limits, RequestView, StepView
+from parts.api.views import Limits, RequestView, StepView, percentile
 from parts.clock import Prices, guesses_by_request, guest_of, replayed
 from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
@@ -50,7 +49,7 @@ class Run(NamedTuple):
     @property
     def figures(self) -> tuple[str, ...]:
         """The figures as texts, in the order of `FIGURES`."""
-        p95 = sorted(self.ttfts)[math.ceil(0.95 * len(self.ttfts)) - 1] if self.ttfts else None
+        p95 = percentile(sorted(self.ttfts), 0.95)
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
         times = map(span, (self.makespan, self.ttft_mean, p95))
         return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from parts.api.settings import Sampling
-from parts.api.views import Metrics, RequestView
+from parts.api.views import Metrics, RequestView, percentile
 from sched import Request
 
 
@@ -199,7 +199,7 @@ class Handle:
             if gaps and times[-1] > times[0]
             else None,
             itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
-            itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
+            itl_p95_s=percentile(gaps, 0.95),
             itl_max_s=gaps[-1] if gaps else None,
             prompt_tokens=len(r.prompt),
             cached_tokens=r.reused,

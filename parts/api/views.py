@@ -13,12 +13,20 @@ Where next: `ledger.py`, which makes them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
 
 from parts.price import NARROWEST
 from sched import Plan, Request, Scheduler
+
+
+def percentile(ordered: Sequence[Any], part: float) -> Any:
+    """Of a sorted row, the first one that is no smaller than this part of all. None if the row is
+    empty."""
+    return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
 
 
 @dataclass(frozen=True)

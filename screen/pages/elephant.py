@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from parts.api.handle import Handle
-from parts.api.views import StepView
+from parts.api.views import StepView, percentile
 from parts.checks import read_whole
 from sched import Request, Scheduler
 from screen.charts import nice
@@ -35,7 +35,6 @@ from screen.life import work_ends
 from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
 from screen.paper import Figure, Paper
-from screen.periods import percentile
 from screen.room import Ask, EngineRoom
 from screen.state import State
 from screen.timeline import Column
@@ -206,10 +205,10 @@ def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) ->
         widest=max(read_of(step, handle.id) for step in reads),
         steps=len(reads),
         ttft=metrics.ttft_s,
-        gap=percentile(whole, 0.5),
+        gap=percentile(sorted(whole), 0.5),
         longest=max(disturbed).seconds,
         steps_between=max(gap.steps for gap in disturbed),
-        quiet_gap=percentile([gap.seconds for gap in quiet], 0.5),
+        quiet_gap=percentile(sorted(gap.seconds for gap in quiet), 0.5),
         quiet_longest=max(quiet).seconds,
     )
 
@@ -504,7 +503,7 @@ def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
 def top_of(gaps: Collection[Gap]) -> float:
     """The end of the scale, in ms. A gap of another program's making may lie beyond; else all
     others would look alike."""
-    usual = percentile([gap.seconds for gap in gaps], 0.98) or 0.01
+    usual = percentile(sorted(gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(1000 * max(usual, read))
 

@@ -5,7 +5,7 @@ Where next: `parts/api/faults.py`, the way of a traceback to this page.
 
 from __future__ import annotations
 
-from screen.ink import clean
+from screen.ink import clean, listed
 from screen.page import Page
 from screen.paper import Paper
 from screen.state import State
@@ -22,8 +22,7 @@ def draw(state: State, on: Paper) -> None:
     for request in failed:
         alike.setdefault(clean(request.error), []).append(f"r{request.id}")
     for error, names in alike.items():
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        on.say(f"{', '.join(names[:NAMED])}{more} failed: {error}", on.bad)
+        on.say(f"{listed(names, NAMED)} failed: {error}", on.bad)
     if failed:
         on.lines.append([])
     for block in reversed(state.tracebacks):
