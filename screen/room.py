@@ -164,6 +164,7 @@ class Race(NamedTuple):
     to_race: tuple[str, ...]  # the policies of the legs to come
     lines: tuple[str, ...] = ()
     name: str = "race"
+    so_far: str = ""  # the page of the race shows it
 
 
 class Fault(NamedTuple):
@@ -182,6 +183,7 @@ class Finding(Protocol):
     """The findings of a trial so far. Each trial has a frozen record of its own."""
 
     name: str  # of the trial, and of the page for the findings
+    so_far: str  # in a few words
     lines: Sequence[
         str
     ]  # the same in words, for a log: only lines are added from finding to finding

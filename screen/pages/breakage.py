@@ -93,7 +93,7 @@ class Breakage(NamedTuple):
         return [each for each in self.witnesses if each.reason and not each.went_on]
 
     @property
-    def verdict(self) -> str:
+    def so_far(self) -> str:
         if self.stage == "gathers":
             return "Requests come, to have somebody to disturb."
         on = [each for each in self.witnesses if each.went_on]
@@ -320,7 +320,7 @@ class Breaking:
         ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
         changed = [each for each in self.found.witnesses if not each.alike]
         words = f"changed: {ids(changed)}"
-        self._tell(*ended, self.found.verdict, f"compared: {self.found.compared}")
+        self._tell(*ended, self.found.so_far, f"compared: {self.found.compared}")
         if changed:
             self._tell(words if self.found.exact else f"{words}; {UNPROMISED}")
 
@@ -372,7 +372,7 @@ def draw(state: State, on: Paper) -> None:
         return
     on.heading(f"What came of it: {BREAKS[found.what][0]}")
     changed = any(each.alike is False for each in found.witnesses)
-    words = found.verdict
+    words = found.so_far
     if found.stage != "over" and not state.view.trying:
         words += ", and then it was ended"
     on.entry("result" if found.stage == "over" else "so far", words, on.accent)

@@ -141,7 +141,7 @@ class Drop(NamedTuple):
 class Found(NamedTuple):
     """The findings of the trial so far."""
 
-    stage: str  # the work of the moment, in words
+    so_far: str  # the work of the moment
     reading: int | None  # the elephant in line, or in work
     drops: tuple[Drop, ...]
     lines: tuple[str, ...]
@@ -443,7 +443,7 @@ def doing(state: State, found: Found | None, runs: bool) -> str:
     is_empty = found is None or not found.drops
     words = "no elephant has been read yet" if is_empty else "over, all is as before"
     if runs:
-        words = found.stage
+        words = found.so_far
     if state.view.paused:
         words = "paused: space goes on"
     words += f"; budget {limits.budget:,}, a chunk of {limits.chunk:,}"

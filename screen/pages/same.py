@@ -103,7 +103,7 @@ class Company(NamedTuple):
         return sum(kind.count for kind in self.kinds if kind.difference)
 
     @property
-    def verdict(self) -> str:
+    def so_far(self) -> str:
         if not self.runs:
             return BEFORE[self.stage]
         done = len(self.runs)
@@ -305,7 +305,7 @@ class Gathering:
             self._tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
             done = len(self.found.runs)
             if done % 50 == 0 and done < self.found.wanted:
-                self._tell(self.found.verdict)
+                self._tell(self.found.so_far)
 
     def _counted(self, answer: Answer) -> tuple[Kind, ...]:
         kinds = list(self.found.kinds)
@@ -318,7 +318,7 @@ class Gathering:
     def _tell_the_end(self) -> None:
         found = self.found
         self._tell(
-            found.verdict,
+            found.so_far,
             f"a hash covers {found.covers}",
             f"{found.company}; {found.beginnings}; guesses {found.guesses}",
             *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
@@ -375,7 +375,7 @@ def product_of(found: Company) -> str:
 
 def draw_counter(state: State, on: Paper, found: Company) -> None:
     """How many runs there are so far, and how many answers."""
-    words = found.verdict
+    words = found.so_far
     if not state.view.trying and found.stage != "over":
         words += ", and then it was ended"
     hue = on.bad if found.unlike else on.accent if found.runs else on.muted

@@ -25,7 +25,6 @@ import ast
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from rich.cells import cell_len
 from parts.api.faults import describe, show_fault
 from screen.ink import clean, shorten
 from screen.page import Desk, Page
-from screen.pages.scenes import SCENES, Act, Scene, Seen, Until
+from screen.pages.scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Seen
 from screen.panes import others_of
 from screen.paper import Paper
 from screen.room import Fault, Settings
@@ -181,7 +180,7 @@ class Tour:
             self.state.tour = None
 
     def _hurry(self) -> None:
-        self._hurries = True
+        self.seen.hurries = True
         self._obey("/slow off")
         self._obey("/resume")
 
@@ -192,9 +191,10 @@ class Tour:
         if self._phase in ("stage", "run") and not self.is_over:
             spent = self._now() - self._began
             self.seen.late = self.seen.late or spent >= LONGEST
-            if spent >= HURRY and self._phase == "run" and not (self._hurries or self._stops):
+            may_hurry = self._phase == "run" and not (self.seen.hurries or self._stops)
+            if spent >= HURRY and may_hurry:
                 self._hurry()
-            said = self.scene.says(self.seen) if self._phase == "run" else ""
+            said = self.seen.found.so_far if self._phase == "run" and self.seen.found else ""
             if said:
                 self.state.tour = self.state.tour._replace(hint=f"{said} · {RUNS}")
             try:
@@ -206,44 +206,39 @@ class Tour:
                 self._give_up(f"{describe(error)}; E shows where")
 
     def _go_on(self) -> None:
+        """Obey the story's lines, up to the next wait, question or explanation. If it is late,
+        nothing is obeyed, and nothing waited for."""
         self._check_faults()
-        is_done = self._play() or self.seen.late
-        if is_done and self._phase == "stage":
-            self._ask()
-        elif is_done:
-            self._tell()
-
-    def _play(self) -> bool:
-        """Obey the lines whose time has come, then pause. Is all of it done?"""
-        while self._acts and not self.seen.late:
-            act = self._acts[0]
-            if not isinstance(act, Until):
-                self._acts.popleft()
-                self._do(act)
-                continue
-            if not self._is_quiet:
-                return False
-            if not act.ready(self.seen):
-                if act.each and not self._hurries:
-                    self._do(act.each)
-                return False
-            self._acts.popleft()
-        if not self._stops:
-            self._stops = True
-            self._obey("/pause")
-        return self._is_quiet
+        late = self.seen.late
+        if self._halts and not (self._is_quiet or late):
+            return
+        self._halts = False
+        for line in self._story:
+            if isinstance(line, Question):
+                self._ask(line)
+                return
+            if isinstance(line, Explanation):
+                self._tell(line)
+                return
+            if line == STOP:
+                self._stops = True
+                self._obey("/pause")
+            elif line != WAIT and not late:
+                self._do(line)
+            self._halts = line in (STOP, WAIT) and not late
+            if self._halts:
+                return
 
     @property
     def _is_quiet(self) -> bool:
         """Does the view show the effect of all lines?"""
         return self.desk.heard and not self.state.view.stepping
 
-    def _do(self, act: Act) -> None:
-        line = act if isinstance(act, str) else act(self.seen)
-        if line.startswith("/") or len(line) > 1:
+    def _do(self, line: str) -> None:
+        if len(line) > 1:
             self._obey(line)
         word = self.desk.pressed(line)
-        if word and word not in self._pressed:
+        if word not in self._pressed:
             self._pressed.append(word)
 
     def _obey(self, line: str) -> None:
@@ -262,41 +257,40 @@ class Tour:
         self.state.selected = 0
         self.state.zoom = None
         self.seen = Seen.begin(self.state)
+        self._story = self.scene.story(self.seen)
         self._faults = len(self.state.faults)
         self._pressed: list[str] = []
-        self._begin("stage", self.scene.stage)
+        self._begin("stage")
         self.state.tour = self._telling("The stage is being set …", "esc: leave")
 
-    def _begin(self, phase: str, acts: Sequence[Act]) -> None:
+    def _begin(self, phase: str) -> None:
         self._phase = phase
-        self._acts = deque(acts)
         self._began = self._now()
-        self._hurries = self._stops = False
+        self._halts = False  # the story waits until the view shows all
+        self._stops = False  # the lines of the phase are done
+        self.seen.hurries = False
 
-    def _ask(self) -> None:
-        question = self.scene.question(self.seen)
-        answers = tuple(self.scene.answers(self.seen))
+    def _ask(self, question: Question) -> None:
+        answers = tuple(question.answers)
         self._phase = "ask"
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
-        telling = self._telling(question, hint)
+        telling = self._telling(question.text, hint)
         self.state.tour = telling._replace(answers=answers, asks=True)
 
     def _run(self) -> None:
-        self._begin("run", self.scene.run)
+        self._begin("run")
         guess = self.seen.guess
         self.state.tour = self.state.tour._replace(
             asks=False, guess=guess, hint=f"it runs … · {RUNS}"
         )
 
-    def _tell(self) -> None:
-        right = self.scene.judge(self.seen)
-        said = self.scene.tell(self.seen)
+    def _tell(self, told: Explanation) -> None:
         self._phase = "tell"
         guess, answers = self.seen.guess, self.state.tour.answers
-        self._right += guess == right
-        telling = self._telling(said, f"enter: go on · esc: leave{self._others()}")
+        self._right += guess == told.right
+        telling = self._telling(told.text, f"enter: go on · esc: leave{self._others()}")
         self.state.tour = telling._replace(
-            verdict=judged(right, guess, answers),
+            verdict=judged(told.right, guess, answers),
             place=line_of(*self.scene.place),
             pressed=tuple(self._pressed),
         )

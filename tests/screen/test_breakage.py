@@ -49,7 +49,7 @@ def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
     assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
     if demo.engine.exact:
-        assert all(each.alike for each in found.witnesses) and "no bit changed" in found.verdict
+        assert all(each.alike for each in found.witnesses) and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
     errors = {each.error for each in found.ended}
     said = {
@@ -80,7 +80,7 @@ def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
 
     monkeypatch.setattr(kv.Window, "read", nosy)
     found = broken(demo, "nan")
-    assert len(found.ended) > 1 and found.verdict.startswith(f"{len(found.ended)} ended by it")
+    assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 
 
 # --- with an engine of words --------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
     assert [each.id for each in found.ended] == [1, 2, 3, 4, 5, 7, 8]
     half_read = found.witnesses[5]
     assert half_read.where == "slot 5" and half_read.went_on, "it went back to the line"
-    assert found.verdict == "7 ended by it, 5 went on to the end of their answers; no bit changed"
+    assert found.so_far == "7 ended by it, 5 went on to the end of their answers; no bit changed"
     assert found.did.startswith("step ") and type(stage.engine.runner) is WordRunner
 
 
@@ -132,7 +132,7 @@ def test_answers_that_change_with_their_company_are_reported(wrong, words):
     turned_by_company(stage, 5, wrong)
     found = broken(stage, "client")
     changed = [each for each in found.witnesses if not each.alike]
-    assert changed and f"{len(changed)} changed in a bit" in found.verdict
+    assert changed and f"{len(changed)} changed in a bit" in found.so_far
     assert found.lines[-1].startswith(f"changed: r{changed[0].id}")
     assert "promises no bits in company" in found.lines[-1]
     page = " ".join(plain(draw(stage, 120, 40)))

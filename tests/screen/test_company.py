@@ -38,7 +38,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
 def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
     stage = Stage().load()
     found = gathered(stage)
-    assert found.stage == "over" and found.verdict == "30 runs, 1 answer"
+    assert found.stage == "over" and found.so_far == "30 runs, 1 answer"
     assert [kind.count for kind in found.kinds] == [30] and found.unlike == 0
     assert len({run.digest for run in found.runs} | {found.alone.digest}) == 1
     assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same.LONGEST
@@ -70,7 +70,7 @@ def test_half_of_the_runs_have_guesses_and_the_same_answer():
     guess_at_random(stage.engine, random.Random(1))
     found = gathered(stage, "/same 40")
     guessed = [run for run in found.runs if run.guessed]
-    assert 8 <= len(guessed) <= 20 and found.verdict == "40 runs, 1 answer"
+    assert 8 <= len(guessed) <= 20 and found.so_far == "40 runs, 1 answer"
     right = sum(run.right for run in guessed)
     assert 0 < right < sum(run.guessed for run in guessed)
     assert f"in {len(guessed)} of 40 runs: " in found.guesses
@@ -87,7 +87,7 @@ def test_a_runner_whose_tokens_depend_on_company_is_reported_with_two_answers(ma
     assert wrong.count == len(turned) == found.unlike > 0 and right.count == 30 - len(turned)
     assert wrong.difference.place == wrong.difference.parted == 5
     assert wrong.difference.said == ("“ was”", "“ wolf”")
-    assert f"{wrong.count} unlike the run alone" in found.verdict
+    assert f"{wrong.count} unlike the run alone" in found.so_far
     assert "token 6 is “ wolf”, alone it is “ was”" in found.lines[-1]
 
 
@@ -150,7 +150,7 @@ def test_the_demo_gives_one_answer_down_to_the_bits_if_its_product_promises_that
     assert found.alone.numbers == 6 * len(found.alone.tokens) >= 60
     assert len({value for place in found.alone.likely for _, value in place}) > 40
     if found.exact:
-        assert found.verdict == "24 runs, 1 answer"
+        assert found.so_far == "24 runs, 1 answer"
 
 
 def test_a_reach_that_shows_is_reported(monkeypatch):
@@ -199,7 +199,7 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     stage.turns(3)
     assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
     assert stage.state.view.trial.stage == when
-    assert gathered(stage).verdict == "30 runs, 1 answer"
+    assert gathered(stage).so_far == "30 runs, 1 answer"
 
 
 def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
@@ -239,7 +239,7 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
             stage.session.obey(f"/cancel {runs[0].id}")
             cancelled += 1
     stage.finish()
-    assert stage.state.view.trial.verdict == "10 runs, 1 answer"
+    assert stage.state.view.trial.so_far == "10 runs, 1 answer"
 
 
 def test_a_run_that_fails_ends_the_trial_with_a_reason():
