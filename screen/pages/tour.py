@@ -21,14 +21,13 @@ Where next: `scenes.py`, the scenes.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.cells import cell_len
 
@@ -47,6 +46,8 @@ HURRY, LONGEST = 8.0, 14.0
 LEAST_SLOTS = 4  # with fewer there is nothing to see
 # The begin of every scene: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
+# Of the state, under the tour's hands
+FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
 RUNS = "enter: at full speed · esc: leave"
 COMES = "the tour begins when the model is there"
 FAREWELL = (
@@ -58,48 +59,32 @@ FAREWELL = (
 # --- playing ------------------------------------------------------------------------------------
 
 
-class Before(NamedTuple):
-    """Everything under the tour's hands, as before."""
+def as_now(desk: Desk) -> Callable[[], None]:
+    """A function that puts back everything under the tour's hands."""
+    room = desk.room
+    state = desk.state
+    view = state.view
+    limits = view.engine.limits
+    policy = view.engine.draining_to or view.engine.policy
+    budget = None if limits == view.made_with else limits.budget
+    eases = desk.eases
+    is_fresh = not state.history
+    fields = {name: getattr(state, name) for name in FIELDS}
 
-    policy: str
-    budget: int | None  # None: as the engine was made
-    paused: bool
-    slow: float
-    eases: bool
-    is_fresh: bool  # nothing had run
-    fields: dict[str, object]  # of the state
-
-    FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
-
-    @staticmethod
-    def of(desk: Desk) -> Before:
-        view = desk.state.view
-        fields = {name: getattr(desk.state, name) for name in Before.FIELDS}
-        policy = view.engine.draining_to or view.engine.policy
-        limits = view.engine.limits
-        return Before(
-            policy=policy,
-            budget=None if limits == view.made_with else limits.budget,
-            paused=view.paused,
-            slow=view.slow,
-            eases=desk.eases,
-            is_fresh=not desk.state.history,
-            fields=fields,
-        )
-
-    def put_back(self, desk: Desk) -> None:
-        room = desk.room
+    def put_back() -> None:
         room.cancel(None)
-        room.switch(self.policy)
-        room.set_budget(self.budget)
-        room.slow(self.slow)
-        room.pause(self.paused)
-        desk.eases = self.eases
+        room.switch(policy)
+        room.set_budget(budget)
+        room.slow(view.slow)
+        room.pause(view.paused)
+        desk.eases = eases
         desk.stays = True  # the user is there, who has left the tour
-        if self.is_fresh:
-            desk.state.begin_anew()
-        for name, value in self.fields.items():
-            setattr(desk.state, name, value)
+        if is_fresh:
+            state.begin_anew()
+        for name, value in fields.items():
+            setattr(state, name, value)
+
+    return put_back
 
 
 def refuse(desk: Desk) -> None:
@@ -137,7 +122,7 @@ class Tour:
         self.is_over = False
         self._now = now
         self._scenes = scenes
-        self._before = Before.of(desk)
+        self._put_back = as_now(desk)
         self._right = 0  # true guesses
         self._number = -1  # of the scene, from 0
         desk.eases = False
@@ -176,13 +161,13 @@ class Tour:
         """At once; everything is as before."""
         if not self.is_over:
             self.is_over = True
-            self._before.put_back(self.desk)
+            self._put_back()
             self.state.tour = None
 
     def _hurry(self) -> None:
         self.seen.hurries = True
-        self._obey("/slow off")
-        self._obey("/resume")
+        self.desk.obey("/slow off")
+        self.desk.obey("/resume")
 
     # --- going on by itself
 
@@ -222,7 +207,7 @@ class Tour:
                 return
             if line == STOP:
                 self._stops = True
-                self._obey("/pause")
+                self.desk.obey("/pause")
             elif line != WAIT and not late:
                 self._do(line)
             self._halts = line in (STOP, WAIT) and not late
@@ -236,13 +221,10 @@ class Tour:
 
     def _do(self, line: str) -> None:
         if len(line) > 1:
-            self._obey(line)
+            self.desk.obey(line)
         word = self.desk.pressed(line)
         if word not in self._pressed:
             self._pressed.append(word)
-
-    def _obey(self, line: str) -> None:
-        self.desk.obey(line)
 
     def _next_scene(self) -> None:
         self._number += 1
@@ -250,7 +232,7 @@ class Tour:
             self._end()
             return
         for line in CLEARED:
-            self._obey(line)
+            self.desk.obey(line)
         self.state.settings = Settings(guesses=False)
         self.state.prompts = self.scene.prompts
         self.state.cursor = None
@@ -338,22 +320,12 @@ def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
 
 def line_of(file: str, name: str) -> str:
     """Where a function begins: "sched.py:234  Scheduler._admit"."""
-    try:
+    begins = None
+    with suppress(OSError, UnicodeError):  # somebody is changing the file just now
         text = (ROOT / file).read_text(encoding="utf-8")
-        if file.endswith(".c"):
-            begins = re.search(rf"^\w.*\b{name}\(.*\{{$", text, re.MULTILINE)
-            return f"{file}:{text.count(chr(10), 0, begins.start()) + 1}  {name}"
-        node: ast.AST = ast.parse(text)
-        for part in name.split("."):
-            node = next(child for child in node.body if getattr(child, "name", "") == part)
-    except (
-        OSError,
-        SyntaxError,
-        StopIteration,
-        AttributeError,
-    ):  # somebody is changing the file just now
-        return f"{file}  {name}"
-    return f"{file}:{node.lineno}  {name}"
+        begins = re.search(rf"^ *(def|static void) {name.rpartition('.')[2]}\(", text, re.MULTILINE)
+    line = f":{text.count(chr(10), 0, begins.start()) + 1}" if begins else ""
+    return f"{file}{line}  {name}"
 
 
 # --- the strip ----------------------------------------------------------------------------------
