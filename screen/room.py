@@ -378,6 +378,7 @@ class EngineRoom(Room):
         self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Read] = ()  # the steady load picks from these
         self._trial: Iterator[Finding] | None = None
+        self._tried: set[int] = set()  # requests of the trial
 
     def start(self) -> None:
         self._loader.start()
@@ -540,7 +541,13 @@ class EngineRoom(Room):
         `reuse`: whether rows of a beginning may be taken over.
         `read`: the prompt in tokens, if known.
         """
-        return self._submit(ask, read and read.ids, reuse)
+        return self.keep(self._submit(ask, read and read.ids, reuse))
+
+    def keep(self, handle: Handle) -> Handle:
+        """A request of the trial: it ends with the trial."""
+        self.own[handle.id] = handle
+        self._tried.add(handle.id)
+        return handle
 
     _post_fire = wish(_fire)
 
@@ -673,7 +680,7 @@ class EngineRoom(Room):
 
         A trial is a generator. It is asked for its next finding between two steps, so there it may
         fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in
-        a `finally`. After the last finding it is over.
+        a `finally`. After the last finding it is over, and its requests are cancelled.
         """
         if self._trial:
             self.fault(f"a {'race' if self._known.racing else 'trial'} runs already; X ends it")
@@ -711,3 +718,6 @@ class EngineRoom(Room):
         if trial:
             self.note(trying=False)
             trial.close()
+            for request in self._tried & self.own.keys():
+                self.own[request].cancel()
+            self._tried.clear()

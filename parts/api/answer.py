@@ -4,8 +4,8 @@ The problem. Two texts may be alike although the numbers behind them are not: a 
 likeliest of its place. So an answer is compared with the log probabilities of its tokens, and with
 those of the likeliest tokens beside each of them.
 
-What this file keeps: one way to compare two answers bit by bit. The page `a` of the screen and
-`verify.py` both compare so.
+What this file keeps: one way to compare two answers bit by bit. The pages `a` and `K` of the screen
+and `verify.py` compare so.
 
 Where next: `screen/pages/same.py`, one answer in company; `verify.py`, many in many ways.
 """
@@ -30,14 +30,15 @@ class Answer(NamedTuple):
     pieces: tuple[str, ...]  # the text that came with each token
 
     @staticmethod
-    def of(handle: Handle) -> Answer:
-        tokens = tuple(handle.tokens)
+    def of(handle: Handle, until: int | None = None) -> Answer:
+        """`until`: only so many tokens of it."""
+        tokens = tuple(handle.tokens[:until])
         likely = []
         for token, found in zip(tokens, handle.logprobs, strict=False):
             likely.append(((token, found.logprob), *found.top))
         pieces = []
         start = 0
-        for length in handle.lengths:
+        for length in handle.lengths[:until]:
             pieces.append(handle.text[start : start + length])
             start += length
         return Answer.made(tokens, tuple(likely), tuple(pieces))

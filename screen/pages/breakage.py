@@ -24,9 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
+from parts.api.answer import Answer, difference
 from parts.api.handle import Handle
 from parts.checks import shown
 from screen.ink import count, shorten
@@ -34,6 +36,7 @@ from screen.page import Desk, Page
 from screen.paper import Figure, Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
+from screen.trial import Trial
 
 BREAKS = {  # by name: the title, and the way
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
@@ -119,60 +122,49 @@ class Breakage(NamedTuple):
 # --- the trial ----------------------------------------------------------------------------------
 
 
-def break_it(what: str) -> Callable[[EngineRoom], Iterator[Breakage]]:
-    """The trial: one of `BREAKS`."""
-    return lambda room: Breaking(room, what).run()
-
-
 class Saboteur:
-    """A runner in the place of ours, with the same work. Before each step, `harm` may spoil
-    something, and may answer with an exception, to be raised when the forward pass has begun."""
+    """A runner in the place of ours, with the same work. Before each step `harm` may spoil
+    something, and then says what. When the forward pass has begun, a fault is raised."""
 
-    def __init__(self, ours: Any, harm: Callable[[Any], Exception | None]):
+    def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
+        self.did = ""
         self._ours = ours
         self._harm = harm
+        self._fault = fault
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
 
     def begin(self, order: Any) -> Any:
-        fault = self._harm(order)
+        if self.did:
+            return self._ours.begin(order)
+        self.did = self._harm(order)
         begun = self._ours.begin(order)
-        if fault:
-            raise fault
+        if self.did and self._fault:
+            raise self._fault
         return begun
 
 
-class Breaking:
-    """The running trial."""
+class Breaking(Trial):
+    """One of `BREAKS`."""
 
     def __init__(self, room: EngineRoom, what: str):
-        self.room = room
-        self.engine = room.engine
-        self.found = Breakage(what, self.engine.exact)
+        super().__init__(room, Breakage(what, room.engine.exact))
         self.handles: list[Handle] = []  # the witnesses
-        self.fired: list[Handle] = []  # all requests from here
 
     def run(self) -> Iterator[Breakage]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         title, _ = BREAKS[self.found.what]
-        self._tell(f"break it: {title}")
+        self.tell(f"break it: {title}")
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
-        try:
-            yield from self._gather()
-            yield from ways[self.found.what]()
-            while any(handle.finish_reason is None for handle in self.handles):
-                yield self._look()
-            yield from self._compare()
-            self._tell_the_end()
-            yield self.found
-        finally:
-            for handle in self.fired:
-                handle.cancel()
-
-    def _tell(self, *lines: str, **changes) -> None:
-        self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
+        yield from self._gather()
+        yield from ways[self.found.what]()
+        while any(handle.finish_reason is None for handle in self.handles):
+            yield self._look()
+        yield from self._compare()
+        self._tell_the_end()
+        yield self.found
 
     def _gather(self) -> Iterator[Breakage]:
         """The running requests, if there are enough; else some of ours. Wait until they decode."""
@@ -182,8 +174,7 @@ class Breaking:
             for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
                 temperature = 0.8 * (i % 2)
                 ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
-                self.fired.append(self.room.submit(ask))
-            self.handles += self.fired
+                self.handles.append(self.room.submit(ask))
         while self._open(self.handles) and not self._victim():
             yield self.found
         self.handles = self._open(self.handles)
@@ -209,7 +200,7 @@ class Breaking:
             if handle.tokens:
                 where += f", {count(len(handle.tokens), 'token')}"
             witnesses.append(Witness(handle.id, where))
-        self.found = self.found._replace(stage="goes on", witnesses=tuple(witnesses))
+        self.tell(stage="goes on", witnesses=tuple(witnesses))
 
     def _look(self) -> Breakage:
         """The state of the witnesses."""
@@ -217,23 +208,18 @@ class Breaking:
         for handle, known in zip(self.handles, self.found.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
             witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
-        self.found = self.found._replace(witnesses=tuple(witnesses))
+        self.tell(witnesses=tuple(witnesses))
         return self.found
 
     # --- the three ways
 
     def _raise(self) -> Iterator[Breakage]:
-        raised = []
-
-        def harm(order: Any) -> Exception | None:
-            if raised:
-                return None
-            raised.append(self.engine.sched.steps)
+        def harm(order: Any) -> str:
             self._note_where()
-            return Planted("planted by /break step, to see who ends; nothing is wrong")
+            return f"step {self.engine.sched.steps:,} raised an exception"
 
-        yield from self._until(raised, harm)
-        self._did(f"step {raised[0]:,} raised an exception")
+        fault = Planted("planted by /break step, to see who ends; nothing is wrong")
+        yield from self._sabotage(harm, fault)
 
     def _poison(self) -> Iterator[Breakage]:
         """The rows of a victim's prompt stay the same, since others may take these rows over, and
@@ -241,32 +227,34 @@ class Breaking:
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")
-        done = []
 
-        def harm(order: Any) -> None:
+        def harm(order: Any) -> str:
             victim = self._victim()
-            if victim is None or done:
-                return
+            if victim is None:
+                return ""
             slot = victim.request.slot
             first = len(victim.request.prompt)
             last = dict(order.decodes).get(slot, 0)
-            if last > first:
-                self._note_where()
-                rows = slab.prefix(slot, last)
-                rows[-1][:, :, first:] = math.nan
-                slab.fill(slot, rows)
-                done.append(f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}")
+            if last <= first:
+                return ""
+            self._note_where()
+            rows = slab.prefix(slot, last)
+            rows[-1][:, :, first:] = math.nan
+            slab.fill(slot, rows)
+            where = f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}"
+            return f"the last layer's values in {where}, became NaN"
 
-        yield from self._until(done, harm)
-        self._did(f"the last layer's values in {done[0]}, became NaN")
+        yield from self._sabotage(harm)
 
-    def _until(self, done: list, harm: Callable[[Any], Exception | None]) -> Iterator[Breakage]:
+    def _sabotage(
+        self, harm: Callable[[Any], str], fault: Exception | None = None
+    ) -> Iterator[Breakage]:
         """Let another runner run the steps until something is done."""
-        with self.engine.running_on(Saboteur(self.engine.runner, harm)):
-            while not done and self.engine.has_work:
+        saboteur = Saboteur(self.engine.runner, harm, fault)
+        with self.engine.running_on(saboteur):
+            while not saboteur.did and self.engine.has_work:
                 yield self.found
-        if not done:
-            self._did("")
+        self._did(saboteur.did)
 
     def _hang_up(self) -> Iterator[Breakage]:
         victim = self._victim()
@@ -280,62 +268,45 @@ class Breaking:
     def _did(self, words: str) -> None:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
-        self._tell(words, did=words)
+        self.tell(words, did=words)
 
     # --- the comparison
 
     def _compare(self) -> Iterator[Breakage]:
         """Each witness once more, alone, with each row of the prompt computed."""
         self._look()
-        self.found = self.found._replace(stage="compares")
-        while self.engine.has_work:
-            yield self.found
+        self.tell(stage="compares")
         for i, handle in enumerate(self.handles):
-            while True:
-                before = self.engine.sched.submitted
-                again = self._again(handle)
-                self.fired.append(again)
-                while again.finish_reason is None:
-                    yield self.found
-                was_alone = self.engine.sched.submitted == before + 1
-                if was_alone and again.finish_reason != "cancelled":
-                    break
+            again = yield from self.alone(partial(self._again, handle))
             witnesses = list(self.found.witnesses)
-            numbers = sum(1 + len(each.top) for each in handle.logprobs)
+            answer = Answer.of(handle)
+            until = None if witnesses[i].went_on else len(answer.tokens)
+            found = difference(Answer.of(again, until), answer)
             witnesses[i] = witnesses[i]._replace(
-                alike=is_alike(handle, again),
-                says_the_same=handle.tokens == again.tokens[: len(handle.tokens)],
-                covers=numbers,
+                alike=found is None,
+                says_the_same=found is None or found.parted is None,
+                covers=answer.numbers,
             )
-            self.found = self.found._replace(witnesses=tuple(witnesses))
+            self.tell(witnesses=tuple(witnesses))
 
     def _again(self, handle: Handle) -> Handle:
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
         origin = Ask(handle.prompt, request.max_tokens, sampling.temperature, None, mute=True)
-        return self.engine.submit(list(request.prompt), sampling, origin=origin, reuse=False)
+        again = self.engine.submit(list(request.prompt), sampling, origin=origin, reuse=False)
+        return self.room.keep(again)
 
     def _tell_the_end(self) -> None:
-        self.found = self.found._replace(stage="over")
+        self.tell(stage="over")
         ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
         changed = [each for each in self.found.witnesses if not each.alike]
         words = f"changed: {ids(changed)}"
-        self._tell(*ended, self.found.so_far, f"compared: {self.found.compared}")
+        self.tell(*ended, self.found.so_far, f"compared: {self.found.compared}")
         if changed:
-            self._tell(words if self.found.exact else f"{words}; {UNPROMISED}")
+            self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
 
 
 UNPROMISED = "this product promises no bits in company (engine.exact is False)"
-
-
-def is_alike(handle: Handle, again: Handle) -> bool:
-    """Is the answer the same as alone? If the witness was cut off: until then."""
-    many = len(handle.tokens)
-    is_whole = handle.finish_reason in ("stop", "length")
-    if is_whole and (many, handle.finish_reason) != (len(again.tokens), again.finish_reason):
-        return False
-    logprobs = again.logprobs[: len(handle.logprobs)]
-    return handle.tokens == again.tokens[:many] and handle.logprobs == logprobs
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
@@ -431,7 +402,7 @@ def obey(desk: Desk, rest: str) -> str:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)
     desk.check_load("each request has to run alone at last")
-    desk.try_out("breakage", break_it(what))
+    desk.try_out("breakage", lambda room: Breaking(room, what).run())
     return ""
 
 

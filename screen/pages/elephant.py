@@ -21,14 +21,16 @@ Where next: `session.py`, the start of every trial.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from parts.api.handle import Handle
 from parts.api.views import StepView, percentile
 from parts.checks import read_whole
-from sched import Request, Scheduler
+from sched import Request
 from screen.charts import nice
 from screen.ink import GLYPHS, PREFILL, shorten, span
 from screen.life import work_ends
@@ -43,7 +45,6 @@ NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
 QUIET = 24  # so many steps are measured before an elephant comes
 AFTER = 12  # and so many steps are run afterwards, for the end of the picture
-SHUT = 3  # steps: if a free slot is kept shut for longer, a policy is the reason
 KEPT = 40  # so many drops are remembered
 NOUNS = (
     "hen",
@@ -76,26 +77,16 @@ def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str
 
     The prompt begins with a number, so no other prompt begins alike.
     """
+    dice = random.Random(number)
+    said = [f"{number}."]
+    for _ in range(size // 5):  # a sentence has no fewer tokens than words
+        said.append(f"The {dice.choice(NOUNS)} {dice.choice(VERBS)} the {dice.choice(NOUNS)}.")
 
     def text(sentences: int) -> str:
-        dice = random.Random(number)
-        said = [f"{number}."]
-        for _ in range(sentences):
-            said.append(f"The {dice.choice(NOUNS)} {dice.choice(VERBS)} the {dice.choice(NOUNS)}.")
-        return " ".join(said)
+        return " ".join(said[: 1 + sentences])
 
-    fits = 0
-    too_many = 1
-    while len(ask(text(too_many))) <= size:
-        fits = too_many
-        too_many *= 2
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if len(ask(text(middle))) <= size:
-            fits = middle
-        else:
-            too_many = middle
-    return text(fits)
+    counts = range(1, len(said))
+    return text(bisect_right(counts, size, key=lambda sentences: len(ask(text(sentences)))))
 
 
 # --- measurements
@@ -110,20 +101,11 @@ class Gap(NamedTuple):
     cost: int  # of the elephant's chunks, in tokens of the budget
 
 
-class Held(NamedTuple):
-    """The bounds of the steps."""
-
-    budget: int
-    chunk: int
-
-
 class Drop(NamedTuple):
     """One elephant, and the pain of the chats. Seconds are the engine's."""
 
     request: int
-    held: tuple[Held, ...]  # more than one, if the budget was turned in mid-prompt
-    chats: int
-    tokens: int  # computed ones of the prompt
+    budgets: tuple[int, ...]  # more than one, if the budget was turned in mid-prompt
     widest: int  # the most in a step
     steps: int  # with a chunk of the elephant
     ttft: float
@@ -135,7 +117,7 @@ class Drop(NamedTuple):
 
     @property
     def budget(self) -> str:
-        return "→".join(f"{held.budget:,}" for held in self.held[-2:])
+        return "→".join(f"{budget:,}" for budget in self.budgets[-2:])
 
 
 class Found(NamedTuple):
@@ -180,7 +162,7 @@ def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[S
             done[chat] = []
 
 
-def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) -> Drop | None:
+def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
     """The effect of an elephant, from the steps before, and the steps with a chunk. None: no chat
     decoded at the same time."""
     reads = [step for step in steps if read_of(step, handle.id)]
@@ -196,15 +178,12 @@ def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) ->
     # The last chunk is as wide as the rest: of two gaps, the last would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
-    metrics = handle.metrics
     return Drop(
         request=handle.id,
-        held=tuple(held),
-        chats=len(reads[0].decode),
-        tokens=metrics.prompt_tokens - metrics.cached_tokens,
+        budgets=tuple(budgets),
         widest=max(read_of(step, handle.id) for step in reads),
         steps=len(reads),
-        ttft=metrics.ttft_s,
+        ttft=handle.metrics.ttft_s,
         gap=percentile(sorted(whole), 0.5),
         longest=max(disturbed).seconds,
         steps_between=max(gap.steps for gap in disturbed),
@@ -229,11 +208,8 @@ class Trial:
         self._stays = stays
         self._wanted: deque[int | None] = deque()  # the budgets of drops to come; None: no change
         self._lines: list[str] = []
-        self._own: list[Handle] = []  # open requests of this trial
         self._fired = 0  # so many chats
         self._has_company = False  # the trial keeps all slots but one filled with chats
-        self._shut = 0  # for so many steps a free slot has been kept shut
-        self._seen = 0  # the newest step then
 
     def drop(self, budget: int | None = None) -> None:
         self._wanted.append(budget)
@@ -253,8 +229,6 @@ class Trial:
         finally:
             self.is_over = True
             room.turn_budget(budget)
-            for handle in self._own:
-                handle.cancel()
 
     def _found(self, stage: str, reading: int | None = None) -> Found:
         return Found(stage, reading, tuple(self._drops), tuple(self._lines))
@@ -264,7 +238,7 @@ class Trial:
         sched = room.engine.sched
         while True:
             self._keep_company(room)
-            self._check_open(sched)
+            check_open(room)
             chats = [r for r in sched.running.values() if r.phase == "decode"]
             is_quiet = len(chats) == len(sched.running) and not sched.waiting
             if chats and is_quiet and sched.free and self._wanted:
@@ -279,23 +253,13 @@ class Trial:
     def _keep_company(self, room: EngineRoom) -> None:
         """If nothing runs, fill all slots but one with chats; from then on, again and again."""
         sched = room.engine.sched
-        self._own = [handle for handle in self._own if handle.finish_reason is None]
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
         missing = sched.slots - 1 - busy
         if self._has_company and missing > 0:
-            numbers = range(self._fired, self._fired + missing)
-            self._own += [room.submit(asked(chat(i), sched.max_len)) for i in numbers]
+            for number in range(self._fired, self._fired + missing):
+                room.submit(asked(chat(number), sched.max_len))
             self._fired += missing
-
-    def _check_open(self, sched: Scheduler) -> None:
-        """Does the policy admit requests while others run? The steps tell."""
-        is_shut = sched.waiting and sched.free and not sched.draining_to
-        self._shut = self._shut + (sched.steps > self._seen) if is_shut else 0
-        self._seen = sched.steps
-        if self._shut > SHUT:
-            shut = f"{sched.policy.name} keeps a free slot shut while others run"
-            raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
 
     def _drop_one(self, room: EngineRoom) -> Iterator[Found]:
         engine = room.engine
@@ -305,15 +269,13 @@ class Trial:
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
             yield self._found(f"{decoding(len(sched.running))}; the elephant comes")
         handle = room.submit(asked(prompt, ANSWER))
-        self._own.append(handle)
-        held: list[Held] = []
+        budgets: list[int] = []
         while handle.finish_reason is None:
-            self._check_open(sched)
-            now = Held(sched.budget, sched.chunk)
-            if handle.request.phase != "decode" and now not in held[-1:]:
-                held.append(now)
+            check_open(room)
+            if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
+                budgets.append(sched.budget)
             yield self._found(reading(handle.request), handle.id)
-        drop = measured(engine.snapshot(mark).steps, handle, held) if handle.tokens else None
+        drop = measured(engine.snapshot(mark).steps, handle, budgets) if handle.tokens else None
         if drop is None:
             self._lines.append(f"r{handle.id}, an elephant, met no chat, or was cancelled")
         else:
@@ -323,6 +285,16 @@ class Trial:
         yield self._found(decoding(len(sched.running)))
         while sched.steps < end and sched.running:
             yield self._found(decoding(len(sched.running)))
+
+
+def check_open(room: EngineRoom) -> None:
+    """Does the policy admit requests while others run? The newest plan tells."""
+    sched = room.engine.sched
+    if not (sched.waiting and sched.free) or sched.draining_to:
+        return
+    if any(slot.phase == "blocked" for slot in room.engine.snapshot().slots):
+        shut = f"{sched.policy.name} keeps a free slot shut while others run"
+        raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
 
 
 def asked(prompt: str, most: int) -> Ask:
@@ -346,26 +318,26 @@ def sentence(drops: Sequence[Drop]) -> str:
     """The trade of the budget, in real numbers: with the newest budget, and with the one
     before."""
     newest = drops[-1]
-    drop, which = calmest(drops, newest.held)
+    drop, which = calmest(drops, newest.budgets)
     words = (
         f"budget {drop.budget} ({drop.widest:,} of the elephant's tokens in a step{which}): a chat's gap was "
         f"{span(drop.gap)}, the longest {span(drop.longest)}, instead of {span(drop.quiet_gap)}, "
         f"and the elephant's first token came after {span(drop.ttft)}"
     )
-    others = [drop for drop in drops if drop.held[-1].chunk != newest.held[-1].chunk]
+    others = [drop for drop in drops if drop.budgets[-1] != newest.budgets[-1]]
     if not others:
         return f"{words}. Turn the budget ([ and ], /budget), and drop another."
-    other, which = calmest(drops, others[-1].held)
+    other, which = calmest(drops, others[-1].budgets)
     return (
         f"{words}; with {other.budget} ({other.widest:,} in a step{which}) it was {span(other.gap)}, "
         f"the longest {span(other.longest)}, and {span(other.ttft)}."
     )
 
 
-def calmest(drops: Sequence[Drop], held: tuple[Held, ...]) -> tuple[Drop, str]:
+def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]:
     """Of the drops with a budget, the least disturbed: another program makes gaps longer, and never
     shorter."""
-    alike = [drop for drop in drops if drop.held == held]
+    alike = [drop for drop in drops if drop.budgets == budgets]
     which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
     return min(alike, key=lambda drop: drop.gap), which
 
@@ -562,8 +534,7 @@ def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
-def as_budget(text: str) -> int:
-    return read_whole("budget", text, 1, 2**31)
+as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
 def obey(desk: Desk, rest: str) -> None:

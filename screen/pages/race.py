@@ -16,8 +16,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from parts.api.handle import Handle
 from parts.checks import read_whole
 from parts.clock import LEAST
 from policies import POLICIES, policy_of
@@ -59,7 +59,6 @@ class Shown:
     last: Contest | None = None  # the last ended race
     # How far both legs are shown, in seconds of the clock; None: to the end
     film: float | None = None
-    is_new: bool = False  # nobody has looked at the last race
     looked: float = 0.0  # the time of the last look at the film
 
 
@@ -91,11 +90,10 @@ def draw(state: State, on: Paper) -> None:
     many = len(state.view.engine.slots)
     slots = fit_slots(state, max(1, room + 1))
     part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
-    figures = aligned(("", *FIGURES), WIDE if on.width >= 80 else NARROW)
-    indent = len(figures) - len(figures.lstrip())
-    on.axis((1, part), (indent, figures.lstrip()))
+    widths = WIDE if on.width >= 80 else NARROW
+    on.axis((1, part), (widths[0], aligned(FIGURES, widths[1:])))
     for run in contest.runs:
-        draw_run(run, on, slots, longest)
+        draw_run(run, on, slots, longest, widths)
         if room > many:
             on.lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
@@ -115,10 +113,11 @@ def contest_of(state: State) -> Contest:
     return race_in(state)
 
 
-def draw_run(run: Run, on: Paper, slots: Sequence[int], longest: float) -> None:
+def draw_run(
+    run: Run, on: Paper, slots: Sequence[int], longest: float, widths: Sequence[int]
+) -> None:
     """One run: figures, then a timeline on which `longest` seconds fill the width."""
-    widths = WIDE if on.width >= 80 else NARROW
-    name = f" {run.policy}, {run.how}" if on.width >= 80 else f" {run.policy}"
+    name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
     on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
     columns = in_time(run, on.width - 5, longest)
     for slot in slots:
@@ -270,8 +269,7 @@ def lines_of(contest: Contest) -> list[str]:
 # --- the commands -------------------------------------------------------------------------------
 
 
-def how_many(text: str) -> int:
-    return read_whole("race", text, 1, 1000)
+how_many = partial(read_whole, "race", least=1, most=1000)
 
 
 def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Iterator[Race]:
@@ -280,7 +278,6 @@ def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Ite
     engine = room.engine
     own = room.next_policy
     race = Race((), tuple(policies))
-    handles: list[Handle] = []
     try:
         while engine.has_work:
             yield race
@@ -297,8 +294,6 @@ def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Ite
             race = race._replace(legs=(*before, leg._replace(last_step=engine.sched.steps)))
         yield race
     finally:
-        for handle in handles:
-            handle.cancel()
         engine.drain(own)
 
 
@@ -320,7 +315,6 @@ def obey_race(desk: Desk, rest: str) -> None:
     seed = state.settings.seed or 0
     shown = shown_in(state)
     shown.contest = None if state.view.racing else asked(state, policies)
-    shown.is_new = False
     # A chat template may take long, so the stepping thread does not read prompts
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", lambda room: run(room, reads, policies))
@@ -348,23 +342,20 @@ def take(state: State, before: View) -> None:
         shown.contest = None
     if before.racing and not view.racing:
         shown.last = race_in(state)
-        shown.is_new = True
+        if shown.contest is None:  # else a comparison is wanted meanwhile
+            show_again(state)
 
 
 def look(desk: Desk) -> None:
-    """An ended race is shown once more: both legs side by side, on one clock; but not if a
-    comparison is wanted meanwhile."""
+    """An ended race is shown once more: both legs side by side, on one clock."""
     shown = shown_in(desk.state)
     now = time.monotonic()
-    if shown.is_new and shown.contest is None:
-        show_again(desk.state)
-    elif shown.film is not None:
+    if shown.film is not None:
         longest = max(run.makespan for run in shown.last.runs)
         least, most = FILM
         shown.film += longest / min(max(longest, least), most) * (now - shown.looked)
         if shown.film >= longest:
             shown.film = None
-    shown.is_new = False
     shown.looked = now
 
 

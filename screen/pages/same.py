@@ -20,8 +20,9 @@ Where next: `breakage.py`, the same question beside a failing neighbour.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from parts.api.answer import Answer, Difference, difference
@@ -32,6 +33,7 @@ from screen.page import Desk, Page
 from screen.paper import Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
+from screen.trial import Trial
 
 RUNS = 200
 LONGEST = 24  # tokens of a run: 200 runs then take seconds
@@ -159,11 +161,6 @@ class Company(NamedTuple):
 # --- the trial ----------------------------------------------------------------------------------
 
 
-def same(ask: Ask, runs: int = RUNS) -> Callable[[EngineRoom], Iterator[Company]]:
-    """The trial: this prompt alone, and then in company."""
-    return lambda room: Gathering(room, ask, runs).run()
-
-
 class Guest:
     """A run under way."""
 
@@ -174,21 +171,19 @@ class Guest:
         self.met: set[int] = set()
 
 
-class Gathering:
-    """The running trial."""
+class Gathering(Trial):
+    """This prompt alone, and then in company."""
 
     def __init__(self, room: EngineRoom, ask: Ask, runs: int):
-        self.room = room
-        self.engine = room.engine
         most = min(ask.max_tokens, LONGEST)
         # Drawn at random, the same tokens need the same seed
         seed = ask.seed if ask.seed is not None else 0
         self.ask = ask._replace(
             max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, guesses=False
         )
-        named = self.engine.summary.rpartition("; ")[2]
+        named = room.engine.summary.rpartition("; ")[2]
         named = named.partition(", so ")[0]  # `exact` says so, too
-        self.found = Company(self.ask, runs, self.engine.exact, named)
+        super().__init__(room, Company(self.ask, runs, room.engine.exact, named))
         self.dice = random.Random(0)
         self.guests: list[Guest] = []
         self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
@@ -198,21 +193,16 @@ class Gathering:
 
     def run(self) -> Iterator[Company]:
         self._check()
-        self._tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
-        try:
-            while self.engine.has_work:
-                yield self.found
-            yield from self._run_alone()
-            while len(self.found.runs) < self.found.wanted:
-                self._invite()
-                yield self.found
-                self._look_around()
-                self._collect()
-            self._tell_the_end()
+        self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
+        yield from self.until_idle()
+        yield from self._run_alone()
+        while len(self.found.runs) < self.found.wanted:
+            self._invite()
             yield self.found
-        finally:
-            for handle in (*self.others, *(guest.handle for guest in self.guests)):
-                handle.cancel()
+            self._look_around()
+            self._collect()
+        self._tell_the_end()
+        yield self.found
 
     def _check(self) -> None:
         sched = self.engine.sched
@@ -221,25 +211,14 @@ class Gathering:
         if sched.policy.name == "serial":
             raise ValueError("under serial each request runs alone; p changes the policy")
 
-    def _tell(self, *lines: str, **changes) -> None:
-        self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
-
     def _run_alone(self) -> Iterator[Company]:
-        """Until the prompt was really alone: a user may fire something meanwhile."""
-        self._tell(stage="alone")
-        while self.found.alone is None:
-            before = self.engine.sched.submitted
-            guest = Guest(self.room.submit(self.ask, reuse=False))
-            self.guests = [guest]
-            while self.engine.has_work:
-                yield self.found
-            was_alone = self.engine.sched.submitted == before + 1
-            if was_alone and check(guest.handle):
-                alone = Answer.of(guest.handle)
-                tokens = guest.handle.metrics.prompt_tokens
-                kinds = (Kind(alone, 0, None),)
-                self._tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
-            self.guests = []
+        self.tell(stage="alone")
+        handle = yield from self.alone(lambda: self.room.submit(self.ask, reuse=False))
+        check(handle)
+        alone = Answer.of(handle)
+        tokens = handle.metrics.prompt_tokens
+        kinds = (Kind(alone, 0, None),)
+        self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
     def _invite(self) -> None:
         """Runs and neighbours come at random, in waves: sometimes few, sometimes more than there
@@ -259,7 +238,7 @@ class Gathering:
                 handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
                 stays = dice.random() >= CANCELLED
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
-                self._tell(came=self.found.came + 1)
+                self.tell(came=self.found.came + 1)
 
     def _neighbour(self) -> Ask:
         dice = self.dice
@@ -282,12 +261,12 @@ class Gathering:
                 guest.steps += 1
                 guest.beside += len(running) - 1
                 guest.met |= running - {guest.handle.id}
-                self._tell(beside=max(self.found.beside, len(running) - 1))
+                self.tell(beside=max(self.found.beside, len(running) - 1))
         for handle, left in list(self.others.items()):
             self.others[handle] = left - 1
             if handle.finish_reason is None and left == 0:
                 handle.cancel()
-                self._tell(cancelled=self.found.cancelled + 1)
+                self.tell(cancelled=self.found.cancelled + 1)
             if handle.finish_reason is not None:
                 del self.others[handle]
 
@@ -302,10 +281,10 @@ class Gathering:
             m = guest.handle.metrics
             met = len(guest.met)
             run = Run(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
-            self._tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
+            self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
             done = len(self.found.runs)
             if done % 50 == 0 and done < self.found.wanted:
-                self._tell(self.found.so_far)
+                self.tell(self.found.so_far)
 
     def _counted(self, answer: Answer) -> tuple[Kind, ...]:
         kinds = list(self.found.kinds)
@@ -317,7 +296,7 @@ class Gathering:
 
     def _tell_the_end(self) -> None:
         found = self.found
-        self._tell(
+        self.tell(
             found.so_far,
             f"a hash covers {found.covers}",
             f"{found.company}; {found.beginnings}; guesses {found.guesses}",
@@ -424,8 +403,7 @@ def draw_strip(state: State, on: Paper, found: Company) -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
-def how_many(text: str) -> int:
-    return read_whole("same", text, 1, 1000)
+how_many = partial(read_whole, "same", least=1, most=1000)
 
 
 def obey(desk: Desk, rest: str) -> None:
@@ -440,7 +418,7 @@ def obey(desk: Desk, rest: str) -> None:
     runs = how_many(word)
     desk.check_load("the prompt has to run alone first")
     ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
-    desk.try_out("trial in company", same(ask, runs))
+    desk.try_out("trial in company", lambda room: Gathering(room, ask, runs).run())
 
 
 def own_prompt(state: State) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from parts.api.views import RequestView
@@ -57,22 +56,18 @@ class Explanation(NamedTuple):
     text: str  # in two lines of a small screen
 
 
-@dataclass
 class Seen:
     """The steps and the requests since the scene began."""
 
-    state: State
-    first: int  # all steps up to this one, and all requests up to `newest`, were there before
-    newest: int
-    earlier: Finding | None  # of a trial before the scene
-    guess: int | None = None  # from 1
-    late: bool = False  # the run took too long, and is cut short
-    hurries: bool = False  # at full speed
-
-    @staticmethod
-    def begin(state: State) -> Seen:
-        first = state.history[-1].step if state.history else 0
-        return Seen(state, first, max(state.requests, default=0), state.view.trial)
+    def __init__(self, state: State):
+        self.state = state
+        # All steps up to this one, and all requests up to `newest`, were there before
+        self.first = state.history[-1].step if state.history else 0
+        self.newest = max(state.requests, default=0)
+        self.earlier = state.view.trial
+        self.guess: int | None = None  # from 1
+        self.late = False  # the run took too long, and is cut short
+        self.hurries = False  # at full speed
 
     @property
     def slots(self) -> int:

@@ -193,7 +193,9 @@ class Tour:
     def _go_on(self) -> None:
         """Obey the story's lines, up to the next wait, question or explanation. If it is late,
         nothing is obeyed, and nothing waited for."""
-        self._check_faults()
+        faults = self.state.faults[self._faults :]
+        if faults:  # a prompt was not fired
+            raise ValueError(faults[0].message)
         late = self.seen.late
         if self._halts and not (self._is_quiet or late):
             return
@@ -238,12 +240,12 @@ class Tour:
         self.state.cursor = None
         self.state.selected = 0
         self.state.zoom = None
-        self.seen = Seen.begin(self.state)
+        self.seen = Seen(self.state)
         self._story = self.scene.story(self.seen)
         self._faults = len(self.state.faults)
         self._pressed: list[str] = []
         self._begin("stage")
-        self.state.tour = self._telling("The stage is being set …", "esc: leave")
+        self._say("The stage is being set …", "esc: leave")
 
     def _begin(self, phase: str) -> None:
         self._phase = phase
@@ -256,8 +258,7 @@ class Tour:
         answers = tuple(question.answers)
         self._phase = "ask"
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
-        telling = self._telling(question.text, hint)
-        self.state.tour = telling._replace(answers=answers, asks=True)
+        self._say(question.text, hint, answers=answers, asks=True)
 
     def _run(self) -> None:
         self._begin("run")
@@ -267,45 +268,39 @@ class Tour:
         )
 
     def _tell(self, told: Explanation) -> None:
-        self._phase = "tell"
-        guess, answers = self.seen.guess, self.state.tour.answers
+        guess = self.seen.guess
         self._right += guess == told.right
-        telling = self._telling(told.text, f"enter: go on · esc: leave{self._others()}")
-        self.state.tour = telling._replace(
-            verdict=judged(told.right, guess, answers),
+        self._explain(
+            told.text,
+            verdict=judged(told.right, guess, self.state.tour.answers),
             place=line_of(*self.scene.place),
             pressed=tuple(self._pressed),
         )
 
     def _give_up(self, why: str) -> None:
         """The scene did not come off, but the tour goes on."""
-        self._phase = "tell"
         late = f" within {LONGEST:g} s" if self.seen.late else ""
-        said = f"This scene did not come off{late}: {clean(why)}."
-        self.state.tour = self._telling(said, f"enter: go on · esc: leave{self._others()}")
+        self._explain(f"This scene did not come off{late}: {clean(why)}.")
 
-    def _others(self) -> str:
-        """Other programs make steps slow: then the figures are not only the engine's."""
+    def _explain(self, text: str, **more: object) -> None:
+        self._phase = "tell"
+        # Other programs make steps slow: then the figures are not only the engine's
         others = others_of(self.state.view)
-        return f" · {others}" if others else ""
-
-    def _check_faults(self) -> None:
-        """Was a prompt not fired?"""
-        faults = self.state.faults[self._faults :]
-        if faults:
-            raise ValueError(faults[0].message)
+        note = f" · {others}" if others else ""
+        self._say(text, f"enter: go on · esc: leave{note}", **more)
 
     def _end(self) -> None:
         self._number -= 1
         self._phase = "end"
-        came = f"{self._right} of your guesses came true. " if self._right else ""
-        telling = self._telling(
-            f"{FAREWELL}", "enter, esc: settings and policy as they were before"
-        )
-        self.state.tour = telling._replace(title="the end", verdict=came.strip())
+        came = f"{self._right} of your guesses came true." if self._right else ""
+        hint = "enter, esc: settings and policy as they were before"
+        self._say(FAREWELL, hint, verdict=came)
+        self.state.tour = self.state.tour._replace(title="the end")
 
-    def _telling(self, text: str, hint: str) -> Telling:
-        return Telling(self._number + 1, len(self._scenes), self.scene.title, text, hint=hint)
+    def _say(self, text: str, hint: str, **more: object) -> None:
+        number = self._number + 1
+        told = Telling(number, len(self._scenes), self.scene.title, text, hint=hint, **more)
+        self.state.tour = told
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ SCREEN = """
     state
     talks
     life
-    runs
+    runs trial
     periods
     remote
     timeline
