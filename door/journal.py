@@ -310,7 +310,7 @@ class Now(Collector):
         """How long steps took: quantiles of the steps since the last look, sum and count of all."""
         name = "nanobatch_step_seconds"
         steps = Metric(name, "How long steps took.", "summary")
-        took = sorted(step.seconds for step in engine.steps)
+        took = [step.seconds for step in engine.steps]
         for part in (0.5, 0.95, 0.99) if took else ():
             steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
         steps.add_sample(f"{name}_sum", {}, engine.steps_s)

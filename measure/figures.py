@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nanobatch import Engine, Handle
-from parts.api.views import Roof, StepView
+from parts.api.views import Roof, StepView, percentile
 from parts.device.roof import measure
 from parts.model.fit import usual_budget
 from parts.replay import Guest, Replay
@@ -43,13 +43,6 @@ class Delivery:
 Figures = dict[str, float]  # by name and unit, as in the tables
 
 
-def rank(values: Iterable[float], share: float) -> float:
-    """The smallest value such that at least this share of all values are no larger:
-    rank(range(1, 101), 0.95) is 95."""
-    ordered = sorted(values)
-    return ordered[max(1, math.ceil(share * len(ordered))) - 1]
-
-
 def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
     """The rate once all rows have their first token, until one of them has `count` more; and the
     time until then."""
@@ -69,7 +62,7 @@ def open_figures(answers: Sequence[Delivery]) -> Figures:
     return {
         "total tokens/s": sum(len(a.times) for a in answers) / (ended - began),
         "TTFT mean ms": statistics.mean(ttft),
-        **{f"TTFT p{p} ms": rank(ttft, p / 100) for p in (50, 95, 99)},
+        **{f"TTFT p{p} ms": percentile(ttft, p / 100) for p in (50, 95, 99)},
     }
 
 
@@ -82,7 +75,7 @@ def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
         * statistics.mean(1e3 / statistics.mean(a.gaps_ms()) for a in answers),
         **open_figures(answers),
         "gap mean ms": statistics.mean(gaps),
-        "gap p95 ms": rank(gaps, 0.95),
+        "gap p95 ms": percentile(gaps, 0.95),
         "gap max ms": max(gaps),
     }
 
@@ -91,7 +84,8 @@ def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> F
     """The rows' gaps before the late prompt was sent, and from then to its first token."""
     began = max(a.times[0] for a in rows)
     calm = statistics.median(gap for a in rows for gap in a.gaps_ms(began, late.sent))
-    rough = rank((gap for a in rows for gap in a.gaps_ms(late.sent, late.times[0])), 0.95)
+    disturbed = [gap for a in rows for gap in a.gaps_ms(late.sent, late.times[0])]
+    rough = percentile(disturbed, 0.95)
     return {
         "gap undisturbed ms": calm,
         "gap p95 ms": rough,

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from parts.api.views import Limits, RequestView, StepView
+from parts.api.views import Limits, RequestView, StepView, percentile
 from parts.replay import Guest, Ran, Replay, guesses_in
 from policies import POLICIES
 from sched import Plan, Request
@@ -34,8 +34,7 @@ LEAST = 1e-6  # seconds: a price that is lower is lost in the noise
 
 def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
     """Of the times of steps that did the same: the one that 19 of 20 exceed."""
-    times = sorted(times)
-    return times[(len(times) - 1) // one_in]
+    return percentile(times, 1 / one_in)
 
 
 class Prices:

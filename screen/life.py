@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from parts.api.views import Limits, RequestView, StepView
+from parts.api.views import Limits, RequestView, StepView, percentile
 from parts.clock import LEAST, Prices, guesses_by_request, guest_of, is_cut_short, replayed
 from parts.replay import Guest, Ran
 from policies import POLICIES
@@ -448,6 +448,11 @@ def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
 def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
     """The request's place in this order, from 0."""
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
+
+
+def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
+    """The request at a percentile of first tokens."""
+    return order[percentile(range(len(order)), percent / 100)]
 
 
 # --- in words

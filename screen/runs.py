@@ -49,7 +49,7 @@ class Run(NamedTuple):
     @property
     def figures(self) -> tuple[str, ...]:
         """The figures as texts, in the order of `FIGURES`."""
-        p95 = percentile(sorted(self.ttfts), 0.95)
+        p95 = percentile(self.ttfts, 0.95)
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
         times = map(span, (self.makespan, self.ttft_mean, p95))
         return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import math
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from door import page
 from measure import report
+from parts.api.views import percentile
 from parts.checks import shown
 from parts.files import write_whole
 from policies import POLICIES
@@ -253,9 +253,8 @@ def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
                 firsts[number] = ended - hand[number - 1].arrived
         useful += len(step["prefill"]) + len(step["decode"]) - len(step["ghosts"])
     done = played["clock"][-1][1]
-    ordered = sorted(firsts.values())
     worked = sum(ended - began for began, ended in played["clock"]) / done
-    first = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    first = percentile(firsts.values(), 0.95)
     return {"done": done, "first": first, "useful": worked * useful / (8 * len(played["steps"]))}
 
 

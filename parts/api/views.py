@@ -14,7 +14,7 @@ Where next: `ledger.py`, which makes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
@@ -23,9 +23,10 @@ from parts.price import NARROWEST
 from sched import Plan, Request, Scheduler
 
 
-def percentile(ordered: Sequence[Any], part: float) -> Any:
-    """Of a sorted row, the first one that is no smaller than this part of all. None if the row is
-    empty."""
+def percentile(values: Iterable[float], part: float) -> float | None:
+    """The smallest value such that at least this part of all values are no larger: of 1 to 100, 95
+    for 0.95. None if there is no value."""
+    ordered = sorted(values)
     return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
 
 

@@ -1,4 +1,4 @@
-"""What a handle keeps of its answer."""
+"""What a handle keeps of its answer, and how its figures are counted."""
 
 import random
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from parts.api.handle import TokenLogprob, TokenLogprobs
+from parts.api.views import percentile
 
 
 @pytest.mark.parametrize("top, free", [(0, 0), (5, 0), (20, 20)])
@@ -28,3 +29,12 @@ def test_log_probabilities_are_read_as_they_were_taken_and_take_little(top, free
         kept[1000]
     size = sum(sys.getsizeof(each) for each in vars(kept).values())
     assert size < 1000 * 12 * (1 + top + free) * 1.2 + 1000
+
+
+def test_a_percentile_is_a_value_that_was_there():
+    """`/metrics` took the value behind it: of two steps the longer one as the median."""
+    values = [3.0, 1.0, 2.0, *map(float, range(4, 101))]
+    assert [percentile(values, part) for part in (0, 0.5, 0.95, 1)] == [1, 50, 95, 100]
+    assert percentile([2.0, 1.0], 0.5) == 1
+    assert percentile([7.0], 0.99) == 7
+    assert percentile([], 0.5) is None

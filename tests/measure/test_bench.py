@@ -26,7 +26,6 @@ from measure.figures import (
     decode_figures,
     long_figures,
     plan_figures,
-    rank,
     step_figures,
 )
 from measure.peers import PEERS, News, cores, obstacle
@@ -75,12 +74,6 @@ def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
 
 
 # --- figures ------------------------------------------------------------------------------------
-
-
-def test_a_rank_is_a_value_that_was_measured():
-    assert rank(range(1, 101), 0.95) == 95
-    assert rank([3, 1, 2], 0.5) == 2
-    assert rank([7], 0.99) == 7
 
 
 def test_decoding_is_measured_while_all_rows_decode():
