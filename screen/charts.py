@@ -110,7 +110,7 @@ def draw_batch(state: State, on: Paper) -> None:
 
 def cost_of(seconds: Iterable[float]) -> float:
     """Of some steps alike the lower quartile, since an interruption only makes a step longer."""
-    return percentile(sorted(seconds), 0.25)
+    return percentile(seconds, 0.25)
 
 
 def draw_cost(state: State, on: Paper) -> None:

@@ -77,7 +77,6 @@ class Period:
     def figures(self) -> dict[str, str]:
         """As texts, all but the makespan, which needs prices."""
         took = self.ended - self.began
-        ttfts = sorted(self.ttfts)
         return {
             "policy": ", ".join(self.policies),
             "requests": f"{self.requests:,}",
@@ -85,9 +84,9 @@ class Period:
             "tokens": f"{self.tokens:,}",
             "took": span(took),
             "tok/s": number(self.tokens / took if took > 0 else None),
-            "TTFT p50": span(percentile(ttfts, 0.5)),
-            "TTFT p95": span(percentile(ttfts, 0.95)),
-            "gap p95": span(percentile(sorted(self.gaps), 0.95)),
+            "TTFT p50": span(percentile(self.ttfts, 0.5)),
+            "TTFT p95": span(percentile(self.ttfts, 0.95)),
+            "gap p95": span(percentile(self.gaps, 0.95)),
             "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
         }
 

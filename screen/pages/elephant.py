@@ -184,10 +184,10 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
         widest=max(read_of(step, handle.id) for step in reads),
         steps=len(reads),
         ttft=handle.metrics.ttft_s,
-        gap=percentile(sorted(whole), 0.5),
+        gap=percentile(whole, 0.5),
         longest=max(disturbed).seconds,
         steps_between=max(gap.steps for gap in disturbed),
-        quiet_gap=percentile(sorted(gap.seconds for gap in quiet), 0.5),
+        quiet_gap=percentile((gap.seconds for gap in quiet), 0.5),
         quiet_longest=max(quiet).seconds,
     )
 
@@ -475,7 +475,7 @@ def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
 def top_of(gaps: Collection[Gap]) -> float:
     """The end of the scale, in ms. A gap of another program's making may lie beyond; else all
     others would look alike."""
-    usual = percentile(sorted(gap.seconds for gap in gaps), 0.98) or 0.01
+    usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(1000 * max(usual, read))
 

@@ -14,12 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from parts.api.views import RequestView, percentile
+from parts.api.views import RequestView
 from parts.checks import read_real, read_whole
 from screen.ink import Palette, listed, shorten, span, style
 from screen.life import (
     Life,
     Outcome,
+    at_percent,
     blamed,
     company_of,
     is_noisy,
@@ -81,9 +82,7 @@ def draw_slider(state: State, on: Paper, r: RequestView) -> None:
         track.put(f"{''.join(cells[knob + 1 :])}┤", on.muted)
         words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
     marks = MARKS if order else ()
-    labels = [
-        (mark, f"p{mark} {span(percentile(order, mark / 100).metrics.ttft_s)}") for mark in marks
-    ]
+    labels = [(mark, f"p{mark} {span(at_percent(mark, order).metrics.ttft_s)}") for mark in marks]
     pen = on.pen().put(f" {words}", bold=True)
     pen.to(on.width - 1 - sum(len(label) + 2 for _, label in labels))
     for mark, label in labels:
@@ -234,7 +233,7 @@ def obey(desk: Desk, rest: str) -> None:
     request = state.open
     if isinstance(chosen, str):
         order = ranked(state.ended)
-        request = percentile(order, float(chosen[1:]) / 100)
+        request = at_percent(float(chosen[1:]), order) if order else None
     elif chosen is not None:
         request = state.requests.get(chosen)
     if request is None:
@@ -274,7 +273,7 @@ def to_mark(state: State) -> None:
     order = ranked(state.ended)
     if not order:
         return
-    marks = [percentile(order, mark / 100) for mark in MARKS]
+    marks = [at_percent(mark, order) for mark in MARKS]
     now = place_of(state.open, order)
     beyond = [mark for mark in marks if now is None or place_of(mark, order) > now]
     look_into(state, (beyond or marks)[0])

@@ -260,7 +260,7 @@ def test_the_waterfall_is_as_drawn(size):
         it.stage.session.obey("/burst 6")
         it.stage.finish()
         await it.press("w", "tab")
-        assert it.stage.state.open is percentile(life.ranked(it.stage.state.ended), 0.95)
+        assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
         like_golden(f"why-{size[0]}x{size[1]}", it.text())
 
     show(scenario, Stage(policy="short"), size)
@@ -286,7 +286,7 @@ def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_othe
         for key in ("tab", "tab", "tab", "tab", "right", "left"):
             await it.press(key, turns=0)
             seen.append(it.stage.state.open.id)
-        marks = [percentile(order, mark / 100).id for mark in why.MARKS]
+        marks = [life.at_percent(mark, order).id for mark in why.MARKS]
         first, second, third, again, after, before = seen
         assert {first, second, third} == {*marks} and again == first == before
         assert after == order[[r.id for r in order].index(first) + 1].id
