@@ -28,7 +28,7 @@ from typing import Protocol
 from parts.device.mlx import has_gpu, mx
 from parts.model.config import read_config
 from parts.model.load import ModelReader
-from parts.model.weights import DTYPES, quantization
+from parts.model.weights import quantization
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]
@@ -317,8 +317,8 @@ def write_gguf(folder: Path, file: Path) -> int:
     writer.write_tensors_to_file()
     writer.close()
     table = "model.embed_tokens"
-    entries = reader.weights.entries
-    if f"{table}.scales" in entries:
-        shapes = (reader.weights.shape(f"{table}.{part}") for part in ("weight", "scales"))
+    tensors = reader.weights.tensors
+    if f"{table}.scales" in tensors:
+        shapes = (tensors[f"{table}.{part}"].shape for part in ("weight", "scales"))
         return quantization(*shapes, c.D)[0]
-    return 8 * DTYPES[entries[f"{table}.weight"]["dtype"]].size
+    return 8 * tensors[f"{table}.weight"].dtype.size

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from parts.checks import one_line, printable, shown
 from parts.device import mlx as device
-from parts.device.mlx import readable
+from parts.device.mlx import mx, readable
 from parts.files import ModelError, read_json
 from parts.model.config import read_config
 from parts.model.families import FAMILIES
-from parts.model.weights import DTYPES, Weights, usual_form
+from parts.model.weights import MissingError, Weights, usual_form, weight_files
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # What a download fetches; no other file is ever read
@@ -86,20 +86,13 @@ def is_whole(folder: Path) -> bool:
     if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
         return False
     try:
-        index = folder / "model.safetensors.index.json"
-        files = (
-            {str(file) for file in read_json(index).get("weight_map", {}).values()}
-            if index.exists()
-            else set()
-        )
-    except (ModelError, AttributeError):
+        files = weight_files(folder)
+    except MissingError:
+        return False
+    except ModelError:
         return True  # what is wrong with it is said where it is read
-    files = files or {path.name for path in folder.glob("model*.safetensors")}
-    return (
-        bool(files)
-        and all((folder / file).exists() for file in files)
-        and (index.exists() or not any("-of-" in file for file in files))
-    )
+    has_index = any(files.values())
+    return has_index or not any("-of-" in path.name for path in files)
 
 
 def _download(repo: str) -> Path:
@@ -218,13 +211,13 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
     packed = isinstance(bits, int) and 1 <= bits <= 8 and bits
     total = 0
     most = {}
-    for name, entry in weights.entries.items():
-        count = math.prod(entry["shape"])
-        if f"{name.rpartition('.')[0]}.scales" in weights.entries:
+    for name, tensor in weights.tensors.items():
+        count = math.prod(tensor.shape)
+        if f"{name.rpartition('.')[0]}.scales" in weights.tensors:
             count = count * 32 // (packed or 4) if name.endswith(".weight") else 0
-        kind = (
-            str(packed or "?") if entry["dtype"] == "U32" else str(8 * DTYPES[entry["dtype"]].size)
-        )
+        kind = str(8 * tensor.dtype.size)
+        if tensor.dtype == mx.uint32:
+            kind = str(packed or "?")
         total += count
         most[kind] = most.get(kind, 0) + count
     return total, max(most, key=most.get)

@@ -44,7 +44,7 @@ from parts.model.layers import (
 )
 from parts.model.rope import Kind
 from parts.model.share import Share
-from parts.model.weights import DTYPES, Weights, quantization, usual_form
+from parts.model.weights import Weights, quantization, usual_form
 from parts.ranks.ranks import ALONE, Ranks
 
 
@@ -91,7 +91,7 @@ class ModelReader:
         """Bytes of one number of the activations, and so of the slab."""
         if self.form != "checkpoint":
             return 4
-        return DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+        return self.weights.tensors["model.norm.weight"].dtype.size
 
     def fit(self, **options) -> Sizes:
         """What will fit beside the weights: a slab that is too large is refused before they are
@@ -213,7 +213,7 @@ class ModelReader:
     def part(self, module: str) -> Dense | Packed:
         """A module as it is to be multiplied, by itself. A rank has its share."""
         name = f"{module}.weight"
-        has = self.weights.entries
+        has = self.weights.tensors
         rows = columns = None
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)

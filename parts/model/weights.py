@@ -12,11 +12,14 @@ Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by laye
 checkpoint and its converted copy are never in memory together.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from parts.checks import one_line, shown
 from parts.device import mlx as device
@@ -43,7 +46,25 @@ def usual_form() -> str:
     return "packed" if device.is_exact() else "float32"
 
 
-def read_header(path: Path) -> dict[str, dict]:
+# --- what the files say -------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """A tensor that the model is made of: where it lies, and what its file's header says of it."""
+
+    path: Path
+    name: str  # in the file
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+    rows: range | None = None  # of the tensor in the file; None means all
+    parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
+
+
+class MissingError(ModelError):
+    """Not all files of a model are here."""
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
     """The table of contents of a safetensors file, checked against the size of the file.
 
     A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the
@@ -65,76 +86,79 @@ def read_header(path: Path) -> dict[str, dict]:
                 )
             file.seek(8)
             header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            for name, entry in entries.items():
-                begin, stop = entry["data_offsets"]
-                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(
-                    entry["shape"]
-                ) * kind.size:
-                    raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
-            end = 0
-            for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
-                if begin != end or stop < begin:
-                    raise ValueError(f"data at {begin}, where {end} is next")
-                end = stop
-            end += 8 + length
+        header.pop("__metadata__", None)
+        tensors = {name: read_entry(path, name, entry) for name, entry in header.items()}
+        end = 0
+        for begin, stop in sorted(entry["data_offsets"] for entry in header.values()):
+            if begin != end or stop < begin:
+                raise ValueError(f"data at {begin}, where {end} is next")
+            end = stop
+        end += 8 + length
+    except ModelError:
+        raise
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; download the model again.") from None
     except (
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
         RecursionError,
         MemoryError,
     ) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(
             f"{path} has a broken header ({one_line(error)}); download it again."
         ) from None
     if size != end:
         what = "cut off" if size < end else "longer than its header says"
         raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
-    return entries
+    return tensors
 
 
-def _misplaced(index: Path, tensor: str, file: object) -> ModelError:
-    return ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
+def read_entry(path: Path, name: str, entry: dict) -> Tensor:
+    """What a header says of one tensor."""
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        kind = shown(entry["dtype"])
+        raise ModelError(f"{path}: {name} is {kind}. Supported: {', '.join(DTYPES)}.")
+    shape = tuple(entry["shape"])
+    begin, stop = entry["data_offsets"]
+    if stop - begin != math.prod(shape) * dtype.size:
+        raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
+    return Tensor(path, name, dtype, shape)
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read. Each comes with the tensors that the index promises in it, None if there
-    is no index."""
+def weight_files(folder: Path) -> dict[Path, set[str]]:
+    """The files to read. Each comes with the tensors that the index promises in it, if there is an
+    index."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ModelError(f"{index} has no weight_map; download it again.")
-        # Grouped first, since there may be a million tensors, and a path costs more than a text
-        named: dict[str, set[str]] = {}
-        for tensor, file in places.items():
-            if not isinstance(file, str):
-                raise _misplaced(index, tensor, file)
-            named.setdefault(file, set()).add(tensor)
-        files: dict[Path, set[str] | None] = {}
-        for file, tensors in named.items():
-            if Path(file).name != file or len(file) > 200:
-                raise _misplaced(index, min(tensors), file)
-            path = folder / file
-            if not path.exists():
-                raise ModelError(
-                    f"{path} is missing, but {index.name} names it; download the model again."
-                )
-            files[path] = tensors
-        return files
-    found = sorted(folder.glob("model*.safetensors"))
-    if not found:
-        raise ModelError(
-            f"{folder} holds no model*.safetensors; only safetensors weights are supported."
-        )
-    return dict.fromkeys(found)
+    if not index.exists():
+        found = sorted(folder.glob("model*.safetensors"))
+        if not found:
+            raise MissingError(
+                f"{folder} holds no model*.safetensors; only safetensors weights are supported."
+            )
+        return {path: set() for path in found}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ModelError(f"{index} has no weight_map; download it again.")
+    # Grouped first, since there may be a million tensors, and a path costs more than a text
+    files: dict[str, set[str]] = {}
+    for tensor, file in places.items():
+        if not isinstance(file, str) or "/" in file or len(file) > 200:
+            said = f"{tensor} is said to be in {shown(file)}"
+            raise ModelError(f"{index}: {said}; download it again.")
+        files.setdefault(file, set()).add(tensor)
+    for file in files:
+        if not (folder / file).exists():
+            raise MissingError(
+                f"{folder / file} is missing, but {index.name} names it; download the model again."
+            )
+    return {folder / file: tensors for file, tensors in files.items()}
+
+
+# --- what the model is made of ------------------------------------------------------------------
 
 
 class Weights:
@@ -142,44 +166,34 @@ class Weights:
     when it is taken."""
 
     def __init__(self, folder: Path):
-        self.entries: dict[str, dict] = {}
-        self.files: dict[str, Path] = {}
-        for path, promised in _weight_files(folder).items():
-            entries = read_header(path)
-            if promised is not None and (gone := promised - entries.keys()):
+        self.folder = folder
+        self.tensors: dict[str, Tensor] = {}
+        for path, promised in weight_files(folder).items():
+            found = read_header(path)
+            if gone := promised - found.keys():
                 raise ModelError(
                     f"{path} lacks {min(gone)}, which the index names: one is stale; download both again."
                 )
-            for name, entry in entries.items():
-                if entry.get("dtype") not in DTYPES:
-                    raise ModelError(
-                        f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}."
-                    )
-                self.entries[name] = entry
-                self.files[name] = path
-        # As models without a head are saved
-        self._before = "model." if "embed_tokens.weight" in self.entries else ""
-        self.entries = {self._before + name: entry for name, entry in self.entries.items()}
-        self.files = {self._before + name: path for name, path in self.files.items()}
-        if not self.entries:
+            self.tensors |= found
+        if not self.tensors:
             raise ModelError(
                 f"{folder}: its weight files hold no tensors; download the model again."
             )
-        self._lazy: dict[Path, dict[str, mx.array]] = {}
-        self._joined: dict[str, list[str]] = {}  # of a stack: the tensors that it is made of
+        # As models without a head are saved
+        if "embed_tokens.weight" in self.tensors:
+            self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
+        self._arrays: dict[Path, dict[str, mx.array]] = {}  # that have not been taken yet
         self._may_be_zero = (".bias", ".biases")
-        # Of a part: the tensor that holds it, and its rows there
-        self._cuts: dict[str, tuple[str, range]] = {}
 
     @property
     def has_head(self) -> bool:
-        return "lm_head.weight" in self.entries
+        return "lm_head.weight" in self.tensors
 
     @property
     def are_narrow(self) -> bool:
         """Has any matrix fewer than 32 bits a number?"""
-        matrices = [entry for entry in self.entries.values() if len(entry["shape"]) > 1]
-        return any(entry["dtype"] != "F32" for entry in matrices)
+        matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
+        return any(tensor.dtype != mx.float32 for tensor in matrices)
 
     def nbytes(self, config: Config, own: Config, form: str, has_head: bool) -> int:
         """The memory that the model will take in this form (`usual_form`). `own` is a rank's share
@@ -200,8 +214,9 @@ class Weights:
         """Of one tensor, with its scales and offsets. `width`: of its rows, before they are shared
         among ranks. What cuts a group of numbers is unpacked."""
         count = math.prod(shape)
-        size = DTYPES[self.entries[name]["dtype"]].size
-        scales = self.entries.get(f"{name.removesuffix('.weight')}.scales")
+        tensor = self.tensors[name]
+        scales = self.tensors.get(f"{name.removesuffix('.weight')}.scales")
+        size = tensor.dtype.size
         if form == "float32" or (form == "packed" and len(shape) == 1):
             return 4 * count
         if scales is None and form == "packed":
@@ -209,8 +224,8 @@ class Weights:
             return 2 * count + 4 * count // shape[-1] if size == 2 and has_room else 4 * count
         if scales is None:
             return size * count
-        bits, group = quantization(self.shape(name), tuple(scales["shape"]), width)
-        size = 4 if form == "packed" and is_multiplied else DTYPES[scales["dtype"]].size
+        bits, group = quantization(tensor.shape, scales.shape, width)
+        size = 4 if form == "packed" and is_multiplied else scales.dtype.size
         if shape[-1] % group:
             return (4 if form == "packed" else size) * count
         factors = 2 * size * (count // group)
@@ -218,66 +233,56 @@ class Weights:
             return bits * count // 8 + factors
         return row_nbytes(shape[-1], WIDER.get(bits, bits)) * (count // shape[-1]) + factors
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.entries[name]["shape"])
-
     def split(self, config: Config) -> None:
         """Let what is stored as one tensor appear as its parts, under the names that other families
         give them."""
         shapes = config.tensors()
-        for name in list(self.entries):
+        for name, tensor in list(self.tensors.items()):
             module, _, kind = name.rpartition(".")
             place, _, fused = module.rpartition(".")
-            heights = {
-                part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())
-            }
-            entry = self.entries[name]
-            path = self.files[name]
-            start = 0
+            modules = [f"{place}.{part}" for part in FUSED.get(fused, ())]
+            heights = {part: shapes.get(f"{part}.weight", (0,))[0] for part in modules}
             if not heights or not all(heights.values()):
                 continue  # whole as it is, or `check_against` finds no place for it
-            if entry["shape"][:1] != [sum(heights.values())]:
+            if tensor.shape[:1] != (sum(heights.values()),):
                 raise ModelError(
-                    f"{path}: {name} has the shape {self.shape(name)}, but config.json implies "
+                    f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies "
                     f"{sum(heights.values())} rows; the two do not belong together; download both again."
                 )
+            start = 0
             for part, height in heights.items():
-                own = f"{place}.{part}.{kind}"
-                self.entries[own] = entry | {"shape": [height, *entry["shape"][1:]]}
-                self.files[own] = path
-                self._cuts[own] = name, range(start, start := start + height)
-            del self.entries[name]
+                rows = range(start, start + height)
+                shape = (height, *tensor.shape[1:])
+                self.tensors[f"{part}.{kind}"] = tensor._replace(shape=shape, rows=rows)
+                start = rows.stop
+            del self.tensors[name]
 
     def join(self, config: Config) -> None:
         """Let experts' matrices appear as stacks, whether the files hold mlx-lm's stacks or each by
         itself."""
-        apart: dict[str, dict[int, str]] = {}
-        for name in list(self.entries):
-            if "switch_mlp" in name:
-                own = name.replace("switch_mlp", "experts")
-                self.entries[own] = self.entries.pop(name)
-                self.files[own] = self.files[name]
-                self._joined[own] = [name]
-            elif match := re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name):
-                apart.setdefault(match[1] + match[3], {})[int(match[2])] = name
-        for own, parts in apart.items():
-            names = list(parts.values())
-            shapes = {self.shape(name) for name in parts.values()}
-            if sorted(parts) != list(range(config.experts)) or len(shapes) > 1:
+        apart: dict[str, dict[int, Tensor]] = {}
+        for name in list(self.tensors):
+            match = re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name)
+            if match:
+                own = apart.setdefault(match[1] + match[3], {})
+                own[int(match[2])] = self.tensors.pop(name)
+            elif "switch_mlp" in name:
+                self.tensors[name.replace("switch_mlp", "experts")] = self.tensors.pop(name)
+        for name, found in apart.items():
+            numbers = sorted(found)
+            parts = tuple(found[number] for number in numbers)
+            shapes = {part.shape for part in parts}
+            if numbers != list(range(config.experts)) or len(shapes) > 1:
                 has = f"{len(parts)} experts of {len(shapes)} shapes"
                 raise ModelError(
-                    f"{self.files[names[0]]}: {own} has {has}, but config.json implies {config.experts}."
+                    f"{parts[0].path}: {name} has {has}, but config.json implies {config.experts}."
                 )
-            self.entries[own] = self.entries[names[0]] | {"shape": [len(parts), *shapes.pop()]}
-            self.files[own] = self.files[names[0]]
-            self._joined[own] = [parts[n] for n in range(len(parts))]
-            for name in names:
-                del self.entries[name]
+            shape = (len(parts), *shapes.pop())
+            self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
 
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold every tensor that the config implies, in its shape, and
         no other."""
-        folder = next(iter(self.files.values())).parent
         self._may_be_zero += ("norm.weight",) * config.norms_add
         if config.fused:
             self.split(config)
@@ -285,105 +290,110 @@ class Weights:
             self.join(config)
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         # Asked first, so that refusing a config with a million layers is quick
-        if last not in self.entries:
-            raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
+        if last not in self.tensors:
+            raise self._lacks(last)
         expected = config.tensors()
         for name, shape in expected.items():
-            if name not in self.entries:
-                raise ModelError(
-                    f"{folder} lacks the tensor {self._stored(name, config)}; download it again."
-                )
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                raise self._lacks(stored_in(name) if config.fused else name)
             module = name.removesuffix(".weight")
-            if f"{module}.scales" in self.entries:
+            if f"{module}.scales" in self.tensors:
                 self._check_quantized(module, shape)
-            elif self.shape(name) != shape:
+            elif tensor.shape != shape:
                 raise ModelError(
-                    f"{self.files[name]}: {name} has the shape {self.shape(name)}, but config.json implies {shape}; "
+                    f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies {shape}; "
                     "the two do not belong together; download both again."
                 )
-            elif self.entries[name]["dtype"] == "U32":
+            elif tensor.dtype == mx.uint32:
                 raise ModelError(
-                    f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again."
+                    f"{tensor.path}: {name} is packed, but lacks {module}.scales; download it again."
                 )
-        for name in self.entries.keys() - expected.keys():
+        for name in self.tensors.keys() - expected.keys():
             module, _, part = name.rpartition(".")
             if part in ("scales", "biases") and f"{module}.weight" in expected:
                 continue
             if part == "inv_freq" or (config.tied and module == "lm_head"):
                 continue  # old checkpoints have rope tables, and tied ones may hold the head twice
             raise ModelError(
-                f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
-                "use the one that came with it."
+                f"{self.tensors[name].path}: {name} has no place in a {config.model_type} model of this "
+                "config.json; use the one that came with it."
             )
 
-    def _stored(self, name: str, config: Config) -> str:
-        """What a family's files call the tensor that holds this one."""
-        whole = (
-            {part: fused for fused, parts in FUSED.items() for part in parts}
-            if config.fused
-            else {}
-        )
-        *place, module, kind = name.split(".")
-        return ".".join([*place, whole.get(module, module), kind])
+    def _lacks(self, name: str) -> ModelError:
+        return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
     def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
-        names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
-        for name in names:
-            if name not in self.entries:
-                raise ModelError(
-                    f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing."
-                )
-        packed, scales, biases = (self.shape(name) for name in names)
+        found = []
+        for part in ("weight", "scales", "biases"):
+            tensor = self.tensors.get(f"{module}.{part}")
+            if tensor is None:
+                path = self.tensors[f"{module}.scales"].path
+                raise ModelError(f"{path}: {module} is quantized, but {module}.{part} is missing.")
+            found.append(tensor.shape)
+        packed, scales, biases = found
         *out, width = shape
         if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
             bits, group = quantization(packed, scales, width)
-            fits = packed == (*out, width * bits // 32) and scales == biases == (
-                *out,
-                width // group,
-            )
+            factors = (*out, width // group)
+            fits = packed == (*out, width * bits // 32) and scales == biases == factors
             if fits and bits in QUANTIZED_BITS:
                 return
         raise ModelError(
-            f"{self.files[names[0]]}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
+            f"{tensor.path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
     def take(self, name: str) -> mx.array:
         """One tensor, read and checked now. It can be taken once: from here on the caller owns its
         memory."""
-        if parts := self._joined.get(name):
-            return (
-                self.take(parts[0])
-                if len(parts) == 1 and "switch_mlp" in parts[0]
-                else mx.stack([*map(self.take, parts)])
-            )
-        path = self.files[name]
-        if path not in self._lazy:
+        return self._read(self.tensors[name])
+
+    def _read(self, tensor: Tensor) -> mx.array:
+        if tensor.parts:
+            return mx.stack([self._read(part) for part in tensor.parts])
+        path = tensor.path
+        if path not in self._arrays:
             try:
-                arrays = mx.load(str(path))
-                self._lazy[path] = {self._before + name: array for name, array in arrays.items()}
+                self._arrays[path] = mx.load(str(path))
             except (RuntimeError, MemoryError) as error:
                 raise ModelError(
                     f"{path} cannot be read ({one_line(error)}); download it again."
                 ) from None
-        name, rows = self._cuts.get(name, (name, None))
-        array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
+        arrays = self._arrays[path]
+        array = arrays[tensor.name]
+        rows = tensor.rows
+        if rows is None or rows.stop == len(
+            array
+        ):  # parts are taken in order, and this is the last
+            del arrays[tensor.name]
         if rows:
-            if rows.stop == len(array):  # its parts are taken in order, and this is the last
-                del self._lazy[path][name]
             array = array[rows.start : rows.stop]
-        # Without their signs the bits of numbers are ordered as the numbers are, with infinity and NaN
-        # above all others. (As integers, since MLX takes 40 times as long to compare float16 numbers.)
-        # Packed integers, biases and quantization offsets may well be all zero.
-        if array.dtype != mx.uint32:
-            kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
-            infinite = (mx.array(math.inf, array.dtype).view(kind) << 1).item()
-            peak = (array.view(kind) << 1).max().item()
-            if peak >= infinite:
-                raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
-            if peak == 0 and not name.endswith(self._may_be_zero):
-                raise ModelError(f"{path}: {name} is all zeros; download it again.")
+        self._check_numbers(tensor, array)
         return array
+
+    def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
+        """Without their signs the bits of numbers are ordered as the numbers are, with infinity and
+        NaN above all others. (As integers, since MLX takes 40 times as long to compare float16
+        numbers.) Packed integers, biases and quantization offsets may well be all zero."""
+        if array.dtype == mx.uint32:
+            return
+        kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
+        infinite = (mx.array(math.inf, array.dtype).view(kind) << 1).item()
+        peak = (array.view(kind) << 1).max().item()
+        if peak >= infinite:
+            raise ModelError(
+                f"{tensor.path}: {tensor.name} holds NaN or infinity; download it again."
+            )
+        if peak == 0 and not tensor.name.endswith(self._may_be_zero):
+            raise ModelError(f"{tensor.path}: {tensor.name} is all zeros; download it again.")
+
+
+def stored_in(name: str) -> str:
+    """What a family that fuses matrices calls the one that holds this tensor."""
+    for fused, parts in FUSED.items():
+        name = re.sub(rf"\.({'|'.join(parts)})\.", f".{fused}.", name)
+    return name
 
 
 def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:

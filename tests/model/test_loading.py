@@ -657,12 +657,13 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, file, mon
 def test_an_index_is_refused_without_a_look_at_each_of_its_entries(folder, monkeypatch):
     """A path for each entry took most of those 34 s."""
     looked = []
-    monkeypatch.setattr(weights, "Path", lambda file: looked.append(file) or Path(file))
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: looked.append(self.name) or exists(self))
     names = {f"tensor {number}": "model.safetensors" for number in range(10_000)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ModelError, match="lacks tensor"):
         weights.Weights(folder)
-    assert looked == ["model.safetensors"]
+    assert 0 < looked.count("model.safetensors") < 5
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
