@@ -8,13 +8,13 @@ The way out. A child process does the work first, and the system holds it to lim
 memory. What the child survives is harmless, and this process may do it, too.
 
     this process    `Trials.run` sends a job and one end of a pipe, and waits at the other end
-    the nursery     a child that has read what all trials need, and forks for each job. It says how
-                    a trial ended, if the trial cannot
+    the nursery     a child that has read what all trials need, and forks for each job
+    a watcher       its child, which forks once more. It says how the trial ended, if the trial cannot
     the trial       has the limits, does the job, and writes what it has found into the pipe
 
 The nursery stays, since reading a tokenizer takes a second and a fork takes milliseconds. It has
 one thread, as a fork needs. (This process has the threads of MLX.) When its line to this process is
-cut, it ends.
+cut, it ends, with all that it has forked.
 
 What this file keeps. `Trials.run` takes a bounded time, whatever the job does. A trial that is ended
 takes nothing with it.
@@ -39,7 +39,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from parts.checks import one_line
 
@@ -182,12 +182,10 @@ class Trials:
 
 
 def end(process: subprocess.Popen, line: socket.socket) -> None:
+    """End the nursery, with the trials in its session."""
     line.close()
-    try:
-        process.wait(1)  # it ends its trials
-    except subprocess.TimeoutExpired:  # it has no trial yet, or hangs
-        process.kill()
-        process.wait()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def read_all(pipe: int, seconds: float) -> bytes | None:
@@ -206,47 +204,34 @@ def read_all(pipe: int, seconds: float) -> bytes | None:
 
 
 def nurse(fileno: int) -> None:
-    """The nursery's program."""
-    trials: dict[int, int] = {}  # by process: the pipe at whose other end somebody waits
-    news, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    """The nursery's program. When the line is cut, this nursery is not needed any more, nor is any
+    of its trials."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries its children
     with socket.socket(fileno=fileno) as line:
         first = json.loads(receive(line, receive(line, HEAD)))
         function = importlib.import_module(first["module"]).prepare(first["given"])
         limits = Limits(*first["limits"])
         line.sendall(b"!")  # ready
         while True:
-            ready, _, _ = select.select([line, news], [], [])
-            if news in ready:
-                os.read(news, 4096)
-                bury(trials)
-            if line not in ready:
-                continue
             head, pipes, *_ = socket.recv_fds(line, HEAD, 1)
-            if not head:  # this nursery is not needed any more
-                for trial in trials:
-                    os.kill(trial, signal.SIGKILL)
-                return
+            if not head:
+                os.killpg(0, signal.SIGKILL)
             job = json.loads(receive(line, head))
-            trial = os.fork()
-            if trial == 0:
-                run(function, job, limits, pipes[0])
-            trials[trial] = pipes[0]
+            if os.fork() == 0:
+                watch(function, job, limits, pipes[0])
+            os.close(pipes[0])
 
 
-def bury(trials: dict[int, int]) -> None:
-    """Of the trials that have ended: say how, for those that could not say so themselves."""
-    while trials:
-        trial, status = os.waitpid(-1, os.WNOHANG)
-        if not trial:
-            return
-        pipe = trials.pop(trial)
-        if status:
-            send(pipe, {"ended": os.waitstatus_to_exitcode(status)})
-        else:
-            os.close(pipe)
+def watch(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> NoReturn:
+    """Between the nursery and a trial. Says how the trial has ended, if it could not say so itself."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    trial = os.fork()
+    if trial == 0:
+        run(function, job, limits, pipe)
+    _, status = os.waitpid(trial, 0)
+    if status:
+        send(pipe, {"ended": os.waitstatus_to_exitcode(status)})
+    os._exit(0)
 
 
 def receive(line: socket.socket, size: int | bytes) -> bytes:
@@ -262,7 +247,7 @@ def receive(line: socket.socket, size: int | bytes) -> bytes:
     return b"".join(parts)
 
 
-def run(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> None:
+def run(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> NoReturn:
     """A trial, from its first moment to its last."""
     try:
         hold(limits)

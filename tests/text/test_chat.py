@@ -804,12 +804,14 @@ def interrupted(tmp_path, monkeypatch):
             text=True,
         )
         deadline = time.monotonic() + 30
-        # The trial is its nursery's child, and runs when it has used a processor
-        while not any(used_by(child) for each in children(program.pid) for child in children(each)):
+        # The trial is its watcher's child, that is its nursery's. It runs when it has used a processor
+        trials = []
+        while not any(map(used_by, trials)):
             assert time.monotonic() < deadline and program.poll() is None
             time.sleep(0.001)
-        [nursery] = children(program.pid)
-        [child] = children(nursery)
+            watchers = itertools.chain(*map(children, children(program.pid)))
+            trials = [*itertools.chain(*map(children, watchers))]
+        [child] = trials
         os.killpg(program.pid, signal.SIGINT)
         return program.communicate(timeout=60)[0], child
 
