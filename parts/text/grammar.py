@@ -34,9 +34,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
-from queue import SimpleQueue
 from typing import Any
 
 from parts.checks import GrammarError, one_line, shown
@@ -167,7 +166,7 @@ class Grammars:
         try:
             if fault := self._judge(source):
                 raise ValueError(fault)
-            return in_a_maker(partial(make, self._tokenizer, source))
+            return makers().submit(make, self._tokenizer, source).result()
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
@@ -201,10 +200,8 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
     """Make a grammar and follow it: what is wrong with it; empty if nothing is."""
     try:
         made = make(tokenizer, source)
-        for draws in (
-            1,
-            8,
-        ):  # a token at random, and the longest of some: a blank may have 80 bytes
+        # A token at random, and the longest of some: a blank may have 80 bytes
+        for draws in (1, 8):
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:
         return str(error)
@@ -299,39 +296,19 @@ def reason(error: str) -> str:
     return " ".join([lines[0], *said])
 
 
-def in_a_maker(function: Callable[[], Any]) -> Any:
-    """Call a function in one of the threads that make grammars, and wait for it."""
-    result: Future = Future()
-    makers().put((function, result))
-    try:
-        return result.result()
-    finally:
-        del result  # what it raises refers to this frame, and so would to itself
-
-
 @cache
-def makers() -> SimpleQueue:
-    """What is put here is made by one of two threads with large stacks.
+def makers() -> ThreadPoolExecutor:
+    """Two threads with large stacks, in which grammars are made.
 
     A grammar of 3,000 rules, each of which needs the next one, ends the process in a usual stack.
-    And they stay: each new thread may be given memory of its own, which the next one does not use.
+    And the threads stay: each new one may be given memory of its own, which the next does not use.
     """
-    jobs: SimpleQueue = SimpleQueue()
+    pool = ThreadPoolExecutor(AT_ONCE, "grammar")
+    are_there = threading.Barrier(AT_ONCE)
     usual = threading.stack_size(STACK)  # of all threads that are started from here on
     try:
         for _ in range(AT_ONCE):
-            threading.Thread(target=work, args=(jobs,), name="grammar", daemon=True).start()
+            pool.submit(are_there.wait)  # so each is given a thread of its own
     finally:
         threading.stack_size(usual)
-    return jobs
-
-
-def work(jobs: SimpleQueue) -> None:
-    while True:
-        function, result = jobs.get()
-        if result.set_running_or_notify_cancel():
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-        del function, result  # else they would be kept until the next one comes
+    return pool
