@@ -267,10 +267,3 @@ def opened() -> Book | None:
     """The book that runs in the place of ours."""
     books = (finder for finder in sys.meta_path if isinstance(finder, Book))
     return next(books, None)
-
-
-def chapter_file(chapter: str) -> Path:
-    """The file of a chapter that runs here."""
-    book = opened()
-    own = book and file_in(book.folder, chapter)
-    return own if own and own.is_file() else our_file(chapter)

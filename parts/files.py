@@ -178,15 +178,15 @@ def _write_to_special(path: str, data: bytes) -> None:
 
 def _write_to_plain(path: str, data: bytes) -> None:
     try:
-        _replace(path, data)
+        replace(path, data)
     except OSError as error:
         if error.errno not in NO_ROOM_BESIDE or _what(path) is None:
             raise
         _overwrite(path, data)
 
 
-def _replace(path: str, data: bytes) -> None:
-    """Write beside the file, and put that into its place."""
+def replace(path: str, data: bytes) -> None:
+    """Write beside the file, and put that into its place: nobody sees half of it."""
     before = _what(path)
     if before:
         os.close(os.open(path, os.O_WRONLY))  # a file that is protected stays so

@@ -208,18 +208,30 @@ def install(extra: str, package: str) -> str:
     return f"pip install '{package}' (with pipx: {pipx}; with uv: add --with '{package}')"
 
 
+def my_cores() -> set[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def cpuinfo() -> dict[str, str]:
+    """What Linux says of the first processor, by name. Nothing elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): said.strip() for name, _, said in pairs}
+
+
 def processor() -> str:
     """The processor's name, and how many of its cores this process may use."""
     import platform
 
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            said = [
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            ]
-        name = said[0] if said else name
-    many = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = cpuinfo().get("model name") or platform.processor() or platform.machine()
+    many = len(my_cores())
     return f"{name}, {many} core{'s' if many != 1 else ''}"
 
 

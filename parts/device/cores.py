@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from parts.program import my_cores
+
 EVERY = 1.0  # seconds between two looks
 MINUTE = 60.0  # over so long a load average is a mean
 LEAST = 0.25  # of all cores: less is what every system does in passing
@@ -33,13 +35,6 @@ class Worked(NamedTuple):
 
     busy: float
     idle: float
-
-
-def my_cores() -> set[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 def counted(text: str, cores: set[int], ticks: float) -> Worked | None:

@@ -40,7 +40,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from parts.checks import read_whole
 from parts.device.keeper import PYTHON, Keeper
+from parts.files import replace
+from parts.program import cpuinfo, my_cores
 
 SOURCE = Path(__file__).with_name("rows.c")
 OPTIONS = [
@@ -137,14 +140,8 @@ def forms_here() -> list[str]:
 @cache
 def processor() -> frozenset[str]:
     """What the first processor says that it can do, word by word."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return frozenset()
-    said = {
-        name.strip(): words.split() for name, _, words in (line.partition(":") for line in lines)
-    }
-    return frozenset(said.get("flags", said.get("Features", [])))
+    said = cpuinfo()
+    return frozenset(said.get("flags", said.get("Features", "")).split())
 
 
 # --- threads ------------------------------------------------------------------------------------
@@ -156,11 +153,10 @@ def threads() -> int:
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), MOST_THREADS)
-    if not (asked.isascii() and asked.isdecimal() and len(asked) <= 4 and 1 <= int(asked) <= 1024):
-        raise ImportError(
-            f"NANOBATCH_THREADS={asked[:40]!r}, but it must be a whole number from 1 to 1024"
-        )
-    return int(asked)
+    try:
+        return read_whole("NANOBATCH_THREADS", asked, 1, 1024)
+    except ValueError as error:
+        raise ImportError(str(error)) from None
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -169,8 +165,7 @@ def cores(root: Path = Path("/")) -> int:
 
     `root` is where the files of the system are.
     """
-    count = len(os.sched_getaffinity(0))
-    return max(1, int(min(count, quota(root))))
+    return max(1, int(min(len(my_cores()), quota(root))))
 
 
 def quota(root: Path) -> float:
@@ -420,21 +415,12 @@ def hashed(contents: bytes) -> bytes:
 def keep(made: Path, target: Path) -> str:
     """Put a library into the cache, with its hash. Returns why it cannot be kept; else nothing.
 
-    Another process sees all of it or nothing: it gets its name when it is whole.
+    Another process sees all of it or nothing.
     """
     try:
         contents = made.read_bytes()
-        handle, written = tempfile.mkstemp(dir=target.parent)
-        try:
-            with open(handle, "wb") as file:
-                file.write(contents + hashed(contents))
-                file.flush()
-                os.fsync(handle)  # else a power cut may leave a name without its contents
-            os.chmod(written, 0o700)
-            os.replace(written, target)
-        except BaseException:
-            Path(written).unlink(missing_ok=True)
-            raise
+        replace(str(target), contents + hashed(contents))
+        target.chmod(0o700)
     except OSError as error:
         return str(error.strerror)
     return ""
@@ -444,6 +430,10 @@ def keep(made: Path, target: Path) -> str:
 
 # Rows, columns, numbers in a sum
 SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]
+# How a packed matrix may be written: the form of its weights, their bits, the form of its scales
+PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
+for _scales in (FLOAT32, FLOAT16, BFLOAT16):
+    PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
 
 
 def is_form(library: ctypes.CDLL, form: str) -> bool:
@@ -497,39 +487,39 @@ def unpacks_right(library: ctypes.CDLL) -> bool:
     In each form: one row, few, and many; several groups, and a row that ends within a vector.
     """
     draw = random.Random(1)
-    for form in (FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS):
-        bits = {FOUR_BITS: 4, EIGHT_BITS: 8}.get(form, 16)
-        for form_of_scales in (FLOAT32,) if bits == 16 else (FLOAT32, FLOAT16, BFLOAT16):
-            N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
-            if bits == 16:
-                weights, numbers = _written(draw, form, N * K)
-            else:
-                weights = draw.randbytes(N * K * bits // 8)
-                whole = int.from_bytes(weights, "little")
-                numbers = [whole >> i * bits & (1 << bits) - 1 for i in range(N * K)]
-            scales, scale = _written(draw, form_of_scales, N * K // group)
-            offsets, offset = _written(draw, form_of_scales, N * K // group)
-            if bits == 16:
-                offset = [0.0] * len(offset)
-            products = array("f", [n * scale[i // group] for i, n in enumerate(numbers)])
-            wide = [product + offset[i // group] for i, product in enumerate(products)]
-            if bits < 16:
-                weights = _laid(library, weights, bits, form, N, K)
-            matrix = [bytes(LINE)]
-            places = []  # of scales and offsets, in lines
-            for part in (weights, scales, offsets):
-                matrix.append(part + bytes(-len(part) % LINE))
-                places.append(sum(map(len, matrix)) // LINE)
-            memory = array("B", b"".join(matrix) + bytes(LINE))
-            library.rows_pack(
-                *(ctypes.c_void_p(memory.buffer_info()[0]), form, form_of_scales, N, K, group),
-                *places[:2],
-            )
-            for M in (1, 5, 25):
-                x = [draw.uniform(-1, 1) for _ in range(M * K)]
-                y = _multiply(library, x, memory, M, N, K, turned=False)
-                if y.tobytes() != _multiply(library, x, wide, M, N, K, turned=False).tobytes():
-                    return False
+    return all(_unpacks(library, draw, *how) for how in PACKED)
+
+
+def _unpacks(
+    library: ctypes.CDLL, draw: random.Random, form: int, bits: int, form_of_scales: int
+) -> bool:
+    N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
+    scales, scale = _written(draw, form_of_scales, N * K // group)
+    offsets, offset = _written(draw, form_of_scales, N * K // group)
+    if bits == 16:
+        weights, numbers = _written(draw, form, N * K)
+        offset = [0.0] * len(offset)
+    else:
+        whole = draw.getrandbits(N * K * bits)
+        numbers = [whole >> i * bits & (1 << bits) - 1 for i in range(N * K)]
+        in_a_file = whole.to_bytes(N * K * bits // 8, "little")
+        weights = _laid(library, in_a_file, bits, form, N, K)
+    products = array("f", [n * scale[i // group] for i, n in enumerate(numbers)])
+    wide = [product + offset[i // group] for i, product in enumerate(products)]
+    matrix = bytes(LINE)
+    places = []  # of weights, scales and offsets, in lines
+    for part in (weights, scales, offsets):
+        places.append(len(matrix) // LINE)
+        matrix += part + bytes(-len(part) % LINE)
+    memory = array("B", matrix + bytes(LINE))
+    at = ctypes.c_void_p(memory.buffer_info()[0])
+    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
+    for M in (1, 5, 25):
+        x = [draw.uniform(-1, 1) for _ in range(M * K)]
+        packed = _multiply(library, x, memory, M, N, K, turned=False)
+        unpacked = _multiply(library, x, wide, M, N, K, turned=False)
+        if packed.tobytes() != unpacked.tobytes():
+            return False
     return True
 
 

@@ -236,7 +236,7 @@ def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
     )
     lines = done.stderr.splitlines()
     assert (
-        done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1024" in lines[0]
+        done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1,024" in lines[0]
     ), done
 
 
