@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, linear_regression
 from typing import Any
 
 from parts.api.views import Limits, RequestView, StepView, percentile
@@ -50,34 +51,29 @@ class Prices:
         # Not those that the screen has missed
         for step in (step for step in steps if step.decode or step.prefill):
             classes[len(step.decode), len(step.prefill)].append(step.seconds)
-        plain = [
-            (rows, undisturbed(times, one_in), len(times))
-            for (rows, chunks), times in classes.items()
-            if not chunks
-        ]
         # The straight line that fits best. A class counts as often as it was seen.
-        seen = sum(n for *_, n in plain) or 1
-        rows, seconds = (
-            sum(r * n for r, _, n in plain) / seen,
-            sum(t * n for _, t, n in plain) / seen,
-        )
-        spread = sum(n * (r - rows) ** 2 for r, _, n in plain)
-        slope = sum(n * (r - rows) * (t - seconds) for r, t, n in plain) / spread if spread else 0.0
+        rows: list[int] = []
+        seconds: list[float] = []
+        for (count, chunks), times in classes.items():
+            if not chunks:
+                rows += [count] * len(times)
+                seconds += [undisturbed(times, one_in)] * len(times)
+        usual_rows = fmean(rows) if rows else 0.0
+        usual = fmean(seconds) if rows else 0.0
+        slope = linear_regression(rows, seconds).slope if len({*rows}) > 1 else 0.0
         # No row is done for less than nothing, nor a step
-        self.row = min(max(0.0, slope), seconds / max(rows, 1))
-        self.step = seconds - self.row * rows
-        adds = [
-            (t - self.of(rows, 0)) / chunks
-            for (rows, chunks), times in classes.items()
-            if chunks
-            for t in times
-        ]
+        self.row = min(max(0.0, slope), usual / max(usual_rows, 1))
+        self.step = usual - self.row * usual_rows
+        self.chunk = 0.0  # not known yet
+        adds: list[float] = []
+        for (count, chunks), times in classes.items():
+            if chunks:
+                adds += [(time - self.of(count, 0)) / chunks for time in times]
         self.chunk = max(undisturbed(adds, one_in) if adds else 0.0, LEAST)
 
     def of(self, rows: int, chunks: int) -> float:
-        return (self.step + self.row * rows if rows else 0.0) + (
-            self.chunk * chunks if chunks else 0.0
-        )
+        decoding = self.step + self.row * rows if rows else 0.0
+        return decoding + self.chunk * chunks
 
 
 def replayed(

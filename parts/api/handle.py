@@ -178,13 +178,13 @@ class Handle:
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
         return Result(
-            self.text,
-            list(self.tokens),
-            self.finish_reason,
-            self.metrics,
-            logprobs,
-            self.error,
-            self.vector,
+            text=self.text,
+            tokens=list(self.tokens),
+            finish_reason=self.finish_reason,
+            metrics=self.metrics,
+            logprobs=logprobs,
+            error=self.error,
+            vector=self.vector,
         )
 
     @property
@@ -213,26 +213,23 @@ class Handle:
     def view(self) -> RequestView:
         """This request as those see it who watch."""
         r = self.request
-        said = {
-            "text": self.text,
-            "lengths": tuple(self.lengths),
-            "reason": r.finish_reason,
-            "error": self.error,
-            "glass": self._glass(),
-            "is_thinking": self.is_thinking,
-            "max_tokens": r.max_tokens,
-        }
         return RequestView(
-            r.id,
-            self.prompt,
-            r.client,
-            self.origin,
-            r.policy,
-            r.slot,
-            r.arrived,
-            self.metrics,
-            r.ended,
-            **said,
+            id=r.id,
+            prompt=self.prompt,
+            client=r.client,
+            origin=self.origin,
+            policy=r.policy,
+            slot=r.slot,
+            arrived=r.arrived,
+            metrics=self.metrics,
+            ended=r.ended,
+            text=self.text,
+            lengths=tuple(self.lengths),
+            reason=r.finish_reason,
+            error=self.error,
+            glass=self._glass(),
+            is_thinking=self.is_thinking,
+            max_tokens=r.max_tokens,
         )
 
     def _glass(self) -> tuple[tuple[str, float, bool], ...]:

@@ -191,24 +191,28 @@ class SlotView:
     slot: int
     # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
     phase: str
-    request: int | None
-    used: int  # rows in the slab
-    prompt_tokens: int
-    output_tokens: int
-    reused: int  # rows that were taken over from an earlier prompt and its answer
+    request: int | None = None
+    used: int = 0  # rows in the slab
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    reused: int = 0  # rows that were taken over from an earlier prompt and its answer
     # Rows that a free slot still holds: of the last prompt in it, and of the answer
-    remembered: int
+    remembered: int = 0
 
     @staticmethod
     def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
         if owner is None:
-            return SlotView(
-                slot, "blocked" if blocked else "free", None, 0, 0, 0, 0, sched.prefixes.rows[slot]
-            )
-        # The newest token's key and value are not there yet
-        used = owner.prefilled + max(0, owner.committed - 1)
+            phase = "blocked" if blocked else "free"
+            return SlotView(slot, phase, remembered=sched.prefixes.rows[slot])
         return SlotView(
-            slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0
+            slot=slot,
+            phase=owner.phase,
+            request=owner.id,
+            # The newest token's key and value are not there yet
+            used=owner.prefilled + max(0, owner.committed - 1),
+            prompt_tokens=len(owner.prompt),
+            output_tokens=owner.committed,
+            reused=owner.reused,
         )
 
 

@@ -12,7 +12,7 @@ Where next: `parts/bill.py`, which makes the bill of a step of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from parts.api.views import ModelView
@@ -26,7 +26,7 @@ def counted(model: Model) -> ModelView:
     *before, last = model.layers
     body: list[Any] = [last.attn_norm, last.qkv, last.qk_norm, before]
     tail = [last.out, last.mlp_norm, last.mlp, model.norm, model.head]
-    stacks = [part for part in matrices(last) if isinstance(part, Stack)]
+    stacks = leaves(last, Stack)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span is not None]
     return ModelView(
@@ -48,23 +48,25 @@ def counted(model: Model) -> ModelView:
     )
 
 
-def matrices(part: Any) -> Iterator[Dense | Packed | Stack]:
+def leaves(part: Any, *kinds: type) -> list[Any]:
+    """All of these kinds in a part of the model. What is of one of them is not looked into."""
+    found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kinds))
+    return [each for _, each in found if isinstance(each, kinds)]
+
+
+def matrices(part: Any) -> list[Dense | Packed | Stack]:
     """All that multiplies in a part of the model."""
-    if isinstance(part, (Dense, Packed, Stack)):
-        yield part
-    elif isinstance(part, (tuple, list)):
-        for each in part:
-            yield from matrices(each)
+    return leaves(part, Dense, Packed, Stack)
 
 
 def arrays(part: Any) -> list[mx.array]:
-    return [array for _, array in tree_flatten(part) if isinstance(array, mx.array)]
+    return leaves(part, mx.array)
 
 
 def nbytes(part: Any) -> int:
     """Of all arrays of a part, but of its experts."""
-    stacks = [each for each in matrices(part) if isinstance(each, Stack)]
-    return sum(array.nbytes for array in arrays(part)) - sum(a.nbytes for a in arrays(stacks))
+    found = leaves(part, mx.array, Stack)
+    return sum(each.nbytes for each in found if isinstance(each, mx.array))
 
 
 def nbytes_of(model: Model) -> int:

@@ -20,7 +20,7 @@ from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
 from parts.device.packed import Claim, as_in_a_file, pack
 from parts.model.config import Config
-from parts.model.ops import capped, geglu, rms_norm, softmax, swiglu
+from parts.model.ops import geglu, rms_norm, softmax, swiglu
 from parts.model.rope import Kind
 from parts.ranks.ranks import ALONE, Ranks
 
@@ -212,15 +212,6 @@ class Experts(NamedTuple):
         gate_up = mx.concatenate([self.gate(x, chosen), self.up(x, chosen)], axis=-1)
         y = self.down(swiglu(gate_up), chosen)  # (..., k, 1, D)
         return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
-
-
-class Capped(NamedTuple):
-    """The end of a head whose logits never exceed a cap."""
-
-    cap: float
-
-    def __call__(self, x: mx.array) -> mx.array:  # (..., V) -> the same
-        return capped(x, self.cap)
 
 
 class SideBySide(NamedTuple):

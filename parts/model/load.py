@@ -16,19 +16,19 @@ Where next: `config.py`, for what a folder holds; `layers.py`, for what the weig
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from parts import checks
 from parts.device import mlx as device
-from parts.device.mlx import mx, readable, tree_flatten
+from parts.device.mlx import mx, readable
 from parts.device.packed import LEAST, pack
 from parts.files import ModelError
 from parts.model.config import read_config
-from parts.model.count import counted
+from parts.model.count import arrays, counted
 from parts.model.embed import why_not
 from parts.model.fit import Sizes, fit
 from parts.model.layers import (
-    Capped,
     Choices,
     Dense,
     Experts,
@@ -42,6 +42,7 @@ from parts.model.layers import (
     Stack,
     chain,
 )
+from parts.model.ops import capped
 from parts.model.rope import Kind
 from parts.model.share import Share
 from parts.model.weights import Weights, quantization, usual_form
@@ -111,7 +112,7 @@ class ModelReader:
         head = None
         if self.ranks.rank == 0:
             head = table if c.tied else self.linear("lm_head")
-        cap = Capped(c.head_cap) if head and c.head_cap else None
+        cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
         kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
         mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
@@ -145,7 +146,7 @@ class ModelReader:
             mlp_norm=chain(norms.get("mlp_norm")),
             mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
         )
-        mx.eval([array for _, array in tree_flatten(layer) if isinstance(array, mx.array)])
+        mx.eval(arrays(layer))
         return layer
 
     def norm(self, module: str) -> Norm:
