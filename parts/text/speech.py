@@ -31,6 +31,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from itertools import chain, groupby
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -372,7 +373,7 @@ def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
     """The thought of an answer, without its marks, and the rest of the answer."""
     parts = [*marked(text, is_thinking), Part("", "")]
     thought = parts.pop(0).text if parts[0].kind == "thought" else ""
-    for mark in (*THOUGHTS[0], *THOUGHTS[1]):
+    for mark in chain(*THOUGHTS):
         thought = thought.replace(mark, "")
     return thought.strip(), "".join(part.text for part in parts)
 
@@ -483,17 +484,18 @@ class Reader:
             if self.calls and self._is_single:
                 return  # what follows is not wanted
 
-    def _begins_with(self, mark: str) -> Reading[bool]:
-        """Does this mark come next, perhaps behind white space?"""
-        while True:
-            text = self._text.lstrip()
-            if len(self._text) - len(text) > HEAD:
-                return False
-            if text.startswith(mark):
-                return True
-            if self.is_complete or not mark.startswith(text):
-                return False
+    def _wait(self, look: Callable[[str], T | None]) -> Reading[T | None]:
+        """What `look` says of the text that comes next. It says None as long as more text may
+        tell."""
+        while (found := look(self._text[:HEAD])) is None:
+            if len(self._text) >= HEAD or self.is_complete:
+                break
             yield
+        return found
+
+    def _begins_with(self, mark: str) -> Reading[bool | None]:
+        """Does this mark come next, perhaps behind white space?"""
+        return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _skip(self, mark: str) -> Reading[bool]:
         """Take a mark away, if it comes next, and the white space around it."""
@@ -552,14 +554,12 @@ class Reader:
 
     def _named(self, name: str, before: str, behind: str) -> Reading[str]:
         """Take a name between two marks away. Nothing, if there is none. `name`: its pattern."""
-        while True:
-            found = named(self._text[:HEAD], name, before.strip(), behind.strip())
-            if found:
-                self._text = self._text[found.length :]
-                return found.name
-            if found is not None or len(self._text) >= HEAD or self.is_complete:
-                return ""
-            yield
+        marks = before.strip(), behind.strip()
+        found = yield from self._wait(lambda text: named(text, name, *marks))
+        if not found:
+            return ""
+        self._text = self._text[found.length :]
+        return found.name
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
         """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
@@ -653,14 +653,14 @@ class Reader:
             self._text = ""
         return False
 
-    def _find(self, pattern: re.Pattern, last: str) -> Reading[re.Match | None]:
-        """Wait for a pattern, until it is clear that it does not come: `last` does not stand in
-        it."""
-        while not (found := pattern.match(self._text, 0, HEAD)):
-            if last in self._text or len(self._text) >= HEAD or self.is_complete:
-                return None
-            yield
-        return found
+    def _find(self, pattern: re.Pattern, last: str) -> Reading[re.Match | bool | None]:
+        """What this pattern finds. It is clear that it finds nothing when `last` has come, which
+        does not stand in it."""
+
+        def look(text: str) -> re.Match | bool | None:
+            return pattern.match(text) or (False if last in text else None)
+
+        return (yield from self._wait(look))
 
     def _body(self, name: str | None) -> Reading[str]:
         """One call. `name`: that of the tool, if it stood before the body.
@@ -737,28 +737,37 @@ class Named(NamedTuple):
     length: int  # of the name with its marks
 
 
+def begins(text: str, mark: str) -> bool | None:
+    """Does a text begin with this mark? None, if it yet may."""
+    if text.startswith(mark):
+        return True
+    return None if mark.startswith(text) else False
+
+
 def named(text: str, name: str, before: str, behind: str) -> Named | bool | None:
     """A name between two marks, at the beginning of a text. False, if there is none; None, if it may
     yet come. Without a mark behind, any other tag ends the name."""
     rest = text.lstrip()
-    if not rest.startswith(before):
-        return None if before.startswith(rest) else False
-    found = re.match(name, rest[len(before) :])
+    is_there = begins(rest, before)
+    if not is_there:
+        return is_there
+    rest = rest[len(before) :]
+    found = re.match(name, rest)
     if not found:
-        return None if rest == before else False
-    rest = rest[len(before) + found.end() :].lstrip()
-    end = behind or "<"
-    if not rest.startswith(end):
-        return None if end.startswith(rest) else False
+        return False if rest else None
+    rest = rest[found.end() :].lstrip()
+    is_there = begins(rest, behind or "<")
+    if not is_there:
+        return is_there
     return Named(found[0], len(text) - len(rest) + len(behind))
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
     """Does one of these marks come next? None, if more text has to come first."""
-    rest = text.lstrip()
-    if any(rest.startswith(mark) for mark in marks):
+    found = {begins(text.lstrip(), mark) for mark in marks}
+    if True in found:
         return True
-    may_come = len(text) < HEAD and any(mark.startswith(rest) for mark in marks)
+    may_come = None in found and len(text) < HEAD
     if may_come and not is_complete:
         return None
     return may_come
@@ -801,6 +810,7 @@ class Braces:
 
 PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
 JSONS = {
+    NoneType: "null",
     bool: "boolean",
     int: "integer",
     float: "number",
@@ -808,7 +818,6 @@ JSONS = {
     dict: "object",
     str: "string",
 }
-JSONS |= {type(None): "null"}
 OPTIONS = 100  # of a value's schema; one with more may be anything
 
 
