@@ -77,6 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--unload-after", metavar="SECONDS", help="idle for so long, let go of the weights")
     add("--embeddings", action="store_true", help="the model embeds, though no file says so")
+    parser.add_book()
     parser.add_guesses()
     parser.add_keys()
     add(

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -1084,7 +1085,13 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--port", "70000"], ["--host", "256.1.1.1"], ["--model", "/no/such/folder"]]
+    "arguments",
+    [
+        ["--port", "70000"],
+        ["--host", "256.1.1.1"],
+        ["--model", "/no/such/folder"],
+        ["--book", "/no/such/folder"],
+    ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
     """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
@@ -1094,6 +1101,17 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
     )
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
+
+
+def test_a_readers_chapters_answer_over_http_and_the_first_line_names_them(tmp_path):
+    """Of all programs with an engine this one did not know --book."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "sampling.py", folder)
+    with Server("--book", str(folder)) as server:
+        server.says("book mine")
+        answer = server.chat(temperature=0).json["choices"][0]
+        assert answer["message"]["content"] == COUNT
 
 
 def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
