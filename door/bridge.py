@@ -114,26 +114,25 @@ class Mailbox:
 class Answer:
     """One request's choices, as they come from the engine."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: Served, protocol: type[Speaks], client: str):
+        """`client`: who asks, for the policy `fair`."""
         self.choices: list[Choice] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
-        self._protocol: type[Speaks] | None = None
+        self._protocol = protocol
+        self._client = client
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._later: deque[tuple] = deque()  # of these, what is not in line yet
-        self._client = ""
         self._refusal: Refusal | None = None  # the line was full for the rest
         self._came = time.perf_counter()
         self._is_read = False  # has the client been told how far its prompt is read?
         self._news = asyncio.Event()
-        # (choice, text); None: the choice has ended
-        self._pieces: deque[tuple[int, str | None]] = deque()
-        # The visit of a stream, if `look` may write the pieces itself
+        # The visit of a stream that waits for news: `look` may write them itself
         self._straight: Visit | None = None
 
     # --- in a thread beside the door's
 
-    def ask(self, protocol: type[Speaks], body: bytes, client: str) -> None:
+    def ask(self, body: bytes) -> None:
         """Understand a body and put its prompts in line. After an exception, call `cancel`: some
         choices may be in line already.
 
@@ -141,12 +140,11 @@ class Answer:
         request with a grammar is only understood here; another thread calls `submit`.
         """
         engine, names, defaults = self._served
-        wish = self.wish = protocol.understand(body, names)
-        self._protocol = protocol
+        wish = self.wish = self._protocol.understand(body, names)
         asks = []
         try:
             for prompt in wish.prompts:
-                read = read_prompt(engine, prompt)
+                read = read_prompt(engine, prompt, self._protocol.prompt)
                 room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
                 settings = (
                     defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
@@ -163,32 +161,22 @@ class Answer:
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
         except ValueError as error:
-            raise refusal_of(error, wish, protocol.form) from None
+            raise self._refusal_of(error) from None
         self._asks = asks
-        if not any(sampling.grammar for _, sampling in asks):
-            self.submit(client)
+        if not asks[0][1].grammar:
+            self.submit()
 
-    def submit(self, client: str) -> None:
+    def submit(self) -> None:
         """Put the understood prompts in line. With a grammar this may take seconds."""
-        engine = self._served.engine
         self.left = len(self._asks)
-        self._client = client
         at_once = self._at_once if self.wish.is_many else self.left
-        source = made = None  # the newest grammar. All choices of a prompt have the same
+        source = self._asks[0][1].grammar  # all prompts of a request have the same
         try:
+            made = source and self._served.engine.text.grammar(source)
             for prompt, sampling in self._asks[:at_once]:
-                if sampling.grammar != source:
-                    source = sampling.grammar
-                    made = engine.text.grammar(source)
                 self._begin(prompt, sampling, made and made.copy())
-        except ValueError as error:
-            raise refusal_of(error, self.wish, self._protocol.form) from None
-        except QueueFull as error:
-            raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
-        except BusyError as error:
-            raise Refusal(503, f"the grammar: {error}", "busy", Retry_After="1") from None
-        except RuntimeError:  # the engine has been closed meanwhile
-            raise ending() from None
+        except (ValueError, RuntimeError) as error:
+            raise self._refusal_of(error) from None
         number = self.choices[0].handle.id
         self.shape = self._protocol(self.wish, number, SUFFIX, self._served.names[0])
         self._later.extend(self._asks[at_once:])  # from here on, `look` puts them in line
@@ -197,7 +185,8 @@ class Answer:
         engine = self._served.engine
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
-        self.choices.append(Choice(handle, self._parser(prompt), words))
+        parser = self._parser(prompt)
+        self.choices.append(Choice(handle, parser, words, self.wish.stream))
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
@@ -216,34 +205,41 @@ class Answer:
 
         Without streaming, the door is woken once for each choice, and not for each token.
         """
-        return any(choice.has_news(self.wish.stream) for choice in list(self.choices))
+        return any(choice.has_news for choice in list(self.choices))
 
     # --- in the door's thread
 
     @property
     def lag(self) -> int:
         """How many bytes wait for a client that reads too slowly, about."""
-        if not self._pieces:
+        waiting = sum(choice.waiting for choice in self.choices)
+        if not waiting:
             return 0
         wanted = self.choices[0].handle.sampling
         scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
         if wanted.grammar:  # the scores before the mask are kept, too
             scores *= 2
-        return len(self._pieces) * (PIECE + SCORE * scores)
+        return waiting * (PIECE + SCORE * scores)
 
     def look(self) -> None:
-        """Take the choices' news since the last look."""
-        for index, choice in enumerate(self.choices):
-            for piece in choice.news(self.wish.stream):
-                self.left -= piece is None
-                self._take(index, piece)
+        """Note the choices' news since the last look. A client that keeps up gets them at once."""
+        news = [choice for choice in self.choices if choice.has_news]
+        for choice in news:
+            choice.look()
+            self.left -= choice.has_ended
+        has_ended = any(choice.has_ended for choice in news)
+        if self._straight and not (has_ended or self._straight.connection.is_blocked):
+            if said := self._take():
+                self._straight.push(said)
+        elif news:
+            self._news.set()
         while self._later and self.left - len(self._later) < self._at_once:
             try:
                 self._begin(*self._later[0])
-            except RuntimeError as error:  # the line is full
+            except RuntimeError as error:
                 if self.left > len(self._later):
                     return  # until the next of its own has ended
-                self._refusal = Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1")
+                self._refusal = self._refusal_of(error)
                 self.left = 0
                 self._later.clear()
                 self._news.set()
@@ -255,37 +251,20 @@ class Answer:
         """Of many texts, so many stand in line: others need not wait for them all."""
         return 2 * self._served.engine.sched.slots
 
-    def _take(self, index: int, piece: str | None) -> None:
-        if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
-            if said := self._events(index, piece):
-                self._straight.push(said)
-        else:
-            self._pieces.append((index, piece))
-            self._news.set()
-
-    async def _come(self) -> list[tuple[int, str | None]]:
-        """The pieces that have come since, some at a time, because other answers wait. Neighbouring
-        pieces are joined."""
-        if self._pieces:
-            await asyncio.sleep(0)
-        else:
-            self._news.clear()
-            await self._news.wait()
-        joined: list[tuple[int, str | None]] = []
-        for _ in range(min(len(self._pieces), PIECES)):
-            index, piece = self._pieces.popleft()
-            if piece and joined and joined[-1][0] == index and joined[-1][1]:
-                piece = joined.pop()[1] + piece
-            joined.append((index, piece))
-        return joined
+    def _take(self) -> bytes:
+        """The events of the next pieces, of some at a time, because other answers wait."""
+        said = b""
+        for index, choice in enumerate(self.choices):
+            if choice.waiting:
+                said += self._events(index, choice.take(PIECES))
+        return said
 
     async def whole(self, pool: Executor) -> Response:
         """One JSON. The pool makes it if there may be megabytes."""
         self.look()  # some tokens may have come before the last handle was known here
         while self.left:
-            await self._come()
-        if self._refusal:
-            raise self._refusal
+            self._news.clear()
+            await self._news.wait()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         if self._is_large:
@@ -305,31 +284,42 @@ class Answer:
         return write(self.shape.whole(self.choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
-        """Server-sent events: one for each piece of text, or for several that have come together.
-
-        While the client keeps up, `look` writes the pieces itself. Waking this coroutine for each
-        piece would cost more.
-        """
+        """Server-sent events: one for each piece of text, or for several that have come together."""
         self.look()  # some tokens may have come before the last handle was known here
         await visit.begin_events(self.shape.id)
-        left = len(self.choices)
-        first = self.shape.first(left, self._usage())
+        left = dict(enumerate(self.choices))
+        said = self.shape.first(len(left), self._usage())
         if self.wish.progress:
-            first += self.shape.progress(self._progress)
-        await visit.write(first)
-        self._straight = visit if left == 1 and not self._is_large else None
+            said += self.shape.progress(self._progress)
         while left:
-            said = b""
-            for index, piece in await self._come():
-                if piece is None and (failure := self._failure()):
+            if said:
+                await visit.write(said)
+            await self._rest(visit)
+            said = self._take()
+            for index, choice in list(left.items()):
+                if choice.waiting or not choice.has_ended:
+                    continue
+                if failure := self._failure():
                     visit.note(reason=failure.code, message=failure.message)
                     await visit.write(said + self.shape.fail(failure), more=False)
                     return
-                said += self._events(index, piece)
-                left -= piece is None
-            if said:
-                await visit.write(said)
-        await visit.write(self.shape.close(self._usage()), more=False)
+                said += self._events(index, None)
+                del left[index]
+        await visit.write(said + self.shape.close(self._usage()), more=False)
+
+    async def _rest(self, visit: Visit) -> None:
+        """Let others have a turn, or wait for news.
+
+        While the client keeps up, `look` writes the news itself. Waking this coroutine for each
+        piece would cost more.
+        """
+        if any(choice.waiting for choice in self.choices):
+            await asyncio.sleep(0)
+            return
+        self._straight = None if self._is_large else visit
+        await self._news.wait()
+        self._news.clear()
+        self._straight = None
 
     def _events(self, index: int, piece: str | None) -> bytes:
         """The events of a piece, or of a choice's end."""
@@ -375,18 +365,36 @@ class Answer:
         return self.shape.progress(progress) if self.wish.progress else progress.comment
 
     def _failure(self) -> Refusal | None:
-        """The refusal to send, if a choice has ended without being complete."""
+        """The refusal to send, if not all choices are complete."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
-                return refusal_of(ValueError(handle.error), self.wish, self._protocol.form)
+                return self._refusal_of(ValueError(handle.error))
             if handle.finish_reason == "error":
                 return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
             if handle.finish_reason == "cancelled":
                 return Refusal(503, f"request {handle.id} was cancelled by the server", "cancelled")
-        return None
+        return self._refusal
 
     # --- in any thread
+
+    def _refusal_of(self, error: ValueError | RuntimeError) -> Refusal:
+        """The words of `Sampling` or the engine, with the body's field that they name."""
+        if isinstance(error, QueueFull):
+            return Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1")
+        if isinstance(error, BusyError):
+            return Refusal(503, f"the grammar: {error}", "busy", Retry_After="1")
+        if isinstance(error, RuntimeError):  # the engine has been closed meanwhile
+            return ending()
+        settings = self.wish.settings
+        # A grammar that the body does not name is the one for calls
+        kind = next(iter(settings.get("grammar", ())), "calls")
+        grammars = {"calls": "tools", "json": self._protocol.form, "lark": "guided_grammar"}
+        params = {name: name for name in settings}
+        params["token"] = "logit_bias"
+        params["grammar"] = grammars.get(kind, f"guided_{kind}")
+        subject = re.match(r"\w*", str(error))[0]
+        return invalid(params.get(subject), str(error))
 
     def cancel(self) -> None:
         """End every choice that still runs. From now on this answer holds no slot."""
@@ -398,11 +406,10 @@ class Answer:
         """Write this answer into the journal and the figures. The times of a stream are taken at the
         door; those of a whole answer are the engine's own."""
         total = self._usage()
-        began = time.perf_counter() - (time.time() - visit.call.at)
         first_tokens = []
         for choice in self.choices:
             times = choice.times
-            first_tokens.append(times[0] - began if times else choice.handle.metrics.ttft_s)
+            first_tokens.append(times[0] - self._came if times else choice.handle.metrics.ttft_s)
             figures.times(first_tokens[-1], times or choice.handle.times)
         metrics = [choice.handle.metrics for choice in self.choices]
         first = metrics[0]
@@ -423,27 +430,14 @@ class Answer:
         )
 
 
-def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
-    """The words of `Sampling` or the engine, with the body's field that they name. `form`: the field
-    for a JSON schema."""
-    # A grammar that the body does not name is the one for calls
-    kind = next(iter(wish.settings.get("grammar", ())), "calls")
-    grammars = {"calls": "tools", "json": form, "lark": "guided_grammar"}
-    params = {name: name for name in wish.settings}
-    params["token"] = "logit_bias"
-    params["grammar"] = grammars.get(kind, f"guided_{kind}")
-    subject = re.match(r"\w*", str(error))[0]
-    return invalid(params.get(subject), str(error))
-
-
-def check_tools(speech: Speech, chat: Chat) -> None:
+def check_tools(speech: Speech, chat: Chat, param: str) -> None:
     """Refuse tools, unless we know how this model calls them."""
     has_calls = False
     for message in chat.messages:
         has_calls |= message["role"] == "tool" or "tool_calls" in message
     if (chat.tools or has_calls) and not speech.format:
-        param = "tools" if chat.tools else "messages"
-        raise invalid(param, speech.why, "unsupported_parameter")
+        field = "tools" if chat.tools else param
+        raise invalid(field, speech.why, "unsupported_parameter")
 
 
 def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
@@ -475,18 +469,16 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
 def count(served: Served, understand: Callable[[bytes, Sequence[str]], Wish], body: bytes) -> int:
     """The tokens of a prompt, without an answer."""
     wish = understand(body, served.names)
-    return len(read_prompt(served.engine, wish.prompts[0]).ids)
+    return len(read_prompt(served.engine, wish.prompts[0], "messages").ids)
 
 
-def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
-    """A prompt's tokens, if a slot has room for them and for one more."""
+def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Prompt:
+    """A prompt's tokens, if a slot has room for them and for one more. `param`: the body's field."""
     text = engine.text
     max_len = engine.sched.max_len
-    param = "prompt"
     size = len(prompt)
     if isinstance(prompt, Chat):
-        check_tools(text.speech, prompt)
-        param = "messages"
+        check_tools(text.speech, prompt, param)
         size = sum(len(message["content"]) for message in prompt.messages)
         calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
         size += len(str([prompt.tools, calls]))
@@ -497,10 +489,12 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
     except ValueError as error:
         raise invalid(param, str(error)) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
-        raise invalid(param, f"the {param} cannot be read: {describe(error)}") from None
+        raise invalid(param, f"{param} cannot be read: {describe(error)}") from None
     if read is None or len(read.ids) >= max_len:
         tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
-        words = f"this model's maximum context length is {max_len:,} tokens, but the {param} take {tokens}"
+        words = (
+            f"this model's maximum context length is {max_len:,} tokens, but {param} has {tokens}"
+        )
         words += "; give less, or start the server with a larger --max-len"
         raise invalid(param, words, TOO_LONG)
     return read

@@ -65,17 +65,21 @@ class Choice:
     """One answer to one prompt. A request may ask for several.
 
     `words`: only if the request wants log probabilities.
+    `is_streamed`: else only the end is news.
     """
 
-    def __init__(self, handle: Handle, parser: Parser, words: Words | None):
+    def __init__(
+        self, handle: Handle, parser: Parser, words: Words | None, is_streamed: bool = True
+    ):
         self.handle = handle
         self.items: list[Item] = []
         self.words: list[Word] | None = None if words is None else []
         self.times: list[float] = []  # when the pieces came here
-        self.has_ended = False  # `news` has given the end
+        self.has_ended = False  # `look` has seen the end
         self._parser = parser
         self._new_words = words
-        self._seen = 0  # so many of the handle's pieces have been taken
+        self._is_streamed = is_streamed
+        self._taken = 0  # so many pieces have been taken
 
     @property
     def reason(self) -> str:
@@ -94,26 +98,32 @@ class Choice:
         """All items of a kind as one."""
         return "".join(item.text for item in self.items if item.kind == kind)
 
-    def has_news(self, is_streamed: bool) -> bool:
-        """Would `news` give anything?"""
-        if self.has_ended:
-            return False
-        has_grown = is_streamed and len(self.handle.pieces) > self._seen
-        return has_grown or self.handle.finish_reason is not None
+    @property
+    def _new_pieces(self) -> int:
+        return self._is_streamed and len(self.handle.pieces) - len(self.times)
 
-    def news(self, is_streamed: bool) -> Iterator[str | None]:
-        """The new pieces of text, if the answer is streamed. At the end, None."""
-        if self.has_ended:
-            return
-        ends = self.handle.finish_reason is not None  # asked first: then no piece is missing
-        if is_streamed:
-            for piece in self.handle.pieces[self._seen :]:
-                self._seen += 1
-                self.times.append(time.perf_counter())
-                yield piece
-        if ends:
-            self.has_ended = True
-            yield None
+    @property
+    def has_news(self) -> bool:
+        """Would `look` see anything new?"""
+        has_come = self._new_pieces or self.handle.finish_reason is not None
+        return bool(has_come and not self.has_ended)
+
+    def look(self) -> None:
+        """Note what has come since the last look."""
+        self.has_ended = self.handle.finish_reason is not None  # at first: then no piece is missing
+        self.times += [time.perf_counter()] * self._new_pieces
+
+    @property
+    def waiting(self) -> int:
+        """So many pieces have come and are not taken."""
+        return len(self.times) - self._taken
+
+    def take(self, most: int) -> str:
+        """The next pieces as one text."""
+        end = min(len(self.times), self._taken + most)
+        pieces = self.handle.pieces[self._taken : end]
+        self._taken = end
+        return "".join(pieces)
 
     def read(self) -> None:
         """Read a complete answer at once."""

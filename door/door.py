@@ -372,12 +372,12 @@ class Door:
         """In one of a few threads, when its turn comes. The client may be gone by then."""
         if visit.connection.lost.is_set():
             raise Gone
-        answer.submit(http.network_of(visit.call.client))
+        answer.submit()
 
     async def _complete(self, protocol: type[Speaks], visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         visit.is_news = True
-        answer = Answer(self.served)
+        answer = Answer(self.served, protocol, http.network_of(visit.call.client))
         events = asyncio.get_running_loop()
         tasks = []
         try:
@@ -386,8 +386,7 @@ class Door:
                 raise ending()
             self._answers[visit.number] = answer
             pool = self._slow_pool if len(body) > http.LONG else self._pool
-            client = http.network_of(visit.call.client)
-            await events.run_in_executor(pool, answer.ask, protocol, body, client)
+            await events.run_in_executor(pool, answer.ask, body)
             body = b""  # a large body is not kept while the answer runs
             visit.size = 0
             if not answer.choices:

@@ -40,6 +40,7 @@ class Embedding:
     """The body with the vectors. There is no stream of them."""
 
     understand = staticmethod(understand)
+    prompt = "input"
     form = "encoding_format"
 
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):

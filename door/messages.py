@@ -161,6 +161,7 @@ class Message:
     """The bodies of one answer."""
 
     understand = staticmethod(understand)
+    prompt = "messages"
     form = "output_config"
 
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):

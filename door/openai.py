@@ -216,6 +216,7 @@ class Completion:
     """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
     understand = staticmethod(partial(understand, is_chat=False))
+    prompt = "prompt"
     form = "response_format"
     prefix = "cmpl"
     kind = "text_completion"
@@ -329,6 +330,7 @@ class ChatCompletion(Completion):
     """The bodies of an answer in a chat: a message, or the pieces of a message in a stream."""
 
     understand = staticmethod(partial(understand, is_chat=True))
+    prompt = "messages"
     prefix = "chatcmpl"
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"

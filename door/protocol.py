@@ -111,7 +111,8 @@ class Speaks(Protocol):
     """A protocol understands a body, and writes one answer: one whole body, or the events of a
     stream."""
 
-    form: str  # the body's field for a JSON schema
+    prompt: str  # the body's field for a prompt
+    form: str  # and for a JSON schema
     id: str  # of the answer
 
     @staticmethod

@@ -158,6 +158,7 @@ class Response:
     """The bodies of one answer."""
 
     understand = staticmethod(understand)
+    prompt = "input"
     form = "text"
 
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):

@@ -391,6 +391,50 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     assert "".join(json.loads(text)["choices"][0]["text"] for text in texts) == whole
 
 
+def test_what_a_write_still_holds_comes_before_what_has_come_since():
+    """The client reads on, and the door's thread looks for news before the waiting write goes on:
+    the newer piece overtook the older one."""
+    handle = SimpleNamespace(pieces=[], finish_reason=None, exception=None)
+    handle.sampling = Sampling()
+    handle.metrics = SimpleNamespace(prompt_tokens=1, cached_tokens=0, output_tokens=3)
+    goes_on, told = asyncio.Event(), []
+
+    class Client:
+        connection = SimpleNamespace(is_blocked=False)
+        push = staticmethod(told.append)
+
+        async def begin_events(self, id: str) -> None:
+            pass
+
+        async def write(self, body: bytes, more: bool = True) -> None:
+            if self.connection.is_blocked:
+                await goes_on.wait()
+            told.append(body)
+
+    async def read_in_fits() -> None:
+        answer = Answer(Served(None, "small", {}), openai.Completion, "")
+        answer.wish = protocol.Wish(["x"], stream=True)
+        answer.shape = openai.Completion(answer.wish, 1, "x", "small")
+        answer.choices = [Choice(handle, Parser(Speech()), None)]
+        answer.left = 1
+        task = asyncio.ensure_future(answer.stream(Client()))
+        await asyncio.sleep(0)
+        for piece, is_blocked in (("a", True), ("b", False), ("c", False)):
+            Client.connection.is_blocked = is_blocked
+            if not is_blocked:
+                goes_on.set()
+            handle.pieces.append(piece)
+            answer.look()
+            for _ in range(5 * is_blocked):  # then the piece's write waits
+                await asyncio.sleep(0)
+        handle.finish_reason = "stop"
+        answer.look()
+        await task
+
+    asyncio.run(read_in_fits())
+    assert "".join(re.findall(r'"text":"(\w*)"', b"".join(told).decode())) == "abc"
+
+
 def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
     monkeypatch.setattr(http, "BODY_S", 0.2)
     line = here.line().send(
@@ -737,7 +781,7 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
     """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
     asked, goes_on = [], threading.Event()
 
-    def slow(answer, client):
+    def slow(answer):
         asked.append(answer)
         assert goes_on.wait(20)
         raise openai.Refusal(400, "made too late")
@@ -824,7 +868,7 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
         (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(protocol.Refusal):
-            Answer(Served(engine, "small", {})).ask(speaks, json.dumps(body).encode(), "")
+            Answer(Served(engine, "small", {}), speaks, "").ask(json.dumps(body).encode())
     assert not asked
 
 
@@ -864,13 +908,15 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     line = here.line().post(COMPLETIONS, body)
     line.until(b"\r\n\r\n")
     (answer,) = here.door._answers.values()
-    answer._come, come = (lambda: held(come)), answer._come
+    rest = answer._rest
     goes_on = threading.Event()
 
-    async def held(come):
+    async def held(visit):
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
-        return await come()
+        await rest(visit)
+
+    answer._rest = held
 
     here.loop.resume()
     deadline = time.monotonic() + 20

@@ -1,5 +1,5 @@
 """Does the door keep to the protocols? Points of the chat route with tools and thoughts, of
-Responses, and of Messages.
+Responses, of Messages, and of Embeddings.
 
     python tests/long/conform.py                                  # against a model that says what it is told
     python tests/long/conform.py --serve 8123                     # leave that model open, for other clients
@@ -11,11 +11,13 @@ a sentence for a name. The exit code is 1 if one fails.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import re
 import sys
 import time
 import traceback
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -873,6 +875,81 @@ def what_a_front_end_sends_beside_its_wishes_is_accepted_or_refused_by_its_meani
     refused(chat(s, "Yes.", store=True), 400, "store")
     refused(chat(s, "Yes.", service_tier="priority"), 400, "service_tier")
     refused(chat(s, "Yes.", stream_options={"include_obfuscation": True}), 400, "obfuscation")
+
+
+# --- Embeddings ---------------------------------------------------------------------------------
+
+
+def embed(s: Server, given: object = "Why batch?", **fields) -> Reply:
+    return s.ask(EMBEDDINGS, {"model": "default", "input": given, **fields})
+
+
+def vectors(reply: Reply) -> list[list[float]]:
+    assert reply.status == 200, reply
+    entries = reply.json["data"]
+    assert [entry["index"] for entry in entries] == list(range(len(entries)))
+    return [entry["embedding"] for entry in entries]
+
+
+@point
+def an_embedding_is_an_entry_of_a_list_and_a_vector_of_length_1(s):
+    body = embed(s).json
+    assert body["object"] == "list" and set(body) == {"object", "data", "model", "usage"}
+    (entry,) = body["data"]
+    assert set(entry) == {"object", "index", "embedding"} and entry["object"] == "embedding"
+    assert abs(sum(x * x for x in entry["embedding"]) - 1) < 1e-6
+
+
+@point
+def several_inputs_have_vectors_in_their_order(s):
+    texts = ["One.", "Two.", "One."]
+    alone = [vectors(embed(s, text))[0] for text in texts]
+    assert vectors(embed(s, texts)) == alone and alone[0] == alone[2] != alone[1]
+
+
+@point
+def an_input_may_be_token_ids_or_lists_of_them(s):
+    ids = [5, 6, 7]
+    (alone,) = vectors(embed(s, ids))
+    assert vectors(embed(s, [ids, [8], ids])) == [alone, *vectors(embed(s, [8])), alone]
+
+
+@point
+def base64_holds_the_same_numbers_of_32_bits(s):
+    (plain,) = vectors(embed(s, encoding_format="float"))
+    (written,) = vectors(embed(s, encoding_format="base64"))
+    assert list(array("f", base64.b64decode(written))) == plain
+
+
+@point
+def dimensions_are_honoured_or_refused(s):
+    (whole,) = vectors(embed(s))
+    (short,) = vectors(embed(s, dimensions=4))
+    length = sum(x * x for x in whole[:4]) ** 0.5
+    assert all(abs(x - y / length) < 1e-6 for x, y in zip(short, whole[:4], strict=True))
+    assert vectors(embed(s, dimensions=len(whole))) == [whole]
+    for wrong in (0, -1, 1.5, "4", len(whole) + 1):
+        assert refused(embed(s, dimensions=wrong), 400, "dimensions")["param"] == "dimensions"
+
+
+@point
+def the_usage_of_embeddings_is_their_prompts(s):
+    counts = [embed(s, given).json["usage"] for given in ([5, 6, 7], [[5, 6, 7], [8]])]
+    assert counts == [{"prompt_tokens": n, "total_tokens": n} for n in (3, 4)]
+
+
+@point
+def an_input_of_embeddings_that_is_none_is_refused(s):
+    for wrong in (None, "", [], [""], [[]], ["a", [1]], 5, {"text": "a"}, [1, "a"], [1.5], [-1]):
+        error = refused(embed(s, wrong), 400, "input")
+        assert (error["type"], error["param"]) == ("invalid_request_error", "input"), wrong
+    refused(embed(s, ["a"] * 2049), 400, "2,048")
+
+
+@point
+def an_unknown_form_or_model_of_embeddings_is_refused(s):
+    assert refused(embed(s, encoding_format="int8"), 400)["param"] == "encoding_format"
+    refused(embed(s, model="gpt"), 404, "gpt")
 
 
 # --- calls in tags, as Qwen 3 Coder writes them -------------------------------------------------
