@@ -33,12 +33,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route, Router
 
 from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Mailbox, Served, count, defaults_of
@@ -62,20 +58,10 @@ PROTOCOLS = {
     "/v1/messages": messages.Message,
 }
 COUNT = "/v1/messages/count_tokens"
+MODELS = "/v1/models"  # and, behind a slash, any name of the model
+# A route's: returns a response, or writes through the visit
+Answering = Callable[[Visit], Awaitable[Response | None]]
 DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
-
-
-class Handler:
-    """A route's endpoint for Starlette. `answer` returns a response, or writes through the visit."""
-
-    def __init__(self, answer: Callable[[Visit], Awaitable[Response | None]]):
-        self._answer = answer
-
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        visit: Visit = scope["state"]["visit"]
-        response = await self._answer(visit)
-        if response:
-            await response(scope, receive, send)
 
 
 class Door:
@@ -103,33 +89,22 @@ class Door:
         # These wait for a process that tries a grammar. Two more are for grammars known already
         self._grammar_pool = ThreadPoolExecutor(TRIAL.at_once + 2, "door, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
-        self._router = self._routes()
+        self._routes = self._make_routes()
         self._pages = http.for_pages(self._answer, options)
         self._server = http.server(self._serve)
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
-    def _routes(self) -> Router:
-        """Each path and its handler. A door that is open to this machine alone has few names."""
-        asks = []
+    def _make_routes(self) -> dict[str, tuple[str, Answering]]:
+        """By path: the methods, and what answers."""
+        routes = {COUNT: ("POST", self._count)}
         for path, protocol in PROTOCOLS.items():
-            asks.append(Route(path, Handler(partial(self._complete, protocol)), methods=["POST"]))
-        hosts = self.options.names if self.is_local else ["*"]
-        return Router(
-            [
-                *asks,
-                Route(COUNT, Handler(self._count), methods=["POST"]),
-                Route("/v1/models", Handler(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", Handler(self._models), methods=["GET"]),
-                Route("/health", Handler(self._health), methods=["GET"]),
-                Route("/metrics", Handler(self._metrics), methods=["GET"]),
-                Route("/watch", Handler(self._watch), methods=["GET"]),
-                Route("/", Handler(self._page), methods=["GET"]),
-            ],
-            redirect_slashes=False,
-            default=Handler(self._nothing),
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
-        )
+            routes[path] = ("POST", partial(self._complete, protocol))
+        looks = {MODELS: self._models, "/health": self._health, "/metrics": self._metrics}
+        for path, answer in (looks | {"/": self._page}).items():
+            routes[path] = ("GET, HEAD", answer)
+        routes["/watch"] = ("GET", self._watch)  # the answer to a HEAD would never end
+        return routes
 
     # --- what any other thread may call
 
@@ -265,11 +240,11 @@ class Door:
         response = None
         try:
             self._admit(request)
-            await self._router(scope, receive, visit.send)
+            response = await self._find(request)(visit)
+            if response:
+                await response(scope, receive, visit.send)
         except Refusal as refusal:
             response = refused(visit, refusal)
-        except HTTPException as error:
-            response = refused(visit, http.refusal_of(request, error))
         except (ClientDisconnect, Gone):
             visit.note(hung_up=True, status=visit.status or 499)
         # A fault of ours: this client is told, and the others do not notice
@@ -282,6 +257,8 @@ class Door:
     def _admit(self, request: Request) -> None:
         http.guard(request, self.options, self._pages, self._count_connections())
         if request.scope["path"] not in ("/", "/health", "/metrics"):
+        if self.is_local:
+            http.check_host(request, self.options)
             if self.served is None:
                 raise Refusal(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
@@ -292,17 +269,25 @@ class Door:
     def _count_connections(self) -> int:
         return len(self._server.server_state.connections)
 
-    # --- the small routes
+    def _find(self, request: Request) -> Answering:
+        """What answers on this path."""
+        path = request.scope["path"]
+        known = MODELS if path.startswith(f"{MODELS}/") else path
+        if known not in self._routes:
+            words = f"there is no {shown(path)} here; there is {', '.join(self._routes)}"
+            raise Refusal(404, words, "unknown_url")
+        methods, answer = self._routes[known]
+        if request.method not in methods.split(", "):
+            words = f"{shown(request.method)} is not a method of {path}; use {methods}"
+            raise Refusal(405, words, "method_not_allowed", Allow=methods)
+        return answer
 
-    async def _nothing(self, visit: Visit) -> None:
-        paths = ", ".join(route.path for route in self._router.routes if "{" not in route.path)
-        words = f"there is no {shown(visit.request.scope['path'])} here; there is {paths}"
-        raise Refusal(404, words, "unknown_url")
+    # --- the small routes
 
     async def _models(self, visit: Visit) -> Response:
         own, default, *more = self.served.names
         max_len = self.served.engine.sched.max_len
-        asked = visit.request.path_params.get("name")
+        asked = visit.request.scope["path"][len(MODELS) + 1 :]
         if not asked:
             names = [own, *(name for name in more if name != "*")]
             return reply(openai.models(names, self._born, max_len))
@@ -338,9 +323,6 @@ class Door:
         return HTMLResponse(text, headers=headers)
 
     async def _watch(self, visit: Visit) -> None:
-        # Starlette allows HEAD beside GET, and the answer would never end
-        if visit.request.method == "HEAD":
-            raise HTTPException(405, headers={"allow": "GET"})
         if self.watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         watched = Watched(

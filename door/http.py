@@ -5,7 +5,7 @@ The problem. A port of this machine is open to every program here, and to every 
 A request may be malformed, huge, or never end; an answer may never be read.
 
 What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or
-engines. `uvicorn` speaks HTTP (with the parser `httptools`), and `starlette` knows hosts and pages.
+engines. `uvicorn` speaks HTTP (with the parser `httptools`), and `starlette` knows pages.
 The limits that both leave open are set here.
 
 Where next: `bridge.py`, for the requests that ask for an answer.
@@ -27,8 +27,6 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -122,14 +120,8 @@ class Visit:
         self._journal.note(self.number, **changes)
 
     async def send(self, message: dict) -> None:
-        """Pass on a part of the answer. Starlette refuses in plain text; such a refusal becomes an
-        exception, and `refusal_of` says the same in our words."""
+        """Pass on a part of the answer."""
         if message["type"] == "http.response.start":
-            headers = Headers(raw=message["headers"])
-            if message["status"] >= 400 and headers.get("content-type", "").startswith(
-                "text/plain"
-            ):
-                raise HTTPException(message["status"], headers=headers)
             self.status = message["status"]
             self.note(status=self.status)
             await self.send_head(message)
@@ -211,13 +203,21 @@ def for_pages(app: Callable, options: Options) -> CORSMiddleware:
     )
 
 
+def check_host(request: Request, options: Options) -> None:
+    """Refuse a host that is none of this server's names. A page's owner may let the page's name point
+    to this machine, and the browser then takes us for a part of the page."""
+    host = request.headers.get("host", "")
+    if without_port(host).lower() not in options.names:
+        words = f"the Host {shown(host)} is none of this server's names; --allow-host adds one"
+        raise Refusal(403, words, "host_not_allowed")
+
+
 def guard(request: Request, options: Options, pages: CORSMiddleware, connections: int) -> None:
     """Refuse requests beyond the limit, and requests from pages that may not ask.
 
     A browser sends requests for any page that the user looks at. So a page must be of this machine,
     or come from the very address it asks. An address, because the owner of a page may let the
-    page's name point to us: then a name proves nothing, unless there is a key. (On the loopback
-    `TrustedHostMiddleware` looks at the host's name.)
+    page's name point to us: then a name proves nothing, unless there is a key.
 
     A page that asks sees only the answers to its own requests. A page that watches sees everybody's
     texts, so the page must be ours, or know a key: this machine may have other servers, and anybody
@@ -295,17 +295,6 @@ def may_read(request: Request, options: Options) -> bool:
     has_proxy = any(header.startswith(signs) for header in request.headers)
     is_here = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
     return is_here and not has_proxy and name.lower() in LOOPBACK
-
-
-def refusal_of(request: Request, error: HTTPException) -> Refusal:
-    """A refusal of Starlette's in our words: `TrustedHostMiddleware` refuses a host, `Route` a
-    method."""
-    if error.status_code == 400:
-        words = f"the Host {shown(request.headers.get('host', ''))} is none of this server's names"
-        return Refusal(403, f"{words}; --allow-host adds one", "host_not_allowed")
-    allowed = ", ".join(sorted(error.headers["allow"].split(", ")))
-    words = f"{shown(request.method)} is not a method of {request.scope['path']}; use {allowed}"
-    return Refusal(405, words, "method_not_allowed", Allow=allowed)
 
 
 # --- connections --------------------------------------------------------------------------------
