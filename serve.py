@@ -36,7 +36,7 @@ from typing import Any
 
 from door.door import DRAIN_S, Door
 from door.http import Options
-from door.journal import log_to
+from door.journal import AccessLog
 from parts.api import faults
 from parts.api.idle import Idle
 from parts.api.loop import Loop
@@ -149,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     if door.warning:
         print(f"nanobatch: {door.warning}", file=sys.stderr, flush=True)
-    with log_to(args.log):
+    with AccessLog(args.log) as log:
+        door.log = log.add
         return serve(door, args)
 
 

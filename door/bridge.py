@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from door.protocol import (
     Speaks,
     Usage,
     Wish,
-    dump,
     dump_politely,
     ending,
 )
@@ -53,6 +52,7 @@ from sched import QueueFull
 PIECES = 64  # of a stream that are written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
+WORST = ("error", "cancelled", "length", "stop")  # of the reasons why several choices ended
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
@@ -280,8 +280,7 @@ class Answer:
     def _body(self) -> bytes:
         for choice in self.choices:
             choice.read()
-        write = dump_politely if self._is_large else dump
-        return write(self.shape.whole(self.choices, self._usage()))
+        return dump_politely(self.shape.whole(self.choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together."""
@@ -412,11 +411,11 @@ class Answer:
             first_tokens.append(times[0] - self._came if times else choice.handle.metrics.ttft_s)
             figures.times(first_tokens[-1], times or choice.handle.times)
         metrics = [choice.handle.metrics for choice in self.choices]
+        reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
         visit.note(
-            reason=visit.call.reason
-            or worst(choice.handle.finish_reason for choice in self.choices),
+            reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
             cached_tokens=total.cached,
             tokens=total.answer,
@@ -498,11 +497,3 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
         words += "; give less, or start the server with a larger --max-len"
         raise invalid(param, words, TOO_LONG)
     return read
-
-
-def worst(reasons: Iterable[str | None]) -> str:
-    """The reasons why several choices ended, as one word."""
-    found = set(reasons)
-    return next(
-        (reason for reason in ("error", "cancelled", "length", "stop") if reason in found), ""
-    )

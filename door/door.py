@@ -40,7 +40,7 @@ from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Mailbox, Served, count, defaults_of
 from door.fields import Refusal
 from door.http import Gone, Options, Visit, refused, reply
-from door.journal import ACCESS_LOG, DoorView, Figures, Journal
+from door.journal import DoorView, Figures, Journal
 from door.protocol import Speaks, check_model, ending
 from door.watch import WATCHERS, Watched, watch
 from parts.api.engine import AnyEngine
@@ -74,6 +74,7 @@ class Door:
         self.figures = Figures()
         self.served: Served | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
+        self.log: Callable[[str], None] | None = None  # takes a line for each request
         self.draining = False
         self.watchers = 0
         self._socket = http.listen(options.host, options.port)
@@ -227,7 +228,8 @@ class Door:
         if visit.is_news:
             call = self.journal.end(visit.number)
             self.figures.count(call)
-            ACCESS_LOG.info(call.line)
+            if self.log:
+                self.log(call.line)
         else:
             self.journal.forget(visit.number)
 
@@ -255,10 +257,10 @@ class Door:
             await response(scope, receive, visit.send)
 
     def _admit(self, request: Request) -> None:
-        http.guard(request, self.options, self._pages, self._count_connections())
-        if request.scope["path"] not in ("/", "/health", "/metrics"):
         if self.is_local:
             http.check_host(request, self.options)
+        http.guard(request, self.options, self._pages, self._count_connections())
+        if request.scope["path"] not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise Refusal(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"

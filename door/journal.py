@@ -15,17 +15,15 @@ Where next: `wire.py`, which sends calls and views to another machine.
 
 from __future__ import annotations
 
-import logging
 import queue
 import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from logging.handlers import QueueHandler, QueueListener
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from prometheus_client import (
     CollectorRegistry,
@@ -36,11 +34,15 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from parts.api.ledger import Log
 from parts.api.views import Snapshot, percentile
 from parts.files import LineFile
+
+# Of a call's figures those in its log line
+COUNTED = ("prompt_tokens", "cached_tokens", "tokens")
+GUESSED = ("guessed", "right")
+TIMED = ("ttft_s", "prompt_tps", "generation_tps")
 
 
 @dataclass(frozen=True)
@@ -75,33 +77,27 @@ class Call:
     @property
     def line(self) -> str:
         """In logfmt. A refusal's message may quote the client, so only the code is told."""
+        method, _, path = self.route.partition(" ")
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.at)),
             "request_id": self.id,
             "client": self.client,
-            "route": self.route.partition(" ")[2],
-            "method": self.route.partition(" ")[0],
-            "stream": str(self.stream).lower() if self.requests else None,
+            "route": path,
+            "method": method,
+            "stream": str(self.stream).lower() if self.requests else "",
             "status": self.status,
             "finish_reason" if self.requests else "error": self.reason,
-            "hung_up": "true" if self.hung_up else None,
+            "hung_up": "true" if self.hung_up else "",
         }
         if self.requests:
-            values |= {
-                name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "tokens")
-            }
-            if self.guessed:
-                values |= {"guessed": self.guessed, "right": self.right}
-            values |= {
-                "ttft": self.ttft_s,
-                "prompt_tps": self.prompt_tps,
-                "generation_tps": self.generation_tps,
-            }
+            names = [*COUNTED, *GUESSED, *TIMED] if self.guessed else [*COUNTED, *TIMED]
+            values |= {name.removesuffix("_s"): getattr(self, name) for name in names}
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
-        return " ".join(
+        told = [
             f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")
-        )
+        ]
+        return " ".join(told)
 
 
 def logged(value: object) -> str:
@@ -173,56 +169,37 @@ class Journal:
 
 # --- the access log -----------------------------------------------------------------------------
 
-ACCESS_LOG = logging.getLogger("nanobatch.access")  # without `log_to`, the lines go nowhere
-ACCESS_LOG.propagate = False
 
+class AccessLog:
+    """A line for each request. A thread writes them, because writing to a pipe without a reader waits
+    for ever. Lines without room are counted, not kept."""
 
-class Lines(QueueHandler):
-    """Hands lines over to the writing thread. Lines without room in the queue are counted, not
-    kept."""
+    def __init__(self, file: TextIO, room: int = 1000):
+        self._file = LineFile(file)
+        self._lines: queue.Queue[str | None] = queue.Queue(room)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
 
-    lost = 0
+    def __enter__(self) -> AccessLog:
+        self._thread.start()
+        return self
 
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self.lost:
-            record.msg = f"lost_lines={self.lost} {record.msg}"
+    def __exit__(self, *exception) -> None:
+        with suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(1)
+
+    def add(self, line: str) -> None:
+        lost = f"lost_lines={self._lost} " if self._lost else ""
         try:
-            self.queue.put_nowait(record)
-            self.lost = 0
+            self._lines.put_nowait(lost + line)
+            self._lost = 0
         except queue.Full:
-            self.lost += 1
+            self._lost += 1
 
-
-class Appended(logging.Handler):
-    """Adds lines to a file."""
-
-    def __init__(self, file: TextIO):
-        super().__init__()
-        self._lines = LineFile(file)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.write(self.format(record))
-
-
-@contextmanager
-def log_to(file: TextIO) -> Iterator[None]:
-    """Write the access log to this file, in a thread: writing to a pipe without a reader waits for
-    ever."""
-    lines = Lines(queue.Queue(1000))
-    listener = QueueListener(lines.queue, Appended(file))
-    listener.start()
-    level = ACCESS_LOG.level
-    ACCESS_LOG.setLevel(logging.INFO)
-    ACCESS_LOG.addHandler(lines)
-    try:
-        yield
-    finally:
-        ACCESS_LOG.removeHandler(lines)
-        ACCESS_LOG.setLevel(level)
-        if not lines.queue.full():
-            stop = threading.Thread(target=listener.stop, daemon=True)
-            stop.start()
-            stop.join(1)
+    def _write(self) -> None:
+        while line := self._lines.get():
+            self._file.write(line)
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -282,37 +259,38 @@ class Figures:
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
         """All figures in Prometheus' text format."""
-        now = CollectorRegistry()
-        now.register(Now(engine, gauges))
-        return (generate_latest(self.registry) + generate_latest(now)).decode()
+        return generate_latest(Now(self.registry, engine, gauges)).decode()
 
 
-class Now(Collector):
-    """The gauges at one look at /metrics: the door's, and the engine's once there is an engine."""
+class Now(NamedTuple):
+    """All figures at one look at /metrics: the counts, the door's gauges, and the engine's, once
+    there is an engine."""
 
-    def __init__(self, engine: Snapshot | None, gauges: dict[str, float]):
-        self._engine = engine
-        self._gauges = gauges
+    counts: CollectorRegistry
+    engine: Snapshot | None
+    gauges: dict[str, float]
 
     def collect(self) -> Iterator[Metric]:
-        gauges = dict(self._gauges)
-        engine = self._engine
-        if engine:
-            gauges["requests_running"] = sum(slot.request is not None for slot in engine.slots)
-            gauges["requests_waiting"] = engine.waiting
-            gauges["slots"] = engine.limits.slots
-            gauges["slot_tokens"] = engine.limits.max_len
-            yield self._steps(engine)
+        yield from self.counts.collect()
+        gauges = dict(self.gauges)
+        if self.engine:
+            slots = self.engine.slots
+            gauges["requests_running"] = sum(slot.request is not None for slot in slots)
+            gauges["requests_waiting"] = self.engine.waiting
+            gauges["slots"] = len(slots)
+            gauges["slot_tokens"] = self.engine.limits.max_len
+            yield steps_of(self.engine)
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"nanobatch_{name}", name.replace("_", " ").capitalize(), value)
 
-    def _steps(self, engine: Snapshot) -> Metric:
-        """How long steps took: quantiles of the steps since the last look, sum and count of all."""
-        name = "nanobatch_step_seconds"
-        steps = Metric(name, "How long steps took.", "summary")
-        took = [step.seconds for step in engine.steps]
-        for part in (0.5, 0.95, 0.99) if took else ():
-            steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
-        steps.add_sample(f"{name}_sum", {}, engine.steps_s)
-        steps.add_sample(f"{name}_count", {}, engine.seen.steps)
-        return steps
+
+def steps_of(engine: Snapshot) -> Metric:
+    """How long steps took: quantiles of the steps since the last look, sum and count of all."""
+    name = "nanobatch_step_seconds"
+    steps = Metric(name, "How long steps took.", "summary")
+    took = [step.seconds for step in engine.steps]
+    for part in (0.5, 0.95, 0.99) if took else ():
+        steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
+    steps.add_sample(f"{name}_sum", {}, engine.steps_s)
+    steps.add_sample(f"{name}_count", {}, engine.seen.steps)
+    return steps

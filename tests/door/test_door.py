@@ -4,7 +4,6 @@ would not show."""
 import asyncio
 import gc
 import json
-import logging
 import os
 import queue
 import re
@@ -27,7 +26,7 @@ from door.bridge import Answer, Served
 from door.choice import Change, Choice, Item, Word, Words
 from door.door import Door
 from door.http import LONG, Options
-from door.journal import ACCESS_LOG, Lines, log_to
+from door.journal import AccessLog
 from door.messages import Message
 from door.openai import ChatCompletion
 from door.protocol import Wish
@@ -686,9 +685,9 @@ def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
     """What is written to a full pipe waits for ever."""
     reader, writer = os.pipe()
     with open(writer, "w") as pipe, open(reader, "rb") as end:
-        with log_to(pipe):
+        with AccessLog(pipe) as log:
             for number in range(900):
-                ACCESS_LOG.info(f"line={number} {'x' * 100}")
+                log.add(f"line={number} {'x' * 100}")
             began = time.monotonic()
         assert time.monotonic() - began < 60, "it has waited for the reader"
         said = b""
@@ -698,16 +697,14 @@ def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
 
 
 def test_a_log_says_how_many_lines_it_has_lost():
-    lines = Lines(queue.Queue(1))
-    log = logging.Logger("test")
-    log.addHandler(lines)
+    log = AccessLog(sys.stderr, room=1)
     for number in range(4):
-        log.info(f"line={number}")
-    assert lines.queue.get().getMessage() == "line=0"
-    log.info("line=4")
-    assert lines.queue.get().getMessage() == "lost_lines=3 line=4"
-    log.info("line=5")
-    assert lines.queue.get().getMessage() == "line=5"
+        log.add(f"line={number}")
+    assert log._lines.get() == "line=0"
+    log.add("line=4")
+    assert log._lines.get() == "lost_lines=3 line=4"
+    log.add("line=5")
+    assert log._lines.get() == "line=5"
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):
