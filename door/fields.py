@@ -17,6 +17,7 @@ Where next: `protocol.py`, for the fields that all protocols have.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -192,18 +193,26 @@ def text_of(parts: Sequence[Given], kinds: Sequence[str] = ("text",)) -> str:
     return "".join(texts)
 
 
+def strict(text: str) -> Any:
+    """JSON. Python would read NaN and 1e999, too, and write both so that no other reader knows them."""
+    return json.loads(text, parse_constant=number_of, parse_float=number_of)
+
+
+def number_of(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
 def read_json(body: bytes) -> Given:
     # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
     marks = sum(map(body.count, (b"[", b"{", b":")))
     if marks > MARKS:
         words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
         raise Refusal(413, words, "request_too_large")
-
-    def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
-
     try:
-        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
+        given = strict(body.decode("utf-8-sig"))
         if not isinstance(given, dict):
             raise ValueError(f"it is {shown(given)}, but it must be an object")
         return Given(given)

@@ -18,10 +18,11 @@ Where next: `bridge.py`, the way of a request to the engine and back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from door.choice import Change, Choice, Item
-from door.fields import Given, Refusal, invalid, text_of
+from door.fields import Given, Refusal, invalid, strict, text_of
 from door.protocol import (
     Usage,
     Wish,
@@ -34,7 +35,6 @@ from door.protocol import (
     read_stop,
     read_tools,
 )
-from parts.text.speech import loads
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p", "top_k")
@@ -218,8 +218,10 @@ def block(item: Item) -> dict:
     if item.kind == "thought":
         # A signature would prove the thought to be the model's own, and nobody checks here
         return {"type": "thinking", "thinking": item.text, "signature": ""}
-    given = loads(item.text)
-    given = given if isinstance(given, dict) else {}  # arguments that were cut off are no object
+    given = None
+    with suppress(ValueError, RecursionError):  # arguments that were cut off are no object
+        given = strict(item.text)
+    given = given if isinstance(given, dict) else {}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": given}
 
 

@@ -468,6 +468,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(server, prompt):
         b'{"a":' * 40_000,
         b'{"messages": NaN}',
         b'{"temperature": Infinity}',
+        b'{"metadata": {"a": -1e999}}',
         b'{"n": ' + b"9" * 5000 + b"}",
         b"\x00" * 100,
     ],

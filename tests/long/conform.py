@@ -669,6 +669,15 @@ def a_call_is_a_tool_use_block(s):
     assert reply.json["stop_reason"] == "tool_use"
 
 
+@point
+def a_call_with_a_number_that_json_has_not_is_a_block_that_json_has(s):
+    """Python writes NaN, which no other reader of JSON knows: the answer could not be read."""
+    for number in ("NaN", "1e999"):
+        reply = message(s, CALL.replace('"Paris"', number), tools=SCHEMAS)
+        assert b"NaN" not in reply.body and b"Infinity" not in reply.body
+        assert content(reply)[0]["input"] == {}
+
+
 def with_result(**result) -> list[dict]:
     use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": PARIS}
     block = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "17 degrees"} | result
@@ -941,7 +950,7 @@ def the_usage_of_embeddings_is_their_prompts(s):
 @point
 def an_input_of_embeddings_that_is_none_is_refused(s):
     for wrong in (None, "", [], [""], [[]], ["a", [1]], 5, {"text": "a"}, [1, "a"], [1.5], [-1]):
-        error = refused(embed(s, wrong), 400, "input")
+        error = refused(embed(s, wrong))
         assert (error["type"], error["param"]) == ("invalid_request_error", "input"), wrong
     refused(embed(s, ["a"] * 2049), 400, "2,048")
 
