@@ -174,6 +174,14 @@ def read_key(key: str) -> str:
     return key
 
 
+def read_host(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
+        raise argparse.ArgumentTypeError(
+            f"{shown(name)} is no host; give its name alone, without scheme, port or star"
+        )
+    return name
+
+
 def read_guesses(text: str) -> int | None:
     """What `--guesses` takes. None: as many as pay."""
     try:
@@ -289,6 +297,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument(
             "--allow-host",
+            type=read_host,
             action="append",
             default=[],
             metavar="NAME",

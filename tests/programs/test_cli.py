@@ -312,6 +312,9 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         # A header's value has no spaces around it, so this would let no client in
         ["--api-key", "key\n"],
         ["--watch-key", " "],
+        # What no client calls the server would be met by nobody
+        ["--allow-host", "https://llm.example"],
+        ["--allow-host", "*"],
     ],
 )
 def test_a_wrong_option_of_the_server_is_one_line_and_exit_code_2(here, arguments):
