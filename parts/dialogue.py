@@ -2,10 +2,10 @@
 
     >>> My name is Ada.
     Hello, Ada.
-        [read 23 tokens; first token after 31 ms; 5 tokens, 40 a second]
+        [read 23 tokens; first token after 31 ms; 5 tokens, 40 tokens/s]
     >>> What is my name?
     Ada.
-        [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 a second]
+        [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 tokens/s]
 
 The problem. A model remembers nothing. Each question is sent with all that was said before, as the
 model's chat template writes it. So a conversation grows until no slot can hold it, and a program
@@ -243,7 +243,7 @@ def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
     else:
         read += " tokens"
     first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"
-    rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} a second"
+    rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} tokens/s"
     ended = {"stop": "", "length": "; cut, as long as it may be", "cancelled": "; stopped"}
     return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(reason, '')}"
 
