@@ -7,8 +7,9 @@
 // The way out. The page asks as any client does, at `/v1/chat/completions`. The answer's name has the number of its
 // request, so the page knows whose row is whose. The figures under an answer are those that the server tells.
 //
-// What this file keeps. What was said is in this tab's memory alone. Nothing is left out of a conversation unless the
-// reader says so, and what is left out is marked. A question that was refused is in the box again.
+// What this file keeps. What was said stays in this tab: a reload brings the texts back, and no other tab has them.
+// Nothing is left out of a conversation unless the reader says so, and what is left out is marked. A question that was
+// refused is in the box again.
 
 import { Markdown } from "./markdown.js";
 import { chip, make, write } from "./lanes.js";
@@ -16,29 +17,52 @@ import { ask, eventsOf } from "./live.js";
 import { count, span } from "./words.js";
 
 const TIGHT = 0.25; // of a slot: with less room left, the page says how much
+const NEAR = 50; // pixels: with the end of the log so near, the newest line stays in sight
+const KEEPS = 500_000; // letters for a reload, at most
+const PLACE = "nanobatch-conversation";
+const TEXTS = ["content", "reasoning_content"]; // of an answer
 const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
 
 // What the server is seen to do, if that may be seen.
 const lane = () => window.nanobatch?.player.lanes[0];
+
+// A turn as the model is told it, and as a reload brings it back.
+function messagesOf({ question, content, reasoning_content: thought }) {
+  const answer = { role: "assistant", content: content.text, reasoning_content: thought.text };
+  return [{ role: "user", content: question }, answer];
+}
 
 export class Chat {
   constructor(place, wantKey) {
     this.wantKey = wantKey;
     this.parts = {};
     for (const part of place.querySelectorAll("[data-chat-part]")) this.parts[part.dataset.chatPart] = part;
+    this.fields = [...place.querySelectorAll("textarea, input")]; // the box is the first
     this.key = "";
     this.turns = [];
+    this.waiting = ""; // a question that waits for the answer above
+    this.isAtEnd = true; // the newest line is in sight
     this.isTight = false; // little of the slot is left
     this.left = null; // ends the answer that runs
+    const { form, box, log } = this.parts;
     // A button has the name of what it does
-    this.parts.form.addEventListener("click", ({ target }) => this[target.dataset.chatPart]?.());
-    this.parts.box.addEventListener("keydown", (event) => {
+    form.addEventListener("click", ({ target }) => this[target.dataset.chatPart]?.());
+    box.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stop();
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       this.send();
     });
+    log.addEventListener("scroll", () => {
+      this.isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+    });
+    this.sizes = new ResizeObserver(() => {
+      if (this.isAtEnd) log.scrollTop = log.scrollHeight;
+    });
+    this.sizes.observe(log);
     place.hidden = false;
+    this.#bringBack();
+    document.addEventListener("visibilitychange", () => this.#keep()); // a page that is left is hidden first
   }
 
   // A key that was asked for. A question that waits in the box is asked again.
@@ -49,17 +73,20 @@ export class Chat {
 
   // What the next question is sent with.
   get told() {
-    return this.turns.filter((turn) => !turn.isDropped);
+    return this.turns.filter(({ element }) => !element.matches(".dropped"));
+  }
+
+  get unsent() {
+    return [this.waiting, this.parts.box.value].join("\n").trim();
   }
 
   // --- what can be pressed
 
+  // While an answer comes, a question waits. Another one goes with it.
   send() {
-    const { box } = this.parts;
-    const question = box.value.trim();
-    if (!question || this.left) return;
-    box.value = "";
-    this.#ask(question);
+    this.waiting = this.unsent;
+    this.parts.box.value = "";
+    this.#askWaiting();
   }
 
   stop() {
@@ -81,18 +108,16 @@ export class Chat {
   drop() {
     const { told } = this;
     for (const turn of told.slice(0, Math.ceil(told.length / 2))) {
-      turn.isDropped = true;
       turn.element.classList.add("dropped");
-      write(turn.figures, "left out: from here on the model is not told this");
+      write(turn.figures, "left out: the model is not told this question and its answer any more");
     }
     this.#show(false);
     this.send();
   }
 
   #show(isTight = this.isTight) {
-    const { send, stop, again, drop, anew } = this.parts;
+    const { stop, again, drop, anew } = this.parts;
     this.isTight = isTight;
-    send.hidden = this.left;
     stop.hidden = !this.left;
     again.hidden = this.left || !this.told.length;
     drop.hidden = again.hidden || !isTight;
@@ -105,18 +130,62 @@ export class Chat {
     return turn.question;
   }
 
+  #askWaiting() {
+    const question = this.waiting;
+    write(this.parts.waiting, this.left && question && `waits for the answer above (Esc stops that): ${question}`);
+    if (!question || this.left) return;
+    this.waiting = "";
+    this.#ask(question);
+  }
+
+  // --- what a reload brings back
+
+  #keep() {
+    const turns = this.turns.map((turn) => ({
+      said: messagesOf(turn),
+      facts: turn.reason ? turn.figures.textContent : "broken off: the page was left",
+      name: turn.element.className,
+    }));
+    let letters = 0;
+    const lost = turns.findLastIndex((turn) => (letters += JSON.stringify(turn).length) > KEEPS) + 1;
+    const [, ...fields] = this.fields.map((field) => field.value);
+    const kept = { fields: [this.unsent, ...fields], lost, turns: turns.slice(lost) };
+    try {
+      sessionStorage.setItem(PLACE, JSON.stringify(kept));
+    } catch {} // a browser may keep nothing
+  }
+
+  #bringBack() {
+    let kept = null;
+    try {
+      kept = JSON.parse(sessionStorage.getItem(PLACE));
+    } catch {}
+    if (!kept) return;
+    this.fields.forEach((field, i) => {
+      field.value = kept.fields[i];
+    });
+    for (const { said, facts, name } of kept.turns) {
+      const turn = this.#begin(said[0].content);
+      turn.reason = "kept";
+      turn.element.className = name;
+      for (const part of TEXTS) turn[part].push(said[1][part]);
+      write(turn.figures, facts);
+      this.#draw(turn);
+    }
+    if (kept.lost) write(this.parts.note, `too long to keep, so the model is not told: ${count(kept.lost, "older turn")}`);
+    this.#show();
+  }
+
   // --- one question
 
   async #ask(question) {
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
-    for (const turn of this.told) {
-      messages.push({ role: "user", content: turn.question });
-      messages.push({ role: "assistant", content: turn.content.text, reasoning_content: turn.reasoning_content.text });
-    }
-    messages.push({ role: "user", content: question });
-    const temperature = this.parts.temperature.valueAsNumber; // of an empty box NaN, which JSON writes as null
-    const body = JSON.stringify({ messages, temperature, ...OPTIONS });
+    messages.push(...this.told.flatMap(messagesOf), { role: "user", content: question });
+    // Of an empty field NaN, which JSON writes as null
+    const temperature = this.parts.temperature.valueAsNumber;
+    const max_tokens = this.parts.length.valueAsNumber;
+    const body = JSON.stringify({ messages, temperature, max_tokens, ...OPTIONS });
     const turn = this.#begin(question);
     this.left = new AbortController();
     const { signal } = this.left;
@@ -132,6 +201,7 @@ export class Chat {
     if (!this.turns.includes(turn)) this.#show(); // there is a new conversation
     else if (turn.error && !turn.tokens) this.#refuse(turn.error);
     else this.#end(turn);
+    this.#askWaiting();
   }
 
   // The texts of a turn have the names that the protocol gives them.
@@ -143,6 +213,7 @@ export class Chat {
     turn.reasoning_content = new Markdown(thought);
     write(asked, question);
     this.parts.log.append(element);
+    this.sizes.observe(element);
     element.scrollIntoView({ block: "nearest" });
     this.turns.push(turn);
     return turn;
@@ -157,12 +228,13 @@ export class Chat {
       window.nanobatch?.player.mine.add(turn.number);
     }
     if (progress) turn.progress = progress;
-    for (const name of ["content", "reasoning_content"]) {
+    for (const name of TEXTS) {
       const text = choices[0]?.delta[name];
       if (!text) continue;
       turn[name].push(text);
       turn.tokens += 1; // about, until the server tells
-      turn.first ??= performance.now() - turn.asked;
+      turn.last = performance.now();
+      turn.first ??= turn.last;
     }
     turn.reason ||= choices[0]?.finish_reason;
     if (usage) turn.tokens = usage.completion_tokens;
@@ -172,14 +244,11 @@ export class Chat {
 
   // What has come since the last frame.
   #draw(turn) {
-    const { log } = this.parts;
-    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 50;
     turn.waits = false;
     turn.content.draw();
     turn.reasoning_content.draw();
     turn.thoughts.hidden = !turn.reasoning_content.text;
     if (!turn.reason) write(turn.figures, count(turn.tokens, "token"));
-    if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
 
   // What the engine has made of it: its own figures.
@@ -192,8 +261,10 @@ export class Chat {
     const [all, read, known] = [total, total - cache, cache].map((number) => number.toLocaleString("en"));
     const said = [cache ? `read ${read} of ${all} tokens` : `read ${all} tokens`];
     if (cache) said.push(`${known} were still in ${whose} slot`);
-    said.push(`first token after ${span(turn.first / 1000)}`, `${count(turn.tokens, "token")} of answer`);
-    if (turn.reason === "length") said.push("cut, since its slot is full");
+    said.push(`first token after ${span((turn.first - turn.asked) / 1000)}`);
+    const rate = Math.round((1000 * (turn.tokens - 1)) / (turn.last - turn.first));
+    said.push(count(turn.tokens, "token") + (isFinite(rate) ? `, ${rate} tokens/s` : ""));
+    if (turn.reason === "length") said.push("cut, as long as it may be");
     else if (turn.reason !== "stop") said.push(turn.reason);
     this.#show(room < TIGHT * length);
     if (this.isTight) said.push(`${count(room, "token")} are left: begin anew, or leave the older half out`);
@@ -205,7 +276,8 @@ export class Chat {
   // The question is in the box again.
   #refuse({ name, message, code, status }) {
     const { box, note } = this.parts;
-    box.value = [this.#takeBack(), box.value].join("\n").trim();
+    box.value = `${this.#takeBack()}\n${this.unsent}`.trim();
+    this.waiting = "";
     this.#show(code === "context_length_exceeded");
     write(note, name === "AbortError" ? "" : message);
     if (status === 401) this.wantKey("The server wants its API key before it answers.");

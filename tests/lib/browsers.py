@@ -24,7 +24,8 @@ def until(tab, true: str, seconds: float = 60) -> None:
     """Until an expression is true. (Playwright's own way to wait would need `eval` in the page.)"""
     deadline = time.monotonic() + seconds
     while not tab.evaluate(true):
-        assert time.monotonic() < deadline, (true, tab.said)
+        failed = any(line.startswith("an error: ") for line in tab.said)
+        assert not failed and time.monotonic() < deadline, (true, tab.said)
         tab.wait_for_timeout(30)
 
 

@@ -12,16 +12,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from browsers import SCREENS, in_place, needs_browser, until
+from browsers import PHONE, SCREENS, in_place, needs_browser, until
 from parrot import Parrot
 from recordings import HOSTILE, TEXTS
+
+import tui
+from screen.room import Settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
 STOPPED = "document.querySelector('[data-chat-part=stop]').hidden"
 # The watch may tell of a slot a moment after the answer has ended: then it is "a slot".
 FACTS = re.compile(
-    r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in (?:its|a) slot; first token after"
+    r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in (?:its|a) slot; "
+    r"first token after [\d.]+ m?s; [\d,]+ tokens, [\d,]+ tokens/s"
 )
 
 
@@ -96,11 +100,117 @@ def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(t
     until(tab, "document.querySelectorAll('.slots .mine').length === 1")
     home = tab.evaluate("location.origin")
     assert {r.url.removeprefix(home) for r in tab.asked} == {"/v1/chat/completions"}
-    assert tab.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
-        0,
-        0,
-        "",
-    ]
+    assert tab.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+
+def test_a_conversation_begins_as_the_terminals_does(talks):
+    """It took the protocol's temperature of 1 and no limit, and a small model ran away."""
+    tab = talks()
+    say(tab, "say: one")
+    for name in ("temperature", "length"):
+        part(tab, name).evaluate("(box) => { box.value = ''; }")
+    say(tab, "say: two")
+    own, free = ((body["temperature"], body["max_tokens"]) for body in sent(tab))
+    assert own == (Settings().temperature, tui.TALK)
+    assert free == (None, None)
+
+
+def test_the_newest_line_stays_in_sight_when_the_window_changes(talks):
+    """On a narrower window the same text is longer, and its end was below what one sees."""
+    tab = talks(viewport={"width": 1280, "height": 800})
+    hear(tab, "and so on " * 300)
+    below = (
+        "(() => { const { scrollHeight, scrollTop, clientHeight } = document.querySelector('.log');"
+    )
+    below += " return scrollHeight - scrollTop - clientHeight; })()"
+    for viewport in (PHONE, {"width": 700, "height": 500}, {"width": 1280, "height": 800}):
+        tab.set_viewport_size(viewport)
+        until(tab, f"{below} < 2")
+    tab.evaluate("document.querySelector('.log').scrollTop = 0")
+    tab.wait_for_timeout(50)  # who reads above stays there
+    tab.set_viewport_size(PHONE)
+    tab.wait_for_timeout(100)
+    assert tab.evaluate(below) > 300
+
+
+def test_a_question_that_is_asked_meanwhile_waits_for_the_answer_above(talks, parrots):
+    """Enter did nothing, and did not say so."""
+    parrot = parrots()
+    tab = talks(parrot)
+    parrot.loop.slow = 80  # steps a second
+    say(tab, "say: " + "on and on " * 300, waits=False)
+    until(tab, "document.querySelector('.turn > .reply').textContent.length > 20")
+    say(tab, "say: one", waits=False)
+    say(tab, "more", waits=False)
+    part(tab, "box").fill("half of a")
+    said = part(tab, "waiting").inner_text()
+    assert said.startswith("waits for the answer above") and said.endswith("say: one more")
+    assert len(sent(tab)) == 1 and tab.locator(".turn").count() == 1
+    parrot.loop.slow = 0.0
+    part(tab, "box").press("Escape")
+    until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 2")
+    asked = sent(tab)[1]["messages"]
+    assert len(asked) == 3 and asked[2]["content"] == "say: one\nmore"
+    assert part(tab, "waiting").inner_text() == ""
+    assert part(tab, "box").input_value() == "half of a"
+
+
+def test_a_reload_brings_the_conversation_back_in_its_own_tab(talks, parrots):
+    """All was gone without a word. Texts alone are kept, and no key."""
+    parrot = parrots()
+    tab, other = talks(parrot), talks(parrot)
+    part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
+    say(tab, "say: <think>Easy.</think>**one**")
+    say(other, "say: another")
+    parrot.loop.slow = 80  # steps a second
+    say(tab, "say: " + "on and on " * 300, waits=False)
+    until(tab, "document.querySelector('.turn:last-child > .reply').textContent.length > 20")
+    say(tab, "say: two", waits=False)
+    tab.reload()
+    parrot.loop.slow = 0.0
+    until(tab, "document.querySelectorAll('.turn').length === 2")
+    assert tab.inner_text(".turn > .reply strong") == "one"
+    assert tab.locator(".turn:first-child .facts").inner_text().startswith("read ")
+    assert facts(tab).startswith("broken off")
+    assert part(tab, "box").input_value() == "say: two" and tab.locator(".log .chip").count() == 0
+    part(tab, "box").press("Enter")
+    until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
+    told = sent(tab)[-1]["messages"]
+    begin = ["Be short.", "say: <thi", "**one**", "say: on a", "on and on", "say: two"]
+    assert [message["content"][:9] for message in told] == begin
+    assert told[2]["reasoning_content"] == "Easy."
+    other.reload()
+    until(other, "document.querySelectorAll('.turn').length === 1")
+    assert "another" in other.inner_text(".log")
+    part(other, "anew").click()
+    other.reload()
+    until(other, "window.nanobatch")
+    assert other.locator(".turn").count() == 0
+
+
+def test_what_is_kept_for_a_reload_is_bounded_and_what_is_lost_is_said(talks):
+    tab = talks()
+    for _ in range(3):
+        hear(tab, "word " * 40_000)
+    tab.reload()
+    until(tab, "document.querySelectorAll('.turn').length === 2")
+    note = "too long to keep, so the model is not told: 1 older turn"
+    assert part(tab, "note").inner_text() == note
+    assert tab.evaluate("sessionStorage[sessionStorage.key(0)].length") < 500_000
+
+
+def test_a_browser_that_keeps_nothing_has_a_conversation_all_the_same(talks, browser):
+    tab = talks()
+    script = (
+        "Object.defineProperty(window, 'sessionStorage', { get() { throw new Error('off'); } })"
+    )
+    tab.add_init_script(script)
+    tab.reload()
+    say(tab, "say: one")
+    assert facts(tab).startswith("read ")
+    tab.reload()
+    until(tab, "!document.querySelector('[data-chat]').hidden")
+    assert tab.locator(".turn").count() == 0
 
 
 def test_a_question_is_asked_again_and_a_new_conversation_knows_nothing(talks):
@@ -122,7 +232,6 @@ def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(ta
     parrot.loop.slow = 80  # steps a second
     say(tab, "say: " + "on and on " * 300, waits=False)
     until(tab, "document.querySelector('.turn > .reply').textContent.length > 20")
-    assert not part(tab, "send").is_visible()
     part(tab, "box").press("Escape")
     until(tab, STOPPED)
     parrot.loop.slow = 0.0
@@ -164,7 +273,9 @@ def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, pa
     tab.said.clear()  # the browser's own line about a refusal
     part(tab, "drop").click()
     until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
-    assert "left out" in tab.inner_text(".turn.dropped >> nth=0 >> .facts")
+    assert "is not told this question and its answer" in tab.inner_text(
+        ".turn.dropped >> nth=0 >> .facts"
+    )
     told = [m["content"] for m in sent(tab)[-1]["messages"]]
     dropped = tab.locator(".turn.dropped").count()
     assert len(told) == 5 - 2 * dropped and told[-1] == question
@@ -190,6 +301,10 @@ def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
     until(tab, "document.querySelector('.turn .facts')?.textContent.startsWith('read')")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
+    tab.reload()  # which keeps what was said
+    until(tab, "document.querySelector('.turn')")
+    kept = tab.evaluate("JSON.stringify(sessionStorage)")
+    assert "hello" in kept and "hush" not in kept and "eye" not in kept
     tab.said.clear()  # the browser's own lines about 401
 
 

@@ -32,10 +32,10 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
 
 
 def test_the_key_goes_into_a_header_and_never_into_an_address():
-    """And what is said in the page stays in the tab's memory."""
+    """And what is said in the page stays in the tab."""
     text = "".join((page.FOLDER / f"{name}.js").read_text() for name in page.MODULES)
     assert text.count("Bearer ${key}") == 1 and 'ask("watch", { key' in text
-    for word in ("new EventSource", "localStorage", "sessionStorage", "indexedDB", "cookie"):
+    for word in ("new EventSource", "localStorage", "indexedDB", "cookie"):
         assert word not in text, word
 
 
