@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -45,8 +45,8 @@ from screen.ink import DARK, Palette, clean, count
 from screen.page import Page
 from screen.paper import Paper
 from screen.places import (
+    CHARTS,
     LOWER,
-    STACKS,
     arrange,
     arrange_loading,
     arrange_talk,
@@ -81,7 +81,7 @@ PANES |= {page.name: page.pane for page in keys.PAGES.values() if page.pane}
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
 WHEEL |= {page.name: "roll" for page in keys.PAGES.values() if page.is_view}
 # Painted less often while something runs
-SLOW = (*chain(*STACKS.values()), "step", "requests", "sheet")
+SLOW = ("rate", "batch", "ttft", "cost", "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
 BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
 STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
@@ -261,17 +261,17 @@ class Screen(App):
     def places(self) -> dict[str, Region]:
         """The place of each pane in sight."""
         view = self.state.view
+        slots = len(view.engine.slots) if view.engine else 0
+        if is_small(*self.size) or view.stage == "failed":
+            return {"small" if view.stage == "ready" else "loading": Region(0, 0, *self.size)}
         if view.stage == "loading":
             places = arrange_loading(*self.size)
-        elif view.stage == "failed":
-            places = {"loading": Region(0, 0, *self.size)}
         elif self.state.tour:
-            places = arrange_tour(*self.size, len(view.engine.slots), self.state.lower)
+            places = arrange_tour(*self.size, slots, self.state.lower)
         elif self.state.talking:
-            places = arrange_talk(*self.size, len(view.engine.slots))
+            places = arrange_talk(*self.size, slots)
         else:
-            door = bool(view.door)
-            places = arrange(*self.size, len(view.engine.slots), self.state.lower, door)
+            places = arrange(*self.size, slots, self.state.lower, bool(view.door))
         tall = min(self.prompt.tall, self.size.height // 3)
         for name in ("mark", "prompt"):
             if name in places:
@@ -647,9 +647,7 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        panes = (
-            tuple(STACKS) if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
-        )
+        panes = CHARTS if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
         now = self.state.lower if self.state.lower in panes else panes[0]
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.state.has_chosen = True

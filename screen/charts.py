@@ -16,13 +16,13 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice, pairwise
+from itertools import cycle, pairwise
 
 from rich.cells import cell_len
 
 from parts.api.views import RequestView, percentile
 from policies import POLICIES
-from screen.ink import HUES, Pen, number, span, style, wrap
+from screen.ink import HUES, Pen, count, number, span, style, wrap
 from screen.paper import Paper
 from screen.state import State
 
@@ -68,44 +68,55 @@ def stretch(state: State) -> tuple[float, float]:
     return max(state.history[state.first].began, last - 10), last
 
 
-def ends_of(began: float, last: float) -> tuple[str, str]:
+def edges_of(state: State, on: Paper) -> list[float]:
+    """The moments at which the columns of a chart begin, and the end of the last one."""
+    bins = on.width - SCALE - 2
+    began, last = stretch(state)
+    tick = max(last - began, 0.05) / bins
+    return [began + i * tick for i in range(bins + 1)]
+
+
+def ends_of(state: State) -> tuple[str, str]:
     """Of an axis of time: how long ago it begins, and 0 in the same unit."""
+    began, last = stretch(state)
     ago = span(last - began)
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
 def draw_rate(state: State, on: Paper) -> None:
     """Tokens a second."""
-    bins = on.width - SCALE - 2
-    began, last = stretch(state)
-    tick = max(last - began, 0.05) / bins
-    totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
-    values = [(b - a) / tick for a, b in pairwise(totals)]
+    edges = edges_of(state, on)
+    totals = [state.delivered(moment) for moment in edges]
+    tick = edges[1] - edges[0]
+    values = [(after - before) / tick for before, after in pairwise(totals)]
     on.heading(state.titled("tokens/s"), f"peak {max(values):,.0f}")
-    draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(began, last))
+    draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(state))
 
 
 def draw_batch(state: State, on: Paper) -> None:
     """How many of the slots did useful work, over the same time as the tokens a second."""
     slots = len(state.view.engine.slots)
-    bins = on.width - SCALE - 2
-    began, last = stretch(state)
-    tick = max(last - began, 0.05) / bins
-    worked = [0.0] * bins  # slots x seconds
-    first = bisect_left(state.history, began, key=lambda column: column.ended)
-    for column in islice(state.history, first, None):
-        if column.began >= last:
-            break
-        first_bin = max(0, int((column.began - began) / tick))
-        last_bin = min(bins - 1, int((column.ended - began) / tick))
-        for i in range(first_bin, last_bin + 1):
-            starts = max(column.began, began + i * tick)
-            stops = min(column.ended, began + (i + 1) * tick)
-            worked[i] += max(0.0, stops - starts) * column.useful
-    values = [work / tick for work in worked]
-    mean = f"mean {sum(values) / bins:.1f} " if last else ""
+    edges = edges_of(state, on)
+    _, last = stretch(state)
+    values = []
+    for began, ended in pairwise(edges):
+        values.append(worked(state, began, min(ended, last)) / (ended - began))
+    mean = f"mean {sum(values) / len(values):.1f} " if last else ""
     on.heading(state.titled("batch size"), f"{mean}of {slots} slots")
-    draw_area(on, values, slots, HUES[1], ends_of(began, last))
+    draw_area(on, values, slots, HUES[1], ends_of(state))
+
+
+def worked(state: State, began: float, ended: float) -> float:
+    """Slots × seconds of useful work between two moments."""
+    done = 0.0
+    first = bisect_left(state.history, began, key=lambda column: column.ended)
+    for i in range(first, len(state.history)):
+        column = state.history[i]
+        if column.began >= ended:
+            break
+        seconds = min(column.ended, ended) - max(column.began, began)
+        done += seconds * column.useful
+    return done
 
 
 def cost_of(seconds: Iterable[float]) -> float:
@@ -115,7 +126,7 @@ def cost_of(seconds: Iterable[float]) -> float:
 
 def draw_cost(state: State, on: Paper) -> None:
     """Why batching pays: the time and the yield of a step, by the number of decoding rows."""
-    costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
+    costs = {rows: cost_of(state.costs[rows]) for rows in sorted(state.costs)}
     on.heading("Why batching pays", "steps that only decode")
     words = lesson(costs, state.view.busy)
     room = on.height - 2 - len(wrap(words, on.width - 2))
@@ -127,12 +138,12 @@ def draw_cost(state: State, on: Paper) -> None:
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
     wide = (on.width - 6) // 2
     slowest = max(costs.values())
-    best = max(count / seconds for count, seconds in costs.items())
+    best = max(many / seconds for many, seconds in costs.items())
     on.axis((1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s"))
-    for count in rows:
-        seconds = costs[count]
-        rate = count / seconds
-        pen = on.pen().put(f" {count:>4} ", on.muted)
+    for many in rows:
+        seconds = costs[many]
+        rate = many / seconds
+        pen = on.pen().put(f" {many:>4} ", on.muted)
         pen.put("▒" * max(1, round(seconds / slowest * (wide - 8))), HUES[0])
         pen.put(f" {number(1000 * seconds)}").to(6 + wide)
         pen.put("█" * max(1, round(rate / best * (wide - 8))), HUES[2])
@@ -145,7 +156,7 @@ def lesson(costs: Mapping[int, float], runs: bool) -> str:
     if len(costs) < 2:
         seen = "No step has only decoded so far"
         if costs:
-            seen = f"All steps had {number_of_rows(*costs)} so far"
+            seen = f"All steps had {count(*costs, 'row')} so far"
         more = "fire a burst (b), and one prompt alone (enter)"
         if runs:
             more = "wait until some have ended"
@@ -153,15 +164,11 @@ def lesson(costs: Mapping[int, float], runs: bool) -> str:
     few = min(costs)
     many = max(costs)
     if costs[many] < costs[few]:  # no row is done for less than nothing
-        quicker = f"{number_of_rows(many)} took less time than {number_of_rows(few)}"
+        quicker = f"{count(many, 'row')} took less time than {count(few, 'row')}"
         return f"Too noisy to say: {quicker}."
     cost = costs[many] / costs[few]
-    dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
+    dear = f"{count(many, 'row')} cost {cost:.2f} × as much as {count(few, 'row')}"
     return f"{dear}, and yield {many / few / cost:.2f} × the tokens."
-
-
-def number_of_rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
 
 
 # In milliseconds: 1, 2, 5, 10, and so on
@@ -185,10 +192,8 @@ def draw_ttft(state: State, on: Paper) -> None:
         on.say("time to first token: nothing yet", on.muted)
         return
     ran = {r.policy for r in requests}
-    textures = {}
-    for policy, texture in zip(POLICIES, cycle(TEXTURES)):
-        if policy in ran:
-            textures[policy] = texture
+    textures = dict(zip(POLICIES, cycle(TEXTURES)))
+    textures = {policy: texture for policy, texture in textures.items() if policy in ran}
     title = state.titled("TTFT")
     on.heading(title, mean_note(requests, waiting, on.width - cell_len(title) - 7))
     names = on.pen()

@@ -11,39 +11,18 @@ Where next: `widgets.py`, what stands in these places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from textual.geometry import Region
 
-# Of charts
-STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",)}
+# Panes that stand together
+STACKS = {
+    "charts": ("rate", "batch", "ttft"),
+    "lesson": ("cost",),
+    "over a talk": ("slots", "timeline"),
+    "beside a talk": ("slots", "timeline", "rate", "ttft"),
+}
+CHARTS = ("charts", "lesson")
 # The panes that take turns if room is short
-LOWER = ("timeline", "streams", "step", *STACKS, "clients")
-
-
-def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> dict[str, Region]:
-    """All panes side by side: at the left slots, timeline and answers, at the right charts and the
-    step. `body`: lines between the first one and the prompt box."""
-    rows = min(slots, max(4, (body - 15) // 2))
-    top = 2 * rows + 5
-    right = max(40, width * 3 // 8)
-    left = width - right - 2
-    tall = body - top
-    charts = lower if lower in STACKS else "charts"
-    places = stack(Region(left + 2, 1, right, top), STACKS[charts])
-    places["slots"] = Region(0, 1, left, rows + 3)
-    places["timeline"] = Region(0, rows + 4, left, rows + 2)
-    if door:
-        tall -= tall // 2
-        places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
-    places["streams"] = Region(0, 1 + top, left, tall)
-    under = tall - 14 if tall >= 22 else 0  # lines for one more chart under the step
-    places["step"] = Region(left + 2, 1 + top, right, tall - under)
-    if under:
-        chart = "requests" if charts == "lesson" else "cost"
-        rest = Region(left + 2, 1 + top + tall - under, right, under)
-        places |= stack(rest, (chart,))
-    return places
+LOWER = ("timeline", "streams", "step", *CHARTS, "clients")
 
 
 def arrange(
@@ -51,13 +30,10 @@ def arrange(
 ) -> dict[str, Region]:
     """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one
     of `LOWER`."""
-    if is_small(width, height):
-        return {"small": Region(0, 0, width, height)}
-    places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
+    places = frame(width, height)
     body = height - 3
     if is_wide(width, height):
         return places | arrange_wide(width, body, slots, lower, door)
-
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
     y = rows + 4
@@ -68,75 +44,94 @@ def arrange(
         y += rows + 2
         tall -= rows + 2
         lower = "streams" if lower == "timeline" else lower
-    below = Region(0, y, width, tall)
-    return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
+    return places | stack(Region(0, y, width, tall), lower)
+
+
+def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> dict[str, Region]:
+    """All panes side by side: at the left slots, timeline and answers, at the right charts and the
+    step. `body`: lines between the first one and the prompt box."""
+    rows = min(slots, max(4, (body - 15) // 2))
+    top = 2 * rows + 5
+    wide = max(40, width * 3 // 8)
+    left = width - wide - 2
+    right = left + 2
+    y = 1 + top
+    tall = body - top
+    charts = lower if lower in CHARTS else "charts"
+    places = stack(Region(right, 1, wide, top), charts)
+    places["slots"] = Region(0, 1, left, rows + 3)
+    places["timeline"] = Region(0, rows + 4, left, rows + 2)
+    if door:
+        calls = tall // 2
+        tall -= calls
+        places["clients"] = Region(0, y + tall, width, calls)
+    places["streams"] = Region(0, y, left, tall)
+    if tall >= 22:  # one more chart under the step
+        under = "requests" if charts == "lesson" else "cost"
+        places[under] = Region(right, y + 14, wide, tall - 14)
+        tall = 14
+    places["step"] = Region(right, y, wide, tall)
+    return places
 
 
 def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
     """Where each pane goes while a conversation is open. A strip of the engine stands over the
     conversation; on a wide screen, beside the conversation."""
-    if is_small(width, height):
-        return {"small": Region(0, 0, width, height)}
-    places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
+    places = frame(width, height)
     body = height - 3
-    rows = min(slots, 2 if height < 30 else 4)
-    strip = Region(0, 1, width, rows + 3)
-    talk = Region(0, rows + 4, width, body - rows - 3)
-    names = ("slots", "timeline")
     if width >= 150:
         left = width * 5 // 8
-        talk = Region(0, 1, left, body)
-        strip = Region(left + 2, 1, width - left - 2, body)
-        names += ("rate", "ttft")
-    return places | {"talk": talk} | stack(strip, names)
-
-
-def bottom(width: int, height: int) -> dict[str, Region]:
-    """The prompt box, the settings beside it, and the footer."""
-    beside = max(33, width // 3)
-    return {
-        "mark": Region(0, height - 2, 3, 1),
-        "prompt": Region(3, height - 2, width - beside - 3, 1),
-        "settings": Region(width - beside, height - 2, beside, 1),
-        "keys": Region(0, height - 1, width, 1),
-    }
+        places["talk"] = Region(0, 1, left, body)
+        return places | stack(Region(left + 2, 1, width - left - 2, body), "beside a talk")
+    tall = 3 + min(slots, 2 if height < 30 else 4)
+    places["talk"] = Region(0, 1 + tall, width, body - tall)
+    return places | stack(Region(0, 1, width, tall), "over a talk")
 
 
 def arrange_loading(width: int, height: int) -> dict[str, Region]:
     """Where each pane goes while the model loads: prompts can be typed already."""
-    if is_small(width, height):
-        return {"loading": Region(0, 0, width, height)}
-    return {"loading": Region(0, 0, width, height - 2)} | bottom(width, height)
+    places = frame(width, height)
+    del places["status"]
+    return places | {"loading": Region(0, 0, width, height - 2)}
 
 
 def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
     """Where each pane goes while the tour speaks: its strip stands in place of the prompt box, over
     the footer. Slots and timeline are in sight on any screen; on a small one, side by side."""
-    if is_small(width, height):
-        return {"small": Region(0, 0, width, height)}
     tall = 7 if width >= 80 else 9
-    strip = height - 1 - tall
-    rows = min(slots, strip - 4)
+    y = height - 1 - tall
     # As ever, on a screen that ends with the strip's first line
-    places = arrange(width, strip + 2, slots, lower)
-    all_slots = "slots" in places and places["slots"].height == slots + 3
-    if "timeline" in places and (all_slots or is_wide(width, strip + 2)):
-        for name in ("mark", "prompt", "settings"):
-            del places[name]
-    else:
+    places = arrange(width, y + 2, slots, lower)
+    has_all = places["slots"].height == slots + 3 or is_wide(width, y + 2)
+    if is_small(width, y + 2) or not has_all or "timeline" not in places:
+        rows = min(slots, y - 4)
         left = (width + 6) // 2
         places = {
             "status": Region(0, 0, width, 1),
             "slots": Region(0, 1, left, rows + 3),
             "timeline": Region(left + 1, 1, width - left - 1, rows + 2),
         }
-        below = Region(0, rows + 4, width, strip - rows - 4)
-        if below.height >= 4:
+        if y - rows - 4 >= 4:
             lower = "streams" if lower == "timeline" else lower
-            places |= stack(below, STACKS[lower]) if lower in STACKS else {lower: below}
-    places["tour"] = Region(0, strip, width, tall)
+            places |= stack(Region(0, rows + 4, width, y - rows - 4), lower)
+    for name in ("mark", "prompt", "settings"):
+        places.pop(name, None)
+    places["tour"] = Region(0, y, width, tall)
     places["keys"] = Region(0, height - 1, width, 1)
     return places
+
+
+def frame(width: int, height: int) -> dict[str, Region]:
+    """The first line; the prompt box, and the settings beside it; the footer."""
+    y = height - 2
+    beside = max(33, width // 3)
+    return {
+        "status": Region(0, 0, width, 1),
+        "mark": Region(0, y, 3, 1),
+        "prompt": Region(3, y, width - beside - 3, 1),
+        "settings": Region(width - beside, y, beside, 1),
+        "keys": Region(0, y + 1, width, 1),
+    }
 
 
 def is_small(width: int, height: int) -> bool:
@@ -149,9 +144,10 @@ def is_wide(width: int, height: int) -> bool:
     return width >= 110 and height >= 34
 
 
-def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
-    """Charts, one above the other; side by side if there is no room for that. The last ones are
-    left out first."""
+def stack(place: Region, name: str) -> dict[str, Region]:
+    """One pane, or the panes of a stack: one above the other; side by side if there is no room for
+    that. The last ones are left out first."""
+    names = STACKS.get(name, (name,))
     x, y, wide, tall = place
     out = {}
     if tall < 6 * len(names) and wide >= 72:
