@@ -10,7 +10,6 @@ from stage import Stage, at_every_size, drawn, guess_at_random, like_golden, pla
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
-from parts.api.views import percentile
 from parts.price import Price
 from policies import POLICIES
 from screen import ink, life
