@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -108,9 +108,9 @@ class Order(NamedTuple):
     the same bits.
     """
 
-    scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
-    prefills: tuple[Prefill, ...]
-    decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
+    scrubs: Sequence[tuple[int, int, int]]  # (slot, start, stop): rows to be zeroed first
+    prefills: Sequence[Prefill]
+    decodes: Sequence[tuple[int, int]]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
     # By slot: its newest token, and the guesses that go into the rows behind. The device alone knows
     # the newest token of any other slot that decodes.
@@ -133,7 +133,7 @@ class Order(NamedTuple):
             if picks[decode.slot].index == len(answer):  # nothing of it is in flight
                 known[decode.slot] = (answer[-1], *decode.guess)
         decodes.sort()  # neighbouring slots are one view of the slab
-        return Order(plan.scrubs, tuple(prefills), tuple(decodes), picks, known)
+        return Order(plan.scrubs, prefills, decodes, picks, known)
 
     def rows(self, slot: int) -> Iterator[Pick]:
         """How the token is chosen that comes out of each row of this slot."""
@@ -423,49 +423,25 @@ class Runner:
         mx.async_eval(results)
         self._device_s += self.clock() - began
 
-    # --- several processes (`parts/ranks`): orders travel as whole numbers
+    # --- several processes (`parts/ranks`)
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no
         more."""
         with device_lock, device_stream():
-            while numbers := self.ranks.hear():
-                self.run(unpack(numbers)).read()
+            while message := self.ranks.hear():
+                self.run(unpack(message)).read()
 
 
-def pack(order: Order) -> list[int]:
-    """An order without its picks: ranks that follow choose no token."""
-    numbers = [len(order.scrubs), len(order.prefills), len(order.decodes), len(order.known)]
-    numbers += chain(*order.scrubs)
-    for prefill in order.prefills:
-        source = -1 if prefill.source is None else prefill.source
-        numbers += [prefill.slot, prefill.start, source, prefill.asked]
-        numbers += [len(prefill.ids), *prefill.ids]
-    numbers += chain(*order.decodes)
-    for slot, ids in order.known.items():
-        numbers += [slot, len(ids), *ids]
-    return numbers
+def pack(order: Order) -> list[Any]:
+    """An order as it travels: lists, and no picks, since ranks that follow choose no token."""
+    return [order.scrubs, order.prefills, order.decodes, [*order.known.items()]]
 
 
-def unpack(numbers: Sequence[int]) -> Order:
-    rest = iter(numbers)
-
-    def some(count: int) -> tuple[int, ...]:
-        return tuple(islice(rest, count))
-
-    counts = some(4)
-    scrubs = [some(3) for _ in range(counts[0])]
-    prefills = []
-    for _ in range(counts[1]):
-        slot, start, source, asked, count = some(5)
-        source = None if source < 0 else source
-        prefills.append(Prefill(slot, some(count), start, source, bool(asked)))
-    decodes = [some(2) for _ in range(counts[2])]
-    known = {}
-    for _ in range(counts[3]):
-        slot, count = some(2)
-        known[slot] = some(count)
-    return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {}, known)
+def unpack(message: Sequence[Any]) -> Order:
+    scrubs, prefills, decodes, known = message
+    prefills = [Prefill(*each) for each in prefills]
+    return Order(scrubs, prefills, decodes, picks={}, known=dict(known))
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -513,7 +489,6 @@ class Engine:
         if sizes is None:
             sizes = fit_beside(model, slots, max_len, chunk, budget, usual_len)
         sizes = agreed(model, sizes)
-        summary = described(model, sizes)
         self.reuse = reuse
         self.run_ahead = run_ahead
         self.embeds = embeds
@@ -530,27 +505,37 @@ class Engine:
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
         self._loop: Loop | None = None
         self._closed = False
-        self._slab_is_lost = False  # with a step that failed
         self._source: Source | None = None  # where the model was read, if `load` has read it
         self._is_reloading = False
-        with device_lock, device_stream():
-            self.runner: Runner | None = runner or Runner(model, sizes, clock)
-        self._serve(model, text, sizes, guesses)
-        settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
-        self.summary = f"{summary}; {device.named()}{settled}"
+        self._serve(model, text, sizes, guesses, runner)
+        self.summary += self.ranks.settle(model.config, partial(self._end_all, "error"))
         device.close_at_exit(self)
 
-    def _serve(self, model: Model, text: Text, sizes: Sizes, guesses: int | None) -> None:
-        """All that follows from a model, and from what fits beside it."""
-        self.model = model
-        self.text = text
-        self.exact = is_exact(model)
-        self.price = Price(far_position(model.config))
-        self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
-        self._sizes = sizes
-        self.sched.resize(*sizes)
-        self.sched.price = self.price
-        self.sched.guess = self.guesses
+    def _serve(
+        self,
+        model: Model,
+        text: Text,
+        sizes: Sizes,
+        guesses: int | None,
+        runner: Runner | None = None,
+    ) -> None:
+        """From here on this model is served, with what fits beside it."""
+        summary = described(model, sizes)
+        with device_lock, device_stream():
+            runner = runner or Runner(model, sizes, self.clock)
+        with self.changed:
+            self.runner: Runner | None = runner
+            self._slab_is_lost = False  # with a step that failed
+            self._ledger.model = model.view
+            self.model = model
+            self.text = text
+            self.exact = is_exact(model)
+            self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
+            self._sizes = sizes
+            self.sched.resize(*sizes)
+            self.sched.price = Price(far_position(model.config))
+            self.sched.guess = self.guesses
+            self.summary = f"{summary}; {device.named()}"
 
     @classmethod
     def load(
@@ -765,16 +750,7 @@ class Engine:
 
     def _take(self, checked: Checked) -> None:
         """Read what has been checked, and serve it from here on."""
-        model = checked.read()
-        sizes = checked.sizes
-        summary = described(model, sizes)
-        runner = Runner(model, sizes, self.clock)
-        with self.changed:
-            self.runner = runner
-            self._slab_is_lost = False
-            self._ledger.model = model.view
-            self._serve(model, checked.text, sizes, self.guesses.most)
-            self.summary = f"{summary}; {device.named()}"
+        self._serve(checked.read(), checked.text, checked.sizes, self.guesses.most)
 
     # --- around a step, and after a failure
 
@@ -809,8 +785,10 @@ class Engine:
         """An exception came out of a step: show its traceback, and end as few requests as possible.
 
         - If the step could not be started, the step before it is committed first.
-        - Each request in a failed step ends with the error: its rows are lost with the slab.
-        - Each request that has a token planned ends, too: it cannot begin again.
+        - Each request with a chunk in a failed step ends with the error: its rows are lost with the
+          slab.
+        - Each request that has a token planned ends, too: it cannot begin again. (So does each that
+          decodes in a failed step.)
         - The others have yielded nothing: they go back to the line, or stay in it.
         - All end if no step was planned or in flight, since then it is not known what failed, and
           if not even a new slab could be made.
@@ -824,12 +802,16 @@ class Engine:
         plans = []
         if unstarted is not None:
             plans.append(unstarted)
-            self._commit_the_started()
+            try:
+                while self._flights:
+                    self._commit()
+            except BaseException as fault:
+                show_fault("the step before failed, too", fault)
         plans += [plan for plan, _ in self._flights]
         with self.changed:
             failed = set()
             for plan in plans:
-                failed |= {member.request.id for member in (*plan.chunks, *plan.decodes)}
+                failed |= {chunk.request.id for chunk in plan.chunks}
             all_end = self._slab_is_lost or not plans
             for handle in list(self._ledger.open.values()):
                 request = handle.request
@@ -838,14 +820,6 @@ class Engine:
             self._flights.clear()
             self._slab_is_lost = True
             self.sched.start_over()
-
-    def _commit_the_started(self) -> None:
-        """Commit what is in flight, as far as it can be read."""
-        try:
-            while self._flights:
-                self._commit()
-        except BaseException as error:
-            show_fault("the step before failed, too", error)
 
     def _end(
         self,
@@ -1003,7 +977,7 @@ class Engine:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
             now = self.clock()
-            limits = Limits.of(self.sched, self.price.far, self.hurries)
+            limits = Limits.of(self.sched, self.hurries)
             ranks = self.ranks.view
             return self._ledger.snapshot(self.sched, limits, self._blocked, ranks, now, since)
 

@@ -63,13 +63,13 @@ class Limits(NamedTuple):
     hurry: bool  # a step that yields a first token is read before the next one is planned
 
     @staticmethod
-    def of(sched: Scheduler, far: int, hurry: bool) -> Limits:
+    def of(sched: Scheduler, hurry: bool) -> Limits:
         return Limits(
             slots=sched.slots,
             max_len=sched.max_len,
             chunk=sched.chunk,
             budget=sched.budget,
-            far=far,
+            far=sched.price.far,
             max_queue=sched.max_queue,
             hurry=hurry,
         )

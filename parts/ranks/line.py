@@ -37,6 +37,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 SILENCE_S = 4  # a machine that has not answered for so long has lost its connection
 BEAT_S = 0.5
@@ -47,7 +48,7 @@ CALLERS = 64  # more do not wait at once to prove that they are ranks
 PATIENCE_S = 5  # for a proof
 AGAIN_S = 0.05
 OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
-Message = list[int] | str | None
+Message = list[Any] | str | None
 
 
 def call(address: str, key: bytes, name: str, until: float) -> socket.socket:

@@ -47,7 +47,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from parts.api.views import RanksView
 from parts.checks import one_line
@@ -152,7 +152,7 @@ class Ranks:
         (None), or why all ranks end. It does not wait until they have heard it."""
         say(self._after[0], message)
 
-    def hear(self) -> list[int] | None:
+    def hear(self) -> list[Any] | None:
         """The others: the next order, None if there will be none. While nothing comes, a rank
         sleeps."""
         order = self._heard.get()

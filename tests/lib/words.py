@@ -181,6 +181,5 @@ def word_engine(
         model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
     )
     engine.hurries = False
-    engine.price = Price()
-    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)
+    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32, price=Price())
     return engine

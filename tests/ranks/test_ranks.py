@@ -30,7 +30,7 @@ from doors import free_ports, hail
 from harness import random_asks, run_schedule
 from rank import SIZES, again, live
 
-from nanobatch import Engine, pack, unpack
+from nanobatch import Engine, Prefill, pack, unpack
 from parts import program
 from parts.device import rows
 from parts.device.mlx import mx
@@ -237,7 +237,9 @@ def test_orders_survive_the_wire(parts, budget):
     assert any(prefill.source is not None for order in orders for prefill in order.prefills)
     assert any(len(ids) > 1 for order in orders for ids in order.known.values())
     for order in orders:
-        assert unpack(json.loads(json.dumps(pack(order)))) == order._replace(picks={})
+        heard = unpack(json.loads(json.dumps(pack(order))))
+        assert all(isinstance(prefill, Prefill) for prefill in heard.prefills)
+        assert json.dumps(heard) == json.dumps(order._replace(picks={}))
 
 
 # --- how they find each other -------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     # Long prompts have narrow chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
-    stage.engine.price = stage.engine.sched.price = Price(far=20)
+    stage.engine.sched.price = Price(far=20)
     stage.engine.hurries = hurry
     stage.session.obey("/burst 20")
     stage.turns(30)

@@ -42,7 +42,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     engine.reuse = shares
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
-    engine.price = engine.sched.price = Price(dice.choice([20, 2**40]))
+    engine.sched.price = Price(dice.choice([20, 2**40]))
     engine.hurries = dice.random() < 0.5
     if guesses:
         guess_at_random(engine, dice)
