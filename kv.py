@@ -65,7 +65,6 @@ class Slab:
         self.k = [mx.zeros(self.shape, dtype) for _ in range(layers)]
         self.v = [mx.zeros(self.shape, dtype) for _ in range(layers)]
         mx.eval(self.k, self.v)  # zeros are lazy, too: this takes the memory now
-        self.last_read: mx.array | None = None  # once this is computed, all that was read is read
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -126,9 +126,7 @@ def attend(
         for look, look_q in zip(looks, parts, strict=True):
             keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
             sums.append(attention(look_q, keys, values, look.mask, kind))
-    read = mx.concatenate(sums)
-    windows[0].slab.last_read = read  # of the newest layer: see `Runner._start`
-    return read
+    return mx.concatenate(sums)
 
 
 def attention(

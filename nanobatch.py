@@ -34,9 +34,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
@@ -110,11 +109,10 @@ class Order(NamedTuple):
 
     scrubs: Sequence[tuple[int, int, int]]  # (slot, start, stop): rows to be zeroed first
     prefills: Sequence[Prefill]
-    decodes: Sequence[tuple[int, int]]  # (slot, row): the slot's newest token goes into this row
-    picks: Mapping[int, Pick]  # by slot: how its token is chosen
-    # By slot: its newest token, and the guesses that go into the rows behind. The device alone knows
-    # the newest token of any other slot that decodes.
-    known: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    # (slot, row, ids): the slot's newest token goes into this row, and guesses go into the rows
+    # behind. Without ids, the device alone knows the newest token.
+    decodes: Sequence[tuple[int, int, tuple[int, ...]]]
+    picks: Mapping[int, Sequence[Pick]]  # by slot: how a token is chosen for each of its rows
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
@@ -124,26 +122,16 @@ class Order(NamedTuple):
             prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
         picks = {}
         for member in plan.emitters:
-            picks[member.slot] = pick_of(member, handles[member.request.id])
+            picks[member.slot] = picks_of(member, handles[member.request.id])
         decodes = []
-        known = {}
-        for decode in plan.decodes:
-            decodes.append((decode.slot, decode.position))
-            answer = decode.request.answer
-            if picks[decode.slot].index == len(answer):  # nothing of it is in flight
-                known[decode.slot] = (answer[-1], *decode.guess)
+        for request, slot, row, guess in plan.decodes:
+            is_known = picks[slot][0].index == request.committed  # nothing of it is in flight
+            ids = (request.answer[-1], *guess) if is_known else ()
+            decodes.append((slot, row, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
-        return Order(plan.scrubs, prefills, decodes, picks, known)
+        return Order(plan.scrubs, prefills, decodes, picks)
 
-    def rows(self, slot: int) -> Iterator[Pick]:
-        """How the token is chosen that comes out of each row of this slot."""
-        pick = self.picks[slot]
-        guess = self.known.get(slot, ())[1:]
-        for i in range(1 + len(guess)):
-            before = pick.before and (*pick.before, *guess[:i])
-            yield pick._replace(index=pick.index + i, before=before)
-
-    def passes(self) -> list[tuple[list[Prefill], Sequence[tuple[int, int]]]]:
+    def passes(self) -> list[tuple[list[Prefill], Sequence[tuple]]]:
         """The chunks and the decoding sequences of each forward pass.
 
         In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
@@ -161,31 +149,34 @@ class Order(NamedTuple):
         return [(prefills, self.decodes if i == last else ()) for i, prefills in enumerate(passes)]
 
 
-def pick_of(member: Chunk | Decode, handle: Handle) -> Pick:
-    """How the next token is chosen of this request, which has just been planned."""
+def picks_of(member: Chunk | Decode, handle: Handle) -> list[Pick]:
+    """How the next tokens are chosen of this request, which has just been planned."""
     request = member.request
-    index = request.planned - 1 - len(member.guess)
+    guess = member.guess
+    first = request.planned - 1 - len(guess)
     # The device remembers the tokens that are still in flight (`SlotState.add`).
     before: tuple[int, ...] = ()
-    if index == request.committed and handle.sampling.looks_back:
+    if first == request.committed and handle.sampling.looks_back:
         before = (*request.prompt[-PENALTY_CONTEXT:], *request.answer)
-    return Pick(member.slot, handle.sampling, handle.seed, index, before)
+    picks = []
+    for i in range(1 + len(guess)):
+        seen = before and (*before, *guess[:i])
+        picks.append(Pick(member.slot, handle.sampling, handle.seed, first + i, seen))
+    return picks
 
 
 # --- the runner: an order becomes tokens --------------------------------------------------------
 
 
-def alike(
-    decodes: Sequence[tuple[int, int]], known: Mapping[int, tuple[int, ...]]
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
+def alike(decodes: Sequence[tuple]) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Those that decode, by how many tokens are known of each: slots, rows, and all these tokens."""
 
-    def width(decode: tuple[int, int]) -> int:
-        return len(known.get(decode[0], ()))
+    def width(decode: tuple) -> int:
+        return len(decode[2])
 
     for _, group in groupby(sorted(decodes, key=width), key=width):
-        slots, rows = zip(*group, strict=True)
-        yield list(slots), list(rows), [id for slot in slots for id in known.get(slot, ())]
+        slots, rows, ids = zip(*group, strict=True)
+        yield list(slots), list(rows), list(chain(*ids))
 
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
@@ -259,10 +250,10 @@ class Runner:
         if self.ranks.rank:
             return  # it will be told to
         with device_lock, device_stream():
-            picks = {0: Pick(0, Sampling(), 0, 0)}
+            picks = {0: [Pick(0, Sampling(), 0, 0)]}
             prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
             self.run(Order((), (prompt,), (), picks)).read()
-            self.run(Order((), (), ((0, 1),), picks)).read()
+            self.run(Order((), (), ((0, 1, ()),), picks)).read()
             self.reset()
 
     def run(self, order: Order) -> Flight:
@@ -323,12 +314,12 @@ class Runner:
                 ids.append(mx.array(padded))
                 windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
                 if prefill.asked:
-                    if prefill.slot in order.picks and order.picks[prefill.slot].sampling.embeds:
+                    if prefill.slot in order.picks and order.picks[prefill.slot][0].sampling.embeds:
                         embeds[prefill.slot] = len(asked)
                     asked.append(count + len(prefill.ids) - 1)
                     slots.append(prefill.slot)
                 count += len(padded)
-            for decoding, rows, given in alike(decodes, order.known):
+            for decoding, rows, given in alike(decodes):
                 if given:
                     ids.append(mx.array(given))
                 else:  # on the device, and not read yet
@@ -343,9 +334,8 @@ class Runner:
                 logits.append(self.model.head(states))
                 for slot, place in embeds.items():
                     vectors[slot] = states[place].astype(mx.float32)
-                self._start([logits[-1]], until=[self.slab.last_read])
+                self._start([logits[-1]])
             else:  # the states are never computed: we start what has been written
-                self.slab.last_read = None  # never computed, it would hold the slab's arrays
                 self._start(self.slab.written())
         return logits, slots, vectors
 
@@ -368,7 +358,7 @@ class Runner:
     ) -> tuple[mx.array, list[Logprobs]]:
         """A token for each row that asks, -1 for the others. On a rank that follows, all are -1."""
         order = begun.order
-        most = max([1, *map(len, order.known.values())])
+        most = max([1, *(len(ids) for *_, ids in order.decodes)])
         emitted = mx.full((self.slab.slots, most), -1, mx.int32)
         if not begun.slots or self.ranks.rank:
             return emitted, []
@@ -376,7 +366,7 @@ class Runner:
         places = []  # of each pick, among the rows of its slot
         by_row = {}
         for slot in begun.slots:
-            for i, pick in enumerate(order.rows(slot)):
+            for i, pick in enumerate(order.picks[slot]):
                 if slot in masks:  # behind a guess that is forbidden, any mask will do
                     by_row[len(picks)] = masks[slot][min(i, len(masks[slot]) - 1)]
                 picks.append(pick)
@@ -395,23 +385,21 @@ class Runner:
         self._start(prefix)
         self.slab.fill(prefill.slot, prefix)
 
-    def _start(self, results: Sequence[mx.array], until: Sequence[mx.array] | None = None) -> None:
+    def _start(self, results: Sequence[mx.array]) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
-
-        `until`: once these are computed, this pass has read the last of the slab. By default that
-        is known once the results are computed.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer
-        by layer. So we wait for the pass before. What remains to be done for it, the head and the
-        sampling, is time enough to get the next one going.
+        by layer. So we wait for the pass before. What remains to be done for it, the sampling, is
+        time enough to get the next one going. (To wait for less than the results is no use: MLX
+        says of all that was started together at once that it is computed.)
         """
         began = self.clock()
         mx.eval(self._reading)
         self._reading = []  # these may be views of the slab: let go of it before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)
-        self._reading = results if until is None else until
+        self._reading = results
 
     def _enqueue(self, *results) -> None:
         """Add the operations that lead to these results to MLX's queue. The device takes them.
@@ -435,13 +423,13 @@ class Runner:
 
 def pack(order: Order) -> list[Any]:
     """An order as it travels: lists, and no picks, since ranks that follow choose no token."""
-    return [order.scrubs, order.prefills, order.decodes, [*order.known.items()]]
+    return [order.scrubs, order.prefills, order.decodes]
 
 
 def unpack(message: Sequence[Any]) -> Order:
-    scrubs, prefills, decodes, known = message
+    scrubs, prefills, decodes = message
     prefills = [Prefill(*each) for each in prefills]
-    return Order(scrubs, prefills, decodes, picks={}, known=dict(known))
+    return Order(scrubs, prefills, decodes, picks={})
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -615,7 +603,7 @@ class Engine:
         """
         begun = self.runner.begin(order)
         masks: dict[int, list[bytes]] = {}
-        if any(pick.sampling.grammar for pick in order.picks.values()):
+        if any(picks[0].sampling.grammar for picks in order.picks.values()):
             while self._flights:
                 self._commit()
             masks = self._masks(plan)

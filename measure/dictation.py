@@ -91,7 +91,7 @@ class Dictation:
         said = [[-1] * rows for _ in range(slots)]
         for slot in begun.slots:
             answer = self.answers.get(owners.get(slot), ())
-            for i, pick in enumerate(begun.order.rows(slot)):
+            for i, pick in enumerate(begun.order.picks[slot]):
                 known = pick.index < len(answer)
                 said[slot][i] = answer[pick.index] if known else 0
         # Always true: but what was chosen has to be computed first

@@ -192,9 +192,8 @@ with a span: seen & (mx.arange(T) > positions - ...)""",
             Task(
                 "llama.attend",
                 """First all windows write their part of k and v; then each look of each window reads,
-                and `attention` takes its part of q. Return all sums, in the tokens' order. Leave them
-                in `windows[0].slab.last_read`, too: as long as that is not computed, the slab is
-                being read. `layer.index` is the layer's number in the slab, and
+                and `attention` takes its part of q. Return all sums, in the tokens' order.
+                `layer.index` is the layer's number in the slab, and
                 `window.looks(kind.span, kind.has_kernel, model.config.H)` are a window's looks.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
@@ -208,7 +207,7 @@ for window, window_q in zip(windows, cut(q, sizes)):
     for look, look_q in zip(looks, cut(window_q, ...)):
         keys, values = window.read(layer.index, look)
         sums.append(attention(look_q, keys, values, look.mask, kind))
-read = mx.concatenate(sums); last_read; return""",
+return mx.concatenate(sums)""",
                 ),
             ),
         ),
@@ -326,15 +325,14 @@ and back from places to ids""",
             Task(
                 "nanobatch.Runner._forward",
                 """One forward pass for all that the order names: first each of `order.prefills`, with
-                a window of its own; then all of `order.decodes`, (slot, row) each, in one window. The
-                newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
+                a window of its own; then all of `order.decodes`, (slot, row, ()) each, in one window.
+                The newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
                 the last token of each prefill that is `asked`, and each token that decodes.
-                What `self.model.head` makes of their states are the logits.
-                Start the pass: `self._start([logits], until=[self.slab.last_read])`. If nothing is
-                asked: `self.slab.last_read = None`, and `self._start(self.slab.written())`.
+                What `self.model.head` makes of their states are the logits. Start the pass:
+                `self._start([logits])`; if nothing is asked, `self._start(self.slab.written())`.
                 Return a list of the logits, the slots that are asked, in the same order, and an empty
-                dict. If nothing is asked, all three are empty. (Leave `order.passes`, `order.known`,
-                `alike`, `_padded` and vectors aside: they are for what is switched off.)""",
+                dict. If nothing is asked, all three are empty. (Leave `order.passes`, `alike`,
+                `_padded` and vectors aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
@@ -343,26 +341,28 @@ and back from places to ids""",
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
     if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
 if order.decodes:
-    decoding = [slot for slot, _ in order.decodes]; rows = ...
+    decoding = [slot for slot, _, _ in order.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
-found = self.model.head(forward(self.model, mx.concatenate(ids), windows, asked))
-start it; return [found], slots, {}     (or [], [], {})""",
+states = forward(self.model, mx.concatenate(ids), windows, asked)
+logits = self.model.head(states)
+start it; return [logits], slots, {}     (or [], [], {})""",
                 ),
             ),
             Task(
                 "nanobatch.Runner._choose",
                 """`begun.logits` has a row for each of `begun.slots`; `begun.order.picks` says, by
-                slot, how its token is chosen. Return an array (slots, 1): the token of each slot that
-                was asked, and -1 for the others; and the log probabilities, as `choose` returns them.
-                If nothing was asked: all -1, and an empty list. (Leave `masks`, guesses and `order.rows` aside.)""",
+                slot, how its token is chosen: a list of one `Pick`. Return an array (slots, 1): the
+                token of each slot that was asked, and -1 for the others; and the log probabilities, as
+                `choose` returns them. If nothing was asked: all -1, and an empty list. (Leave `masks`
+                and guesses aside.)""",
                 (
                     "`choose(logits, picks, self._slot_state)` returns tokens (n,) and log "
                     "probabilities. It wants the picks in the order of the rows.",
                     "`mx.full((slots, 1), -1, mx.int32)`, and then `emitted[mx.array(slots), 0] = tokens`.",
                     """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
 if not begun.slots: return emitted, []
-picks = [begun.order.picks[slot] for slot in begun.slots]
+picks = [begun.order.picks[slot][0] for slot in begun.slots]
 tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
 emitted[...] = tokens""",
                 ),

@@ -10,7 +10,8 @@ import pytest
 from plants import poisoned
 
 import kv
-from nanobatch import Engine, Handle, Order, Sampling
+import nanobatch
+from nanobatch import Engine, Handle, Sampling
 from parts.guess import Guesses, Hints
 from sched import Decode, Request, Scheduler
 
@@ -151,17 +152,14 @@ def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, ru
 
 @pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the guesses"])
 def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
-    rows = Order.rows
+    picks_of = nanobatch.picks_of
+    field = "index" if bug == "one index for all rows" else "before"
 
-    def planted(self, slot):
-        pick = self.picks[slot]
-        for each in rows(self, slot):
-            if bug == "one index for all rows":
-                yield each._replace(index=pick.index)
-            else:
-                yield each._replace(before=pick.before)
+    def planted(member, handle):
+        picks = picks_of(member, handle)
+        return [pick._replace(**{field: getattr(picks[0], field)}) for pick in picks]
 
-    monkeypatch.setattr(Order, "rows", planted)
+    monkeypatch.setattr(nanobatch, "picks_of", planted)
     differ, _, _ = compare(parts, 0)
     assert differ
 

@@ -102,23 +102,22 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
         "no pass in which only some chunks end their prompts"
     )
     assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
-    assert {pick.sampling.group for order in orders for pick in order.picks.values()} >= {
+    assert {pick.sampling.group for order in orders for (pick,) in order.picks.values()} >= {
         "greedy",
         "edited",
         "open",
         "short list",
         "long list",
     }
-    assert sum(bool(pick.before) for order in orders for pick in order.picks.values()) > 3
+    assert sum(bool(pick.before) for order in orders for (pick,) in order.picks.values()) > 3
 
 
 def test_an_order_says_who_samples_and_nothing_else_does(record):
     compared = 0
     for order, tokens in zip(record.orders, record.tokens, strict=True):
-        slots = [prefill.slot for prefill in order.prefills] + [slot for slot, _ in order.decodes]
-        asked = {prefill.slot for prefill in order.prefills if prefill.asked} | {
-            slot for slot, _ in order.decodes
-        }
+        decoding = [slot for slot, *_ in order.decodes]
+        slots = [*(prefill.slot for prefill in order.prefills), *decoding]
+        asked = {*(prefill.slot for prefill in order.prefills if prefill.asked), *decoding}
         assert order.picks.keys() == asked
         assert len(set(slots)) == len(slots), "a slot moves on by two units"
         said = {slot for slot, rows in enumerate(tokens) if max(rows) >= 0}
@@ -187,7 +186,7 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
     copies = 0
     for order in record.orders:
         passes = order.passes()
-        assert tuple(prefill for chunks, _ in passes for prefill in chunks) == order.prefills
+        assert [prefill for chunks, _ in passes for prefill in chunks] == order.prefills
         assert [decodes for _, decodes in passes] == [()] * (len(passes) - 1) + [order.decodes]
         for chunks, _ in passes:
             written = set()
@@ -202,8 +201,8 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
 def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
     first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
     copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
-    order = Order((), (first, other, copies_old, copies), ((5, 8),), {})
-    assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8),))]
+    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),), {})
+    assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
 
 def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other(parts, record):
@@ -215,7 +214,7 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
         for order in record.orders:
             sizes.clear()
             played.play(order)
-            rows = sum(len(list(order.rows(slot))) for slot in order.picks)
+            rows = sum(map(len, order.picks.values()))
             assert sum(sizes) == rows and len(sizes) <= len(order.passes())
             assert 0 not in sizes
         assert played.tokens == record.tokens
@@ -229,7 +228,7 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
         chunk = Prefill(2, (7, 8, 9), 0, None, True)
-        flight = runner.run(Order((), (chunk,), (), {2: Pick(2, Sampling(), 0, 0)}))
+        flight = runner.run(Order((), (chunk,), (), {2: [Pick(2, Sampling(), 0, 0)]}))
         assert flight.began == began + 1 and flight.build_s > 0
         assert flight.device_s == 2  # the forward pass was started, then the sampling
         assert flight.wait_s == 1  # for the pass before

@@ -44,9 +44,7 @@ def attend(model, layer, q, k, v, windows):
             keys, values = window.read(layer.index, look)
             sums.append(attention(q[at : at + size], keys, values, look.mask, kind))
             at += size
-    read = mx.concatenate(sums)
-    windows[0].slab.last_read = read
-    return read
+    return mx.concatenate(sums)
 
 
 def attention(q, k, v, mask, kind):
@@ -316,16 +314,17 @@ class Runner:
                 asked.append(count - 1)
                 slots.append(prefill.slot)
         if order.decodes:
-            decoding = [slot for slot, _ in order.decodes]
-            windows.append(Window(self.slab, decoding, [row for _, row in order.decodes], 1))
+            decoding = [slot for slot, _, _ in order.decodes]
+            rows = [row for _, row, _ in order.decodes]
+            windows.append(Window(self.slab, decoding, rows, 1))
             ids.append(self._newest[mx.array(decoding)])
             asked += range(count, count + len(decoding))
             slots += decoding
-        logits = self.model.head(forward(self.model, mx.concatenate(ids), windows, asked))
+        states = forward(self.model, mx.concatenate(ids), windows, asked)
         if asked:
-            self._start([logits], until=[self.slab.last_read])
+            logits = self.model.head(states)
+            self._start([logits])
             return [logits], slots, {}
-        self.slab.last_read = None
         self._start(self.slab.written())
         return [], [], {}
 
@@ -333,7 +332,7 @@ class Runner:
         emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
         if not begun.slots:
             return emitted, []
-        picks = [begun.order.picks[slot] for slot in begun.slots]
+        picks = [begun.order.picks[slot][0] for slot in begun.slots]
         tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
         emitted[mx.array(begun.slots), 0] = tokens
         return emitted, logprobs

@@ -36,7 +36,7 @@ class Tap:
             calls.clear()
             begun = begin(order)
             owners = {request.slot: request.id for request in engine.sched.running.values()}
-            picks = [pick for slot in begun.slots for pick in order.rows(slot)]
+            picks = [pick for slot in begun.slots for pick in order.picks[slot]]
             assert len(calls) <= len(order.passes()), "the head is read once a pass"
             found = [row for logits in calls for row in np.array(logits)]
             # Behind a wrong guess, logits are recorded once more when the right token is known.

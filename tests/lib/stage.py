@@ -191,7 +191,7 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
 
     def bent(order):
         flight = begin(order)
-        for slot, pick in order.picks.items():
+        for slot, (pick,) in order.picks.items():
             place = slot, pick.index
             if pick.index == 5 and len(order.decodes) >= many and place in flight.logprobs:
                 found = flight.logprobs[place]

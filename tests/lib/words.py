@@ -131,9 +131,9 @@ class WordRunner:
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [[-1] for _ in range(self.slots)]
         logprobs = {}
-        for slot in order.picks:
+        for slot, picks in order.picks.items():
             tokens[slot] = []
-            for pick in order.rows(slot):
+            for pick in picks:
                 said = self.says(slot, pick.index)
                 tokens[slot].append(said)
                 if pick.sampling.logprobs is not None:

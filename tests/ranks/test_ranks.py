@@ -235,7 +235,7 @@ def test_orders_survive_the_wire(parts, budget):
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
     assert any(prefill.source is not None for order in orders for prefill in order.prefills)
-    assert any(len(ids) > 1 for order in orders for ids in order.known.values())
+    assert any(len(ids) > 1 for order in orders for *_, ids in order.decodes)
     for order in orders:
         heard = unpack(json.loads(json.dumps(pack(order))))
         assert all(isinstance(prefill, Prefill) for prefill in heard.prefills)

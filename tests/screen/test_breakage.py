@@ -174,7 +174,7 @@ def with_slab(stage: Stage) -> Stage:
 
     def sick(order):
         flight = begin(runner, order)
-        for slot in poisoned & {slot for slot, _ in order.decodes}:
+        for slot in poisoned & {slot for slot, *_ in order.decodes}:
             flight.tokens[slot] = [-1]
             poisoned.discard(slot)
         return flight
