@@ -374,8 +374,8 @@ class Screen(App):
     def say(self, message: str) -> None:
         """Words for the user, for a while: beside the prompt; in a notice, if they find no room
         there."""
-        beside = self.screen_stack[0].query_one("#settings")
-        is_long = beside.display and cell_len(message) > beside.size.width - 2
+        beside = self._places.get("settings")
+        is_long = beside and cell_len(message) > beside.width - 2
         if message and (is_long or len(self.screen_stack) > 1):
             self.notify(message, markup=False, timeout=3)
         elif message:
@@ -556,7 +556,8 @@ class Screen(App):
 
     def action_command(self, line: str) -> bool:
         """Obey a line, or tell the user why not; False then."""
-        name, posted = line.strip().partition(" ")[0], self.session.room.posted
+        name = line.strip().partition(" ")[0]
+        posted = self.session.room.posted
         if name in ("/quit", "/exit"):
             self.exit()
             return True
@@ -593,10 +594,9 @@ class Screen(App):
     def action_move(self, columns: int) -> None:
         """By what is visible: a column of the timeline may be several steps. Without a timeline, by
         a step."""
-        timeline = self.query_one("#timeline")
-        self.state.move(
-            columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1)
-        )
+        timeline = self._places.get("timeline")
+        zoom = self.state.zoom_for(timeline.width - 4) if timeline else 1
+        self.state.move(columns * zoom)
 
     def action_leaf(self, by: int) -> None:
         if self.state.talking:
@@ -611,13 +611,14 @@ class Screen(App):
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
 
-    def action_point(self, column: int, row: int, width: int, height: int) -> None:
+    def action_point(self, column: int, row: int) -> None:
         """Put the cursor on a column of the timeline that has been clicked, and select the slot
         there."""
-        _, columns, _ = self.state.window(width)
+        timeline = self._places["timeline"]
+        _, columns, _ = self.state.window(timeline.width - 4)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
-            slots = panes.fit_slots(self.state, height)
+            slots = panes.fit_slots(self.state, timeline.height - 2)
             if 0 <= row < len(slots):
                 self.action_select(slots[row])
 
@@ -647,7 +648,9 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        panes = CHARTS if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
+        panes = LOWER if self.state.view.door else LOWER[:-1]
+        if is_wide(*self.size):
+            panes = CHARTS
         now = self.state.lower if self.state.lower in panes else panes[0]
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.state.has_chosen = True
@@ -675,7 +678,8 @@ class Screen(App):
 
     async def action_suspend_process(self) -> None:
         """Ctrl-Z. The engine pauses meanwhile, so its clock stands still."""
-        room, view = self.session.room, self.state.view
+        room = self.session.room
+        view = self.state.view
         runs = view.stage == "ready" and not (view.paused or view.watches)
         if runs:
             room.pause(True)
@@ -705,9 +709,8 @@ class Screen(App):
         exist. A browser gets it as a download."""
         if BROWSER:
             return super().deliver_screenshot(filename, path, time_format)
-        file = os.path.join(
-            path or "", filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
-        )
+        name = filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
+        file = os.path.join(path or "", name)
         try:
             write_whole(file, self.export_screenshot())
             self.notify(f"Saved screenshot to {file!r}", markup=False)

@@ -25,6 +25,7 @@ from policies import POLICIES
 from screen.ink import HUES, Pen, count, number, span, style, wrap
 from screen.paper import Paper
 from screen.state import State
+from screen.timeline import during
 
 # Characters: the numbers at the left. Charts of the same time then begin in the same column.
 SCALE = 5
@@ -76,9 +77,8 @@ def edges_of(state: State, on: Paper) -> list[float]:
     return [began + i * tick for i in range(bins + 1)]
 
 
-def ends_of(state: State) -> tuple[str, str]:
+def ends_of(began: float, last: float) -> tuple[str, str]:
     """Of an axis of time: how long ago it begins, and 0 in the same unit."""
-    began, last = stretch(state)
     ago = span(last - began)
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
@@ -90,7 +90,7 @@ def draw_rate(state: State, on: Paper) -> None:
     tick = edges[1] - edges[0]
     values = [(after - before) / tick for before, after in pairwise(totals)]
     on.heading(state.titled("tokens/s"), f"peak {max(values):,.0f}")
-    draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(state))
+    draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(*stretch(state)))
 
 
 def draw_batch(state: State, on: Paper) -> None:
@@ -103,17 +103,13 @@ def draw_batch(state: State, on: Paper) -> None:
         values.append(worked(state, began, min(ended, last)) / (ended - began))
     mean = f"mean {sum(values) / len(values):.1f} " if last else ""
     on.heading(state.titled("batch size"), f"{mean}of {slots} slots")
-    draw_area(on, values, slots, HUES[1], ends_of(state))
+    draw_area(on, values, slots, HUES[1], ends_of(*stretch(state)))
 
 
 def worked(state: State, began: float, ended: float) -> float:
     """Slots × seconds of useful work between two moments."""
     done = 0.0
-    first = bisect_left(state.history, began, key=lambda column: column.ended)
-    for i in range(first, len(state.history)):
-        column = state.history[i]
-        if column.began >= ended:
-            break
+    for column in during(state.history, began, ended):
         seconds = min(column.ended, ended) - max(column.began, began)
         done += seconds * column.useful
     return done

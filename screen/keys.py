@@ -68,8 +68,9 @@ TOURING = (
     Key("", "enter", "own('enter')", "Go on", "", 1),
     Key("", "esc", "own('escape')", "Leave the tour", "", 1),
 )
-LOOKS = ("quit", "theme", "suspend_process", "choose", "move", "nudge", "follow", "zoom", "view")
-LOOKS += ("copy", "go", "leaf", "back")
+# Keys of the main screen alone: on a page, arrows and Enter do other things
+OF_PANES = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit")
+LOOKS = (*OF_PANES, "theme", "suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 IN_A_TALK = {
     "prompt": ("Ask", 1),
@@ -200,8 +201,7 @@ def only_looks(action: str) -> bool:
 
 def page_of(action: str) -> Page | None:
     """The page behind an action, if there is one."""
-    name, _, rest = action.partition("('")
-    return PAGES.get(rest.removesuffix("')")) if name == "page" else None
+    return next((page for page in PAGES.values() if page.shortcut.action == action), None)
 
 
 def pressed(line: str) -> str:
@@ -241,15 +241,16 @@ def draw_keys(state: State, on: Paper) -> None:
             keys[i] = key._replace(label=label, footer=rank)
     shown = set()
     left = on.width
-    for key in sorted(filter(lambda key: key.footer, keys), key=lambda key: key.footer):
-        if (need := cell_len(f"{key.show} {key.label} ")) <= left:
+    for key in sorted(keys, key=lambda key: key.footer):
+        need = cell_len(f"{key.show} {key.label} ")
+        if key.footer and need <= left:
             shown.add(key)
             left -= need
     pen = on.pen().put(" ")
     for key in keys:
         if key in shown:
-            pen.put(key.show, on.accent, True, key.action).put(f" {key.label}", do=key.action)
-            pen.put(" ")
+            pen.put(key.show, on.accent, True, key.action)
+            pen.put(f" {key.label}", do=key.action).put(" ")
 
 
 def draw_help(state: State, on: Paper) -> None:
@@ -475,26 +476,8 @@ PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
 KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
-# Keys of the main screen alone: on a page, arrows and Enter do other things
-OF_PANES = (
-    "fire",
-    "choose",
-    "move",
-    "leaf",
-    "back",
-    "nudge",
-    "follow",
-    "zoom",
-    "view",
-    "quit",
-)
-ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in OF_PANES]
-LINES = [
-    f"command('/{name}')" for name in ("step", "policy", "load", "slow -", "slow +", "slow off")
-]
-LINES += [f"command('/budget {by}')" for by in "-+"]
-OF_THE_ENGINE = [
-    "pause",
-    *LINES,
-    *(f"page('{page.name}')" for page in PAGES.values() if page.disturbs),
-]
+ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in (*OF_PANES, "fire")]
+OF_THE_ENGINE = ["pause"]
+for line in ("step", "policy", "load", "slow -", "slow +", "slow off", "budget -", "budget +"):
+    OF_THE_ENGINE.append(f"command('/{line}')")
+OF_THE_ENGINE += [page.shortcut.action for page in PAGES.values() if page.disturbs]

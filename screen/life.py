@@ -34,7 +34,7 @@ from policies import POLICIES
 from sched import Request
 from screen.ink import DECODE, GHOST, PREFILL, listed, span
 from screen.runs import on_clock
-from screen.timeline import Column
+from screen.timeline import Column, during
 
 # The parts of a life, in the order of the drawing
 PARTS = {
@@ -105,19 +105,19 @@ def life_of(
     """
     life = Life()
     prices = with_a_chunk(prices)
-    admitted = admitted_at(request)
-    if request.ended is None:
-        now = history[-1].ended if admitted is not None and history else now
-        end = max(now, request.arrived if admitted is None else admitted)
-    else:
-        end = request.ended
+    admitted = request.admitted
+    end = request.ended
+    if end is None and admitted is None:
+        end = max(now, request.arrived)
+    elif end is None:
+        end = max(history[-1].ended if history else now, admitted)
     leaves_line = end if admitted is None else admitted
     life.pieces.append(Piece("line", request.arrived, leaves_line))
     _look_at_line(life, request, history, leaves_line)
     if admitted is not None:
         for other in requests:
-            entered = admitted_at(other)
-            if other.id > request.id and entered is not None and entered < admitted:
+            entered = math.inf if other.admitted is None else other.admitted
+            if other.id > request.id and entered < admitted:
                 life.overtakers.append(other.id)
         _look_at_slot(life, request, history, prices, admitted, end)
     return life
@@ -139,20 +139,11 @@ def with_a_chunk(prices: Prices) -> Prices:
     return guessed
 
 
-def admitted_at(request: RequestView) -> float | None:
-    queued = request.metrics.queued_s
-    return None if queued is None else request.arrived + queued
-
-
 def _look_at_line(
     life: Life, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
     """The requests in the slots meanwhile."""
-    first = bisect_left(history, request.arrived, key=lambda column: column.ended)
-    for i in range(first, len(history)):
-        column = history[i]
-        if column.began >= until:
-            break
+    for column in during(history, request.arrived, until):
         seconds = min(column.ended, until) - max(column.began, request.arrived)
         if column.view.blocked:
             life.shut += seconds
@@ -195,9 +186,9 @@ def _look_at_slot(
             now = ghost.ended
     if now < end:  # cancelled before the next step
         life.pieces.append(Piece("slot", now, end))
-    life.before = _owner(history, slot, range(first, -1, -1), request.id)
+    life.before = _owner(history[first::-1], slot, request.id)
     after = bisect_left(history, end, key=lambda column: column.ended)
-    life.after = _owner(history, slot, range(after, len(history)), request.id)
+    life.after = _owner(history[after:], slot, request.id)
 
 
 def work_ends(step: StepView) -> float:
@@ -244,14 +235,10 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
     yield Piece(parts[-1][0], now, ended)
 
 
-def _owner(history: Sequence[Column], slot: int, steps: range, request: int) -> int | None:
+def _owner(steps: Sequence[Column], slot: int, request: int) -> int | None:
     """In these steps, the first other request with this slot."""
-    for i in steps:
-        if i < len(history):
-            owner = history[i].cells[slot].request
-            if owner not in (None, request):
-                return owner
-    return None
+    owners = (step.cells[slot].request for step in steps)
+    return next((owner for owner in owners if owner not in (None, request)), None)
 
 
 # --- the same requests once more
@@ -381,15 +368,16 @@ def halts_of(columns: Sequence[Column]) -> set[int]:
 
 def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
     """The real outcome."""
-    kinds = {
-        i: column.cells[request.slot].kind
-        for i, column in enumerate(columns)
-        if column.cells[request.slot].request == request.id
-    }
+    kinds = {}
+    for i, column in enumerate(columns):
+        kind, owner = column.cells[request.slot]
+        if owner == request.id:
+            kinds[i] = kind
     reads = [i for i, kind in kinds.items() if kind == PREFILL]
     if not reads:
         raise ValueError("its steps are not remembered any more")
-    admitted, first = min(kinds), max(reads)
+    admitted = min(kinds)
+    first = max(reads)
     last = max(i for i, kind in kinds.items() if kind in (PREFILL, DECODE))
     came = next_plan(columns, request.arrived)
     return Outcome(

@@ -110,7 +110,8 @@ class State:
     TEXTS = 2**25  # with texts of so many bytes at most
 
     def absorb(self, view: View) -> None:
-        before, self.view = self.view, view
+        before = self.view
+        self.view = view
         self.model = view.model or self.model
         news = view.faults[len(before.faults) :]
         self.faults += news
@@ -148,9 +149,10 @@ class State:
     def select_talk(self) -> None:
         """Select the slot of the open conversation, once for each turn."""
         turns = self.talks.open.turns
-        request = turns[-1].request if turns else None
-        is_new = self.talking and request and turns[-1].number != self.talks.led
-        if is_new and request.slot is not None:
+        if not (turns and self.talking) or turns[-1].number == self.talks.led:
+            return
+        request = turns[-1].request
+        if request and request.slot is not None:
             self.talks.led = turns[-1].number
             self.select(request.slot)
 
@@ -208,13 +210,16 @@ class State:
         del self.ended[:-kept]
 
     def _tell_unseen(self, view: View) -> None:
-        unseen = (
-            (view.engine.missed, "step", "went by"),
-            (view.engine.missed_ends, "request", "ended"),
-            (view.door.missed if view.door else 0, "client", "left"),
-        )
-        why = "unseen: the screen looked away for too long"
-        self.faults += [Fault(f"{count(n, what)} {went} {why}") for n, what, went in unseen if n]
+        unseen = {
+            "step went by": view.engine.missed,
+            "request ended": view.engine.missed_ends,
+            "client left": view.door.missed if view.door else 0,
+        }
+        for what, many in unseen.items():
+            if many:
+                thing, _, went = what.partition(" ")
+                said = f"{count(many, thing)} {went} unseen: the screen looked away for too long"
+                self.faults.append(Fault(said))
 
     def _absorb_steps(self, news: Snapshot, busy: bool) -> None:
         if news.missed and self.history:
@@ -224,9 +229,8 @@ class State:
             self._count(self.history[-1])
         # These are gone: requests without an end, older than every open one
         if news.missed_ends:
-            oldest = min(
-                (*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf
-            )
+            there = [r.id for r in news.requests] + [id for id, _ in news.queue]
+            oldest = min(there, default=math.inf)
             self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
             if self.periods:
                 self.periods[-1].requests += news.missed_ends
@@ -241,7 +245,8 @@ class State:
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
             del self.history[:gone]
-            self.woke, self._merged = max(0, self.woke - gone), {}
+            self.woke = max(0, self.woke - gone)
+            self._merged.clear()
 
     def _end_period(self, ended: deque[RequestView], over: bool, until: float = math.inf) -> None:
         """Requests with an end before this moment belong to the latest busy period."""
@@ -335,9 +340,11 @@ class State:
         if zoom == 1:
             return self.history
         merged = self._merged.setdefault(zoom, [])
-        while (len(merged) + 1) * zoom <= len(self.history):
-            merged.append(merge(self.history[len(merged) * zoom : (len(merged) + 1) * zoom]))
-        rest = self.history[len(merged) * zoom :]
+        done = len(merged) * zoom
+        while done + zoom <= len(self.history):
+            merged.append(merge(self.history[done : done + zoom]))
+            done += zoom
+        rest = self.history[done:]
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
@@ -416,12 +423,16 @@ class State:
 
     def slots(self) -> Sequence[SlotView]:
         """The memory of a free slot is not known for the past."""
-        if (past := self.past) is None:
+        past = self.past
+        if past is None:
             return self.view.engine.slots
         out = []
-        for slot, ((kind, request), rows) in enumerate(zip(past.cells, past.rows, strict=True)):
-            m = self.requests[request].metrics if request in self.requests else None
-            prompt, reused = (m.prompt_tokens, m.cached_tokens) if m else (rows, 0)
+        for slot, (kind, request) in enumerate(past.cells):
+            rows = prompt = past.rows[slot]
+            reused = 0
+            if request in self.requests:
+                prompt = self.requests[request].metrics.prompt_tokens
+                reused = self.requests[request].metrics.cached_tokens
             # The newest token is not in the slot yet
             said = rows - prompt + 1 if rows >= prompt > 0 else 0
             phase = "free" if kind == EMPTY else NAMES[kind]
@@ -430,19 +441,22 @@ class State:
 
     def line(self) -> tuple[int, Sequence[tuple[int, float]]]:
         """How many requests wait, and (request, seconds waited) of those in front."""
-        if (past := self.past) is None:
+        past = self.past
+        if past is None:
             return self.view.engine.waiting, self.view.engine.queue
-        planned, waits = past.view.began, []
-        for r in sorted(self.requests.values(), key=lambda r: r.id):
-            left = r.ended if r.metrics.queued_s is None else r.arrived + r.metrics.queued_s
+        planned = past.view.began
+        waits = []
+        for id, r in sorted(self.requests.items()):
+            left = r.ended if r.admitted is None else r.admitted
             if r.arrived <= planned and (left is None or left > planned + 1e-9):
-                waits.append((r.id, past.ended - r.arrived))
+                waits.append((id, past.ended - r.arrived))
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
         """A request in the past, with the text of its tokens so far."""
-        m, past = request.metrics, self.past
-        if past is None or (request.ended is not None and request.ended <= past.ended):
+        m = request.metrics
+        past = self.past
+        if past is None or (request.ended or math.inf) <= past.ended:
             return request
         said = sum(slot.output_tokens for slot in self.slots() if slot.request == request.id)
         first = None if m.ttft_s is None or not said else m.ttft_s
@@ -458,11 +472,11 @@ class State:
         """The owner of a slot, or the last owner."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
-        at = range(self.index_of(self.cursor), -1, -1)
-        request = next(
-            (r for i in at if (r := self.history[i].cells[slot].request) is not None), None
-        )
-        return self.then(self.requests[request]) if request in self.requests else None
+        for i in range(self.at, -1, -1):
+            request = self.history[i].cells[slot].request
+            if request is not None:
+                return self.then(self.requests[request]) if request in self.requests else None
+        return None
 
     def limits_at(self, step: int) -> Limits:
         """The limits of this step's plan: the budget can be turned."""
@@ -487,9 +501,9 @@ class State:
 
     def steps_of(self, request: RequestView) -> list[int]:
         """The places in the history of the steps in which a request was in its slot."""
-        if request.slot is None or request.metrics.queued_s is None:
+        if request.slot is None or request.admitted is None:
             return []
-        came = request.arrived + request.metrics.queued_s - 1e-9
+        came = request.admitted - 1e-9
         first = bisect_left(self.history, came, key=lambda column: column.view.began)
         last = bisect_left(self.history, request.ended or math.inf, key=lambda column: column.began)
         mine = range(first, min(last + 1, len(self.history)))
@@ -500,12 +514,10 @@ class State:
 
         The slot's own phase is the next work: after the last chunk of a prompt, decode.
         """
-        cell = self.history[-1].cells[slot.slot] if self.history and not self.past else None
-        return (
-            NAMES[cell.kind]
-            if cell and cell.request is not None and cell.request == slot.request
-            else slot.phase
-        )
+        if self.past or not self.history or slot.request is None:
+            return slot.phase
+        kind, request = self.history[-1].cells[slot.slot]
+        return NAMES[kind] if request == slot.request else slot.phase
 
 
 def without(news: Snapshot, hidden: int) -> Snapshot:
@@ -516,9 +528,9 @@ def without(news: Snapshot, hidden: int) -> Snapshot:
     for step in news.steps:
         if any(request > hidden for _, request, *_ in (*step.prefill, *step.decode)):
             steps.append(step)
-    requests = tuple(r for r in news.requests if r.id > hidden)
-    ended = tuple(r for r in news.ended if r.id > hidden)
-    return replace(news, requests=requests, ended=ended, steps=tuple(steps))
+    requests = [r for r in news.requests if r.id > hidden]
+    ended = [r for r in news.ended if r.id > hidden]
+    return replace(news, requests=requests, ended=ended, steps=steps)
 
 
 def prompt_of(request: RequestView) -> str:

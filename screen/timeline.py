@@ -21,8 +21,9 @@ Where next: `runs.py`, more columns, from replays; `state.py`, the memory of col
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -107,6 +108,15 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
         rows=tuple(rows),
         total=total,
     )
+
+
+def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
+    """The steps that were run between two moments."""
+    first = bisect_left(history, began, key=lambda column: column.ended)
+    for i in range(first, len(history)):
+        if history[i].began >= ended:
+            return
+        yield history[i]
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:

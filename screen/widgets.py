@@ -31,7 +31,8 @@ from screen.ink import Line, clean, shorten
 from screen.paper import Paper
 from screen.state import State
 
-SHARE, LONGEST = 0.1, 0.5  # of a core; seconds
+SHARE = 0.1  # of a core
+LONGEST = 0.5  # seconds without a look, at most
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
@@ -42,13 +43,16 @@ def thrifty(look: Callable[[], None]) -> Callable[[], None]:
     engine needs the same cores. So on a slow machine the engine stays as fast, and the screen gets
     fewer pictures.
     """
-    looked, used = -LONGEST, 0.0
+    looked = -LONGEST
+    used = 0.0
 
     def look_or_wait() -> None:
         nonlocal looked, used
-        now, spent = time.monotonic(), time.thread_time()
+        now = time.monotonic()
+        spent = time.thread_time()
         if now - looked >= LONGEST or spent - used <= SHARE * (now - looked):
-            looked, used = now, spent
+            looked = now
+            used = spent
             look()
 
     return look_or_wait
@@ -64,7 +68,8 @@ class Pane(Widget):
         super().__init__(id=id)
         self._draw = draw
         self._wheel = wheel
-        self._drawn: list[tuple[Line, Style]] = []
+        # By row: the line and its style, and the same as a strip
+        self._drawn: list[tuple[Line, Style] | None] = []
         self._strips: list[Strip] = []
         self._fault = ""  # the function's error at the last call
 
@@ -72,17 +77,20 @@ class Pane(Widget):
         width, height = self.size
         if not (self.display and width and height):
             return
-        lines = self._lines(width, height)[:height]
+        lines = self._lines(width, height)
         lines += [[]] * (height - len(lines))
-        base = self.rich_style
-        drawn, old = [(line, base) for line in lines], self._drawn
         if len(self._strips) != height:
-            old, self._strips = [None] * height, [Strip.blank(width)] * height
-        self._drawn, rows = drawn, [y for y in range(height) if drawn[y] != old[y]]
-        for y in rows:
-            self._strips[y] = Strip(lines[y]).adjust_cell_length(width).apply_style(base)
+            self._drawn = [None] * height
+            self._strips = [Strip.blank(width)] * height
+        base = self.rich_style
+        rows = []
+        for y in range(height):
+            if self._drawn[y] != (lines[y], base):
+                self._drawn[y] = (lines[y], base)
+                self._strips[y] = Strip(lines[y]).adjust_cell_length(width).apply_style(base)
+                rows.append(Region(0, y, width, 1))
         if rows:
-            self.refresh(*(Region(0, y, width, 1) for y in rows))
+            self.refresh(*rows)
 
     def _lines(self, width: int, height: int) -> list[Line]:
         """The function's lines. If the function raises, the error stands in their place, and all
@@ -101,11 +109,9 @@ class Pane(Widget):
         return on.lines
 
     def render_line(self, y: int) -> Strip:
-        return (
-            self._strips[y]
-            if y < len(self._strips)
-            else Strip.blank(self.size.width, self.rich_style)
-        )
+        if y < len(self._strips):
+            return self._strips[y]
+        return Strip.blank(self.size.width, self.rich_style)
 
     def on_resize(self) -> None:
         self._strips = []
@@ -115,10 +121,7 @@ class Pane(Widget):
         if do := event.style.meta.get("do"):
             await self.app.run_action(do)
         elif self.id == "timeline":
-            width, height = self.size
-            await self.app.run_action(
-                f"point({event.x - 4}, {event.y - 1}, {width - 4}, {height - 2})"
-            )
+            await self.app.run_action(f"point({event.x - 4}, {event.y - 1})")
 
     async def on_mouse_scroll_up(self) -> None:
         if self._wheel:

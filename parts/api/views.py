@@ -240,6 +240,12 @@ class RequestView:
     max_tokens: int = 0  # the longest answer that it may have; 0: not known
 
     @property
+    def admitted(self) -> float | None:
+        """When it got its slot."""
+        waited = self.metrics.queued_s
+        return None if waited is None else self.arrived + waited
+
+    @property
     def size(self) -> int:
         """Bytes that its texts take."""
         return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
