@@ -89,16 +89,18 @@ def draw_status(state: State, on: Paper) -> None:
             pen.put("  "[: on.width - pen.width])
 
 
-def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, str]]:
-    """Each part: text, colour, whether bold, and the action of a click."""
-    view, engine, past = state.view, state.view.engine, state.past
+def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
+    """Each part, as a pen takes it: text, colour, whether bold, and the action of a click."""
+    view = state.view
+    engine = view.engine
+    past = state.past
     newest = state.history[-1].step if state.history else 0
-    yield "nanobatch", on.text, True, ""
+    yield "nanobatch", on.text, True
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
-    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted, False, ""
+    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted
     if state.book:
-        yield shorten(f"book {state.book}", 20), on.accent, False, ""
+        yield shorten(f"book {state.book}", 20), on.accent
     colour = on.muted
     if view.gone_s is not None:
         colour = on.bad
@@ -113,19 +115,19 @@ def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, s
         policy = ""
     yield policy, on.text, True, "command('/policy')"
     if engine.ranks.memory:
-        yield f"{len(engine.ranks.memory)} ranks", on.text, False, ""
+        yield f"{len(engine.ranks.memory)} ranks", on.text
     rate = number(state.tokens_per_s()) if view.busy or past else "–"
-    yield f"{rate:>5} tok/s", on.text, False, ""
+    yield f"{rate:>5} tok/s", on.text
     if view.busy and not past:
-        yield others_of(view), on.bad, True, ""
+        yield others_of(view), on.bad, True
     yield f"{state.finished:,} ended", on.text, False, "open"
     if view.door:
         clients = sum(bool(call.requests) for call in view.door.open)
         address = view.door.address.partition("//")[2]
         yield f"{clients:,} asking at {address}", on.text, False, "page('clients')"
     if not past:
-        yield f"step {newest:,}", on.muted, False, ""
-    yield f"{step_ms(state):>5} ms/step", on.muted, False, ""
+        yield f"step {newest:,}", on.muted
+    yield f"{step_ms(state):>5} ms/step", on.muted
     if view.load:
         yield f"load {view.load:g}/s", on.text, False, "command('/load')"
     if engine.limits != view.made_with:
@@ -147,7 +149,8 @@ def step_ms(state: State) -> str:
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
     """Why the first request in line waits. All others wait for the same reason."""
-    view, past = state.view, state.past
+    view = state.view
+    past = state.past
     if view.paused and not past:
         return "paused"
     if view.engine.draining_to and not past:
@@ -250,7 +253,8 @@ def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) ->
         if stop > start:
             end = min(width, max(round(stop * width / max_len), drawn + 1))
             pen.put(ink.GLYPHS[kind] * (end - drawn), p.cell(kind, slot.request))
-            start, drawn = stop, end
+            start = stop
+            drawn = end
     pen.put(ink.GLYPHS[ink.EMPTY] * (width - drawn), p.faint)
 
 
@@ -284,10 +288,9 @@ def draw_cells(
 
 def tokens_of(column: Column, slot: int) -> str:
     """How many tokens came, in a sign: where a step is a column, and some were guessed."""
-    for guesser, _, right in column.view.guesses if column.steps == 1 else ():
-        if guesser == slot:
-            return ink.SMALL[min(1 + right, 10)]
-    return ""
+    right = {guesser: right for guesser, _, right in column.view.guesses}
+    is_known = column.steps == 1 and slot in right
+    return ink.SMALL[min(1 + right[slot], 10)] if is_known else ""
 
 
 def draw_timeline(state: State, on: Paper) -> None:
@@ -298,9 +301,9 @@ def draw_timeline(state: State, on: Paper) -> None:
     rare = there & {ink.UNSEEN, ink.FAILED}
     kinds = on.legend(*rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     on.heading("Timeline", f"useful {useful_of(columns):.0f} %", kinds)
-    hints = [OFFER, *FIRST] if state.offers_tour else FIRST
-    if columns or state.tour:
-        hints = []
+    hints = () if columns or state.tour else FIRST
+    if state.offers_tour and hints:
+        hints = (OFFER, *FIRST)
     hints = [f"{hint} " for hint in hints if cell_len(hint) < on.width - 5]
     for slot in fit_slots(state, on.height - 2):
         hue = on.text if slot == state.selected else on.muted
@@ -317,11 +320,11 @@ def draw_timeline(state: State, on: Paper) -> None:
 
 def cursor_line(state: State, on: Paper, at: int) -> None:
     """Under the timeline: the cursor's step."""
-    label = f" step {state.cursor:,}  End: follow "
-    if at + 1 + len(label) <= on.width:
-        on.pen().to(at).put(f"▲{label}", on.accent, True)
-    else:
-        on.pen().to(max(0, at - len(label))).put(f"{label}▲", on.accent, True)
+    label = f"▲ step {state.cursor:,}  End: follow "
+    if at + len(label) > on.width:  # the label stands at the left of its mark
+        at = max(0, at + 1 - len(label))
+        label = f"{label[1:]}▲"
+    on.pen().to(at).put(label, on.accent, True)
 
 
 def step_axis(on: Paper, columns: Sequence[Column], zoom: int) -> None:

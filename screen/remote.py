@@ -73,12 +73,19 @@ class RemoteRoom(Room):
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
         super().__init__()
-        self.url, self._keys = base_of(url), (key, ask_key or key)
+        self.url = base_of(url)
+        self._key = key
+        self._ask_key = ask_key or key
         self.own: dict[int, socket.socket] = {}  # by request: closing it cancels the request
         self._frame: wire.Frame | None = None  # the news since the last look
-        self._life, self._lost_at = 0, None  # `_lost_at`: when the other end went
+        self._is_fresh = False  # a connection's first frame is to come
+        self._is_blind = False  # frames have no texts
+        self._life = 0
+        self._lost_at: float | None = None  # when the other end went
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
-        self._senders, self._cancels, self._ending = 0, 0, threading.Event()
+        self._senders = 0
+        self._cancels = 0
+        self._ending = threading.Event()
         # The last requests with an end
         self._over: deque[int] = deque(maxlen=2**12)
         self._came = threading.Condition(self._lock)  # told of each frame
@@ -105,11 +112,11 @@ class RemoteRoom(Room):
 
     def look(self, since: View | None = None) -> View:
         with self._lock:
-            frame, lost_at = self._frame, self._lost_at
+            frame = self._frame
             if frame is None:
                 return self._known
             self._frame = wire.told(frame)
-            gone = None if lost_at is None else time.monotonic() - lost_at
+            gone = None if self._lost_at is None else time.monotonic() - self._lost_at
             return self._known._replace(life=self._life, gone_s=gone, **frame._asdict())
 
     # --- watching
@@ -129,7 +136,7 @@ class RemoteRoom(Room):
 
     def _connect(self) -> Iterator[wire.Frame]:
         """The frames of a new connection. When this returns, the other end has said who it is."""
-        answer = self._ask_for("GET", "/watch", self._keys[0], SILENT_S)
+        answer = self._ask_for("GET", "/watch", self._key, SILENT_S)
         if answer.status != 200:
             kind = Loading if answer.status == 503 else ValueError
             raise kind(f"--watch {self.url}: {said(answer)[0]}")
@@ -140,7 +147,7 @@ class RemoteRoom(Room):
                 f"--watch {self.url}: there is no nanobatch, or one of another version"
             )
         with self._lock:
-            self._fresh = True
+            self._is_fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             self._is_blind = not hello["texts"]
             if self._is_blind:
@@ -152,13 +159,11 @@ class RemoteRoom(Room):
 
     def _take(self, frame: wire.Frame) -> None:
         with self._lock:
-            if self._fresh:
-                self._fresh, self._lost_at, self._life, self._frame = (
-                    False,
-                    None,
-                    self._life + 1,
-                    None,
-                )
+            if self._is_fresh:
+                self._is_fresh = False
+                self._lost_at = None
+                self._frame = None
+                self._life += 1
             self._frame = wire.joined(self._frame, with_asks(frame))
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
@@ -168,9 +173,8 @@ class RemoteRoom(Room):
         """Called once a second, so that the screen counts the seconds."""
         with self._lock:
             if self._frame is None:
-                self.note(
-                    done=(f"asking {self.url}", clean(reason.removeprefix(f"--watch {self.url}: ")))
-                )
+                words = clean(reason.removeprefix(f"--watch {self.url}: "))
+                self.note(done=(f"asking {self.url}", words))
             elif self._lost_at is None:
                 self._lost_at = time.monotonic()
                 self.fault(f"{self.url} is gone: {reason}; trying again")
@@ -179,14 +183,14 @@ class RemoteRoom(Room):
 
     def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
         address = urlsplit(self.url)
-        kind = (
-            http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        )
+        kind = http.client.HTTPConnection
+        if address.scheme == "https":
+            kind = http.client.HTTPSConnection
         connection = kind(address.hostname, address.port, timeout=patience)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request(
-            method, address.path + path, body, {"Content-Type": "application/json"} | headers
-        )
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        connection.request(method, address.path + path, body, headers)
         line = connection.sock
         answer = connection.getresponse()
         answer.line = line
@@ -237,12 +241,14 @@ class RemoteRoom(Room):
         }
         if ask.schema:
             wish["guided_json"] = ask.schema
-        chat = {"messages": ask.messages or [{"role": "user", "content": ask.prompt}]}
-        for route, prompt in (
-            ("/v1/chat/completions", chat),
-            ("/v1/completions", {"prompt": ask.prompt}),
-        ):
-            answer = self._ask_for("POST", route, self._keys[1], 60, json.dumps(wish | prompt))
+        routes = {
+            "/v1/chat/completions": {
+                "messages": ask.messages or [{"role": "user", "content": ask.prompt}]
+            },
+            "/v1/completions": {"prompt": ask.prompt},
+        }
+        for route, prompt in routes.items():
+            answer = self._ask_for("POST", route, self._ask_key, 60, json.dumps(wish | prompt))
             if answer.status == 200:
                 break
             words, code = said(answer)
@@ -292,9 +298,9 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
 
 
 def with_asks(frame: wire.Frame) -> wire.Frame:
-    engine = frame.engine
-    requests, ended = (tuple(map(with_ask, many)) for many in (engine.requests, engine.ended))
-    return frame._replace(engine=replace(engine, requests=requests, ended=ended))
+    requests = tuple(map(with_ask, frame.engine.requests))
+    ended = tuple(map(with_ask, frame.engine.ended))
+    return frame._replace(engine=replace(frame.engine, requests=requests, ended=ended))
 
 
 def with_ask(request: RequestView) -> RequestView:

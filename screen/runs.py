@@ -58,9 +58,8 @@ class Run(NamedTuple):
     def on_the_engines(self) -> str:
         """The seconds on the engine's clock, and the seconds of interruptions among them."""
         lost = self.took - self.makespan
-        return span(self.took) + (
-            f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
-        )
+        words = f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
+        return span(self.took) + words
 
 
 class Contest(NamedTuple):
@@ -82,7 +81,8 @@ def on_clock(
 ) -> tuple[list[Column], Callable[[float], float]]:
     """The same steps on the clock of the prices, and a function from a moment to the time on this
     clock."""
-    out, now = [], 0.0
+    out = []
+    now = 0.0
     for i, c in enumerate(columns):
         # An idle time stays the same
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
@@ -93,13 +93,13 @@ def on_clock(
         i = bisect_left(columns, at, key=lambda c: c.ended)
         if i == len(columns):
             return now
-        real, ours = columns[i], out[i]
-        part = (at - real.began) / ((real.ended - real.began) or 1.0)
-        return (
-            ours.began + part * (ours.ended - ours.began)
-            if part > 0
-            else max(0.0, ours.began + at - real.began)
-        )
+        real = columns[i]
+        ours = out[i]
+        since = at - real.began
+        if since <= 0:
+            return max(0.0, ours.began + since)
+        part = since / ((real.ended - real.began) or 1.0)
+        return ours.began + part * (ours.ended - ours.began)
 
     return out, moment
 
@@ -117,17 +117,15 @@ def measured(
     """A real run. The first token of a request comes with the last piece of the prompt."""
     steps, moment = on_clock(columns, prices)
     ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
-    firsts = (
-        (r, ends.get((r.id, r.metrics.prompt_tokens)))
-        for r in requests
-        if r.metrics.ttft_s is not None
-    )
-    ttfts = [first - moment(r.arrived) for r, first in firsts if first is not None]
-    took = (
-        columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began)
-        if columns
-        else 0.0
-    )
+    ttfts = []
+    for r in requests:
+        first = ends.get((r.id, r.metrics.prompt_tokens))
+        if first is not None and r.metrics.ttft_s is not None:
+            ttfts.append(first - moment(r.arrived))
+    took = 0.0
+    if columns:
+        came = min((r.arrived for r in requests), default=columns[0].began)
+        took = columns[-1].ended - came
     return Run(policy, how, steps, ttfts, took)
 
 
@@ -206,14 +204,13 @@ def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
 
 def in_time(run: Run, width: int, longest: float) -> list[Column]:
     """A run's columns on a scale of time, on which `longest` seconds are `width` cells wide."""
-    out, first = [], 0
+    out = []
+    first = 0
     for x in range(round(run.makespan / longest * width)):
         ends = (x + 1) * longest / width
         stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
-        out.append(
-            merge(run.columns[first:stop])
-            if stop > first
-            else run.columns[min(first, len(run.columns) - 1)]
-        )
+        # A cell without the end of a step shows the step that runs
+        merged = run.columns[first:stop] or [run.columns[min(first, len(run.columns) - 1)]]
+        out.append(merge(merged))
         first = stop
     return out

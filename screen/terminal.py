@@ -36,7 +36,8 @@ class Output:
     """A terminal may go away: from then on, all writing is dropped."""
 
     def __init__(self, file: TextIO, gone: Callable[[], None]):
-        self._file, self._gone = file, gone
+        self._file = file
+        self._gone = gone
         self.fileno = file.fileno
 
     def write(self, text: str) -> None:
