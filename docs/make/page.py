@@ -64,6 +64,8 @@ CARD = """<meta property="og:image" content="{address}card.png">
 <meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
+GUESSES = """Tokens that were guessed are guessed again, and as many of them are right: nobody knows what other
+steps would have guessed."""
 ASKS = "Why can one machine answer many people at once?"
 LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
 everybody in a slot, and it reads the whole model once. {bargain}So no slot should be empty while somebody waits.
@@ -169,7 +171,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     parts = head_of(recording) | {
         "card": CARD.format(address=address) if is_ours else "",
         "nav": NAVIGATION if is_ours else "",
-        "lab": texts["lab"],
+        "lab": texts["lab"].replace("{guesses}", GUESSES if guessed_in(recording) else ""),
         "game": texts["game"] if is_ours else "",
         "talk": told(texts["talk"], talk) if talk else "",
         "budget": budget_in_words(recording),
@@ -188,6 +190,15 @@ def is_race(recording: dict, of: int | None = None) -> bool:
     policies = [run["policy"] for run in recording["runs"]]
     is_alike = len(others) == 1 and others[0]["hashes"] == first["hashes"]
     return policies == ["static", "continuous"] and is_alike and of in (None, len(first["hashes"]))
+
+
+def guessed_in(recording: dict) -> bool:
+    """Earlier recordings know of no guesses."""
+    names = recording["fields"]["StepView"]
+    steps = (
+        dict(zip(names, step, strict=True)) for run in recording["runs"] for step in run["steps"]
+    )
+    return any(step.get("guesses") for step in steps)
 
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
@@ -226,7 +237,8 @@ def game_of(recording: dict) -> dict:
         # No two prompts of the hand begin alike
         prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        hand.append(sent._replace(prompt=prompt, client=client))
+        # Nothing is guessed, as in the player's slots
+        hand.append(sent._replace(prompt=prompt, client=client, guesses=()))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))

@@ -16,6 +16,7 @@ from recordings import HOSTILE, recording
 from stage import Stage
 
 from docs.make import page as page_program
+from docs.make.page import GUESSES
 from door import page
 from screen import record
 from screen.ink import clean
@@ -79,7 +80,7 @@ def test_the_page_may_run_its_own_script_alone_and_load_nothing():
 def test_a_page_of_another_run_claims_nothing_of_the_demo():
     """It said that our tests had run its prompts again, and named 24 of them."""
     text = page_program.make([recording()])
-    body = text.partition("<body>")[2].partition('<script type="application/json"')[0]
+    body = body_of(text)
     assert "12 prompts, as they were answered" in body and "How it was made" in body
     assert not [
         claim
@@ -87,6 +88,25 @@ def test_a_page_of_another_run_claims_nothing_of_the_demo():
         if claim in body
     ]
     assert 'id="data-game"' not in text and 'id="data-lab"' in text
+
+
+def test_where_a_replay_guesses_as_the_run_did_the_page_says_so():
+    """The lab's runs had the recorded guesses under any setting, and the page did not say so. In the
+    game the policies had them, too, and the player none."""
+    run = recording(burst=24)
+    names = run["fields"]["StepView"]
+    alike = page_program.game_of(run)["runs"]
+    told = [GUESSES in body_of(page_program.make([run]))]
+    step = next(step for step in run["runs"][0]["steps"] if step[names.index("decode")])
+    ((slot, _), *_) = step[names.index("decode")]
+    step[names.index("guesses")] = [[slot, 3, 2]]
+    told.append(GUESSES in body_of(page_program.make([run])))
+    assert told == [False, True]
+    assert page_program.game_of(run)["runs"] == alike
+
+
+def body_of(text: str) -> str:
+    return text.partition("<body>")[2].partition('<script type="application/json"')[0]
 
 
 def test_no_module_writes_markup():
