@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     "no run-ahead": {"run_ahead": False},
     "reuse": {"reuse": True},
     "guesses": {"guesses": 4},
-    "widened": {},  # the weights as float32, where they are packed
+    "widened": {"dtype": "float32"},  # where they are packed
     "threads": {},  # other processes, with 1 thread and with 3
     "prefill": {},  # each answer is read as a prompt
 }
@@ -81,6 +81,7 @@ class Ask(NamedTuple):
     question: str
     prompt: Any
     sampling: Sampling
+    alone: Answer | None = None
 
 
 class Tally(NamedTuple):
@@ -94,12 +95,12 @@ class Tally(NamedTuple):
     first: str = ""  # the first of these, as a sentence
     note: str = ""  # what else ran, or why nothing was compared
 
-    def add(self, ask: Ask, right: Answer, other: Answer) -> Tally:
+    def add(self, question: str, right: Answer, other: Answer) -> Tally:
         sums = self._replace(answers=self.answers + 1, numbers=self.numbers + right.numbers)
         found = difference(right, other)
         if not found:
             return sums
-        first = f"{self.way}: “{ask.question[-40:]}”: {found.words}"
+        first = f"{self.way}: “{question[-40:]}”: {found.words}"
         place = min(found.place + 1, self.place or math.inf)
         return sums._replace(differ=self.differ + 1, place=place, first=self.first or first)
 
@@ -125,15 +126,18 @@ def ended(handle: Handle) -> Answer:
     return Answer.of(handle)
 
 
-def ask_alone(model: str) -> list[Answer]:
+def ask_alone(model: str) -> list[Ask]:
     with Engine.load(model, slots=1, max_len=LENGTH, reuse=False) as engine:
-        return [ended(engine.submit(ask.prompt, ask.sampling)) for ask in asks(engine)]
+        return [
+            ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
+            for ask in asks(engine)
+        ]
 
 
-def ask_in_company(engine: Engine, dice: random.Random) -> list[Handle]:
+def ask_in_company(engine: Engine, asked: Sequence[Ask], dice: random.Random) -> list[Handle]:
     """Each question at a random moment, among neighbours that come, go and are cancelled. The
     handles come in the questions' order."""
-    waiting = list(enumerate(asks(engine)))
+    waiting = list(enumerate(asked))
     dice.shuffle(waiting)
     handles: dict[int, Handle] = {}
     others: list[Handle] = []
@@ -157,32 +161,31 @@ def ask_in_company(engine: Engine, dice: random.Random) -> list[Handle]:
 # --- the ways -----------------------------------------------------------------------------------
 
 
-def compare(args: argparse.Namespace, alone: Sequence[Answer]) -> Iterator[Tally]:
+def compare(args: argparse.Namespace, asked: Sequence[Ask]) -> Iterator[Tally]:
     for way in args.ways:
         try:
-            yield compare_one(args.model, way, args.rounds, alone)
+            yield compare_one(args.model, way, args.rounds, asked)
         except ValueError as error:  # such as weights that do not fit the memory when widened
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
 
-def compare_one(model: str, way: str, rounds: int, alone: Sequence[Answer]) -> Tally:
+def compare_one(model: str, way: str, rounds: int, asked: Sequence[Ask]) -> Tally:
     if way == "threads":
-        return compare_threads(model, alone)
+        return compare_threads(model, asked)
     options = {"slots": SLOTS, "max_len": LENGTH, "reuse": False} | WAYS[way]
-    dtype = "float32" if way == "widened" else "auto"
-    with Engine.load(model, dtype=dtype, **options) as engine:
+    with Engine.load(model, **options) as engine:
         if way == "prefill":
-            return compare_prefill(engine, Tally(way), alone)
+            return compare_prefill(engine, Tally(way), asked)
         tally = Tally(way)
         dice = random.Random(way)
         metrics = []
         for _ in range(rounds):
-            handles = ask_in_company(engine, dice)
+            handles = ask_in_company(engine, asked, dice)
             metrics += [handle.metrics for handle in handles]
-            for ask, right, handle in zip(asks(engine), alone, handles, strict=True):
-                tally = tally.add(ask, right, ended(handle))
+            for ask, handle in zip(asked, handles, strict=True):
+                tally = tally.add(ask.question, ask.alone, ended(handle))
         if way == "reuse":  # conversations go on, too, from rows that were decoded
-            tally = compare_prefill(engine, tally, alone)
+            tally = compare_prefill(engine, tally, asked)
             tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
         if way == "guesses":
             right = sum(m.right for m in metrics)
@@ -191,35 +194,33 @@ def compare_one(model: str, way: str, rounds: int, alone: Sequence[Answer]) -> T
         return tally
 
 
-def compare_prefill(engine: Engine, tally: Tally, alone: Sequence[Answer]) -> Tally:
+def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Ask]) -> Tally:
     """A token that was decoded one by one has the bits of one that follows a prompt."""
-    for ask, answer in zip(asks(engine), alone, strict=True):
+    for ask in asked:
         if ask.sampling.temperature:  # what is drawn depends on the place in an answer
             continue
         ids = engine.text.read(ask.prompt)[0]
-        for place in range(1, len(answer.tokens), 4):
-            prompt = [*ids, *answer.tokens[:place]]
+        for place in range(1, len(ask.alone.tokens), 4):
+            prompt = [*ids, *ask.alone.tokens[:place]]
             sampling = Sampling(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)
             read = ended(engine.submit(prompt, sampling))
-            tally = tally.add(ask, answer.only(place), read)
+            tally = tally.add(ask.question, ask.alone.only(place), read)
     return tally
 
 
-def compare_threads(model: str, alone: Sequence[Answer]) -> Tally:
+def compare_threads(model: str, asked: Sequence[Ask]) -> Tally:
     """Threads belong to a process, so each number of them gets its own."""
     if device.has_gpu() or device.blas.name == "mlx":
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
-    with Engine.load(model, slots=1, max_len=LENGTH) as engine:
-        asked = asks(engine)
     for threads in THREADS:
         command = [sys.executable, os.path.realpath(__file__), "--model", model, "--answers"]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
             raise RuntimeError(f"the process with {threads} threads ended with {done.returncode}")
-        for ask, right, other in zip(asked, alone, pickle.loads(done.stdout), strict=True):
-            tally = tally.add(ask, right, other)
+        for ask, again in zip(asked, pickle.loads(done.stdout), strict=True):
+            tally = tally.add(ask.question, ask.alone, again)
     return tally
 
 
@@ -236,7 +237,7 @@ def hash_of(model: str) -> str:
     return digest.hexdigest()
 
 
-def receipt(model: str, alone: Sequence[Answer], tallies: Sequence[Tally]) -> dict[str, Any]:
+def receipt(model: str, asked: Sequence[Ask], tallies: Sequence[Tally]) -> dict[str, Any]:
     return {
         "model": model,
         "model_sha256": hash_of(model),
@@ -248,7 +249,7 @@ def receipt(model: str, alone: Sequence[Answer], tallies: Sequence[Tally]) -> di
         "numbers": sum(tally.numbers for tally in tallies),
         "differ": sum(tally.differ for tally in tallies),
         "first": next((tally.first for tally in tallies if tally.first), ""),
-        "answers_sha256": sha256(" ".join(answer.digest for answer in alone).encode()).hexdigest(),
+        "answers_sha256": sha256(" ".join(ask.alone.digest for ask in asked).encode()).hexdigest(),
         "ways": [tally._asdict() for tally in tallies],
     }
 
@@ -310,23 +311,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
-    alone = ask_alone(args.model)
+    asked = ask_alone(args.model)
     say(f"nanobatch: {args.model}; {device.named()}")
     say(
-        f"{len(alone)} answers of {TOKENS} tokens alone, in one slot. In company, or in other ways:"
+        f"{len(asked)} answers of {TOKENS} tokens alone, in one slot. In company, or in other ways:"
     )
     tallies = []
-    for tally in compare(args, alone):
+    for tally in compare(args, asked):
         say(line(tally))
         tallies.append(tally)
-    return receipt(args.model, alone, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
+    return receipt(args.model, asked, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         if args.answers:
-            sys.stdout.buffer.write(pickle.dumps(ask_alone(args.model)))
+            sys.stdout.buffer.write(pickle.dumps([ask.alone for ask in ask_alone(args.model)]))
             return 0
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))
