@@ -8,7 +8,6 @@ how many requests there are, and when they come. (Here, a row is one sequence of
     closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
     open      prompts come at random times, however many are waiting: from which load on does the line grow for ever?
     steps     one decode step taken apart, beside the time that the machine would need at best
-    far       the same, where each row looks back on 2,048 tokens
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     chat      a conversation's fifth turn: how long does it take to read what was said before, if a slot remembers it?
     idle      one request runs: how much longer are its steps in an engine of 32 slots than in an engine of one?
@@ -17,7 +16,9 @@ how many requests there are, and when they come. (Here, a row is one sequence of
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
     guesses   answers that are dictated, in which much has stood before or little: what do guesses gain, or cost?
     busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
-    newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/device/blas.py`)
+    door      the same prompts by `generate`, through HTTP, and beside one who watches: what does the door cost?
+    screen    a burst without the screen and with it: what does the screen cost?
+    fair      one client's 20 prompts come among another's 100: how many steps does each policy let them wait?
     same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
 
 How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can
@@ -27,7 +28,8 @@ do. Each of them has a column, and its figures have their ratio to ours:
     --vs llama.cpp         with products of its own, and a thread for each core
     --vs ../before         another checkout of nanobatch, on the BLAS that it chooses: is the new version faster?
     --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
-    --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas; mlx-lm@off works, too
+    --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas
+    --vs mlx-lm@off        as it is installed, on the slow BLAS that MLX's wheel for Linux brings
     --vs mlx-lm,llama.cpp  several
 
 This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights
@@ -68,7 +70,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -78,7 +80,6 @@ from measure.plan import (
     PARTS,
     ROWS,
     SHAPES,
-    Column,
     Spec,
     make_model,
     make_plan,
@@ -88,7 +89,6 @@ from measure.plan import (
 from measure.report import load_data, show
 from measure.sample import Failure, describe_machine, take_all, take_sample
 from parts.checks import one_line, read_whole, shown
-from parts.device import mlx as device
 from parts.files import check_writable, write_whole
 from parts.model.config import read_config
 from parts.model.find import find
@@ -129,47 +129,37 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
         for name, least in (("prompt", 1), ("output", 2), ("samples", 1)):
             setattr(args, name, read_whole(f"--{name}", getattr(args, name), least, 100_000))
+        args.parts = args.parts.split(",")
+        args.rivals = read_rivals(args.vs, args.policy)
+        check(args)
+        if args.json:
+            remedy = "name a file in a folder that is there and can be written"
+            with program.about(f"--json {shown(args.json)}", remedy):
+                check_writable(args.json)
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
-    args.parts = args.parts.split(",")
-    if args.bits != 32 and not args.shape:
-        parser.error(f"--bits {args.bits} is for --shape; a model has the bits that it has")
-    for part in args.parts:
-        if part not in PARTS:
-            parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
-    if args.model is not None and args.shape:
-        parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
-    try:
-        args.rivals = read_rivals(args.vs, args.policy)
-        check_rivals(args.parts, args.rivals)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        if args.json:
-            check_writable(args.json)
-    except OSError as error:
-        remedy = "name a file in a folder that is there"
-        parser.error(f"{args.json!r} cannot be written ({error.strerror}); {remedy}")
     return args
 
 
-def check_rivals(parts: Sequence[str], rivals: Sequence[Column]) -> None:
-    """What stands in the way of measuring them is said before anything is measured."""
-    peers = [rival.engine for rival in rivals if rival.engine in PEERS]
+def check(args: argparse.Namespace) -> None:
+    """What stands in the way of measuring is said before anything is measured."""
+    if args.bits != 32 and not args.shape:
+        raise ValueError(f"--bits {args.bits} is for --shape; a model has the bits that it has")
+    if args.model is not None and args.shape:
+        words = f"--model {args.model} and --shape {args.shape} exclude each other"
+        raise ValueError(f"{words}; give one")
+    for part in args.parts:
+        if part not in PARTS:
+            words = f"--parts: {shown(part)} is no part"
+            raise ValueError(f"{words}; choose among {','.join(PARTS)}")
+    peers = [rival.engine for rival in args.rivals if rival.engine in PEERS]
     for peer in peers:
         if why := obstacle(peer):
-            raise ValueError(f"{why} --vs {peer}")
-    if "newcomer" in parts:
-        if why := obstacle("mlx-lm"):
-            raise ValueError(f"{why} newcomer")
-        if device.blas.name == "mlx":
-            raise ValueError(
-                "newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install -e '.[cpu]'"
-            )
-    if "same" in parts and not peers:
+            raise ValueError(f"{why}; leave out --vs {peer}")
+    if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    alone = [part for part in ("newcomer", "idle") if part in parts]
-    if program.backend() and (rivals or alone):
+    alone = [part for part in ("idle", "door", "screen") if part in args.parts]
+    if program.backend() and (args.rivals or alone):
         raise ValueError(f"ranks measure one engine; leave out {alone[0] if alone else '--vs'}")
 
 

@@ -40,10 +40,9 @@ class Dictated(NamedTuple):
 def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
     """Texts of this kind without end: the same ones, in the same order, each time."""
     dice = random.Random(kind)
-    names = CODE if kind == "rewrite" else PAGES
-    files = ["".join(lines_of(ROOT / name, kind)) for name in names]
+    files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
     while True:
-        words = split(dice.choice(files))
+        words = dice.choice(files)
         first = dice.randrange(max(1, len(words) - 2 * LENGTH))
         before = words[first : first + LENGTH]
         after = words[first + LENGTH : first + 2 * LENGTH]
@@ -57,16 +56,12 @@ def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
         )
 
 
-def lines_of(path: Path, kind: str) -> list[str]:
-    """A file's lines; of a page no tables and commands, which repeat themselves."""
+def words_of(path: Path, kind: str) -> list[str]:
+    """A file's words; of a page no tables and commands, which repeat themselves."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if kind == "rewrite":
-        return lines
-    return [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
-
-
-def split(text: str) -> list[str]:
-    return re.findall(r"\w+|[^\w\s]|\s+", text)
+    if kind != "rewrite":
+        lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
+    return re.findall(r"\w+|[^\w\s]|\s+", "".join(lines))
 
 
 class Dictation:

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from nanobatch import Engine, Handle
 from parts.api.views import Roof, StepView, percentile
+from parts.bill import floors_of, of_rows
 from parts.device.roof import measure
 from parts.model.fit import usual_budget
 from parts.replay import Guest, Replay
@@ -100,14 +101,14 @@ def guess_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Han
     """From the moment when all decode to the end of those in `until`."""
     while any(handle.request.committed == 0 for handle in handles):
         engine.step()
-    before = [handle.request.committed for handle in handles]
+    before = sum(handle.request.committed for handle in handles)
     began = time.perf_counter()
     spent = time.process_time()
     steps = engine.steps
     while not all(handle.finish_reason for handle in until):
         engine.step()
     figures = {
-        "tokens": sum(h.request.committed for h in handles) - sum(before),
+        "tokens": sum(h.request.committed for h in handles) - before,
         "steps": engine.steps - steps,
         "guessed": sum(handle.metrics.guessed for handle in handles),
         "right": sum(handle.metrics.right for handle in handles),
@@ -181,23 +182,16 @@ def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """How long the machine needs at best for a step of so many rows, each `length` tokens long.
 
-    A step reads each weight once and each row's keys and values, and multiplies all numbers that
-    were read. The longer of the two times is the floor. Both rates are this machine's roof, measured
-    here and now.
+    What the step reads and multiplies is its bill (`parts/bill.py`), and both rates are this
+    machine's roof, measured here and now. The longer of the two times is the floor.
     """
     view = engine.model.view
-    looks = rows * length * view.layers
-    reads = view.nbytes + looks * view.row_nbytes
-    products = view.body_products + view.tail_products
-    products += view.layers * view.taken * view.expert_products
-    operations = 2 * rows * products + 4 * looks * view.width
     roof = Roof(*measure(view.nbytes, engine.model.dtype))
-    reading_ms = 1e3 * reads / roof.nbytes_per_s
-    arithmetic_ms = 1e3 * operations / roof.multiplying
+    floors = floors_of(of_rows(view, rows, length), roof)
     return {
-        "reading ms": reading_ms,
-        "arithmetic ms": arithmetic_ms,
-        "floor ms": max(reading_ms, arithmetic_ms),
+        "reading ms": 1e3 * floors.reading,
+        "arithmetic ms": 1e3 * floors.multiplying,
+        "floor ms": 1e3 * floors.longest,
         "machine GB/s": roof.nbytes_per_s / 1e9,
         "machine GFLOP/s": roof.multiplying / 1e9,
     }

@@ -16,34 +16,42 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from parts.device.cores import my_cores
 from parts.device.mlx import has_gpu, mx
 from parts.model.config import read_config
+from parts.model.layers import Packed
 from parts.model.load import ModelReader
-from parts.model.weights import quantization
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]
 
 
-class Asked(Protocol):
+@dataclass(frozen=True)
+class Ask:
     prompt: list[int]
     max_tokens: int
+    at: float = 0.0  # when an open loop sends it, in seconds after the start
+    after: int = 0  # an open loop does not send it before all answers under way have so many tokens
 
 
 class MlxLm:
     """mlx-lm's BatchGenerator. The batch is as wide as we have slots. As many prompts are prefilled
     together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
-    CPU the model computes in float32, because everything else is slow there, and OpenBLAS multiplies
-    (`ENVIRONMENT`)."""
+    CPU the model computes in float32, because everything else is slow there.
+
+    mlx-lm multiplies with the BLAS under MLX. Its users have no product of ours, so it gets the best
+    BLAS that a user can install.
+    """
+
+    PACKAGES = ("mlx_lm",)
+    REMEDY = "pip install mlx-lm"
+    BLAS = "openblas"
 
     def __init__(self, folder: str, rows: int, length: int):
         from mlx_lm.generate import BatchGenerator
@@ -55,7 +63,7 @@ class MlxLm:
         mx.eval(model.parameters())
         self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
 
-    def submit(self, ask: Asked) -> int:
+    def submit(self, ask: Ask) -> int:
         return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
 
     def step(self) -> list[News]:
@@ -69,13 +77,13 @@ class MlxLm:
 
 @dataclass
 class Row:
-    """A request that llama.cpp works on."""
+    """A request to llama.cpp."""
 
     key: int
-    sequence: int  # of the cache
+    ids: list[int]  # the prompt, and then the newest token: what goes in next
     left: int  # tokens still to come
+    sequence: int = 0  # of the cache
     length: int = 0  # tokens that have gone in
-    newest: int = 0
 
 
 class LlamaCpp:
@@ -90,6 +98,9 @@ class LlamaCpp:
     rounds more than float32 does, so that some answers differ.
     """
 
+    PACKAGES = ("llama_cpp", "gguf")
+    REMEDY = "pip install llama-cpp-python gguf (it compiles for minutes)"
+    BLAS = ""
     BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
 
     def __init__(self, folder: str, rows: int, length: int):
@@ -113,60 +124,58 @@ class LlamaCpp:
         options.n_batch = self.size
         options.type_k = options.type_v = self.c.GGML_TYPE_F32
         options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        options.n_threads = options.n_threads_batch = cores()
+        options.n_threads = options.n_threads_batch = len(my_cores())
         self.context = self.model and self.c.llama_init_from_model(self.model, options)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot load {folder}; its own messages stand above")
         self.batch = self.c.llama_batch_init(self.size, 0, 1)
-        self.waiting: deque[tuple[int, Asked]] = deque()
+        self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         self.free = list(range(rows))
         self.count = 0
 
-    def submit(self, ask: Asked) -> int:
+    def submit(self, ask: Ask) -> int:
         self.count += 1
-        self.waiting.append((self.count, ask))
+        self.waiting.append(Row(self.count, ask.prompt, ask.max_tokens))
         return self.count
 
     def step(self) -> list[News]:
         self.batch.n_tokens = 0
         for row in self.running:
-            self.put(row, [row.newest])
-        while (
-            self.waiting
-            and self.free
-            and self.batch.n_tokens + len(self.waiting[0][1].prompt) <= self.size
-        ):
-            key, ask = self.waiting.popleft()
-            self.running.append(Row(key, self.free.pop(), ask.max_tokens))
-            self.put(self.running[-1], ask.prompt)
+            self.put(row)
+        while self.waiting and self.free:
+            if self.batch.n_tokens + len(self.waiting[0].ids) > self.size:
+                break
+            row = self.waiting.popleft()
+            row.sequence = self.free.pop()
+            self.running.append(row)
+            self.put(row)
         if code := self.c.llama_decode(self.context, self.batch):
             raise RuntimeError(f"llama_decode answered with {code}")
         logits = self.c.llama_get_logits(self.context)  # of each row's last token, in their order
         best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
         for row, token in zip(self.running, best.tolist(), strict=True):
-            row.newest = token
+            row.ids = [token]
             row.left -= 1
             if not row.left:
-                self.c.llama_memory_seq_rm(
-                    self.c.llama_get_memory(self.context), row.sequence, -1, -1
-                )
+                memory = self.c.llama_get_memory(self.context)
+                self.c.llama_memory_seq_rm(memory, row.sequence, -1, -1)
                 self.free.append(row.sequence)
-        came = [(row.key, [row.newest], not row.left) for row in self.running]
+        came = [(row.key, row.ids, not row.left) for row in self.running]
         self.running = [row for row in self.running if row.left]
         return came
 
-    def put(self, row: Row, ids: Sequence[int]) -> None:
-        """Tokens for the next call. The last one's logits choose a token."""
+    def put(self, row: Row) -> None:
+        """A row's tokens for the next call. The last one's logits choose a token."""
         batch = self.batch
-        for at, id in enumerate(ids, batch.n_tokens):
+        for at, id in enumerate(row.ids, batch.n_tokens):
             batch.token[at] = id
             batch.pos[at] = row.length
             batch.logits[at] = False
             batch.n_seq_id[at] = 1
             batch.seq_id[at][0] = row.sequence
             row.length += 1
-        batch.n_tokens += len(ids)
+        batch.n_tokens += len(row.ids)
         batch.logits[batch.n_tokens - 1] = True
 
     def close(self) -> None:
@@ -175,39 +184,18 @@ class LlamaCpp:
         self.c.llama_model_free(self.model)
 
 
-# By name: the peer, the packages, and how to get them.
-PEERS = {
-    "mlx-lm": (MlxLm, ("mlx_lm",), "pip install mlx-lm"),
-    "llama.cpp": (
-        LlamaCpp,
-        ("llama_cpp", "gguf"),
-        "pip install llama-cpp-python gguf (it compiles for minutes)",
-    ),
-}
-
-
-# The environment of a peer's processes. mlx-lm multiplies with the BLAS under MLX. mlx-lm's users
-# have no product of ours, so mlx-lm gets the best BLAS that a user can install.
-ENVIRONMENT = {
-    "mlx-lm": {"NANOBATCH_BLAS": "openblas"},
-    "llama.cpp": {},
-}
+PEERS = {"mlx-lm": MlxLm, "llama.cpp": LlamaCpp}
 
 
 def obstacle(peer: str) -> str | None:
     """Why a peer cannot be measured here, and what helps; None if the peer can be measured."""
-    _, packages, remedy = PEERS[peer]
+    packages = PEERS[peer].PACKAGES
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
-        return (
-            f"{peer} is not installed ({' and '.join(missing)} missing); run {remedy}, or leave out"
-        )
+        words = f"{peer} is not installed ({' and '.join(missing)} missing)"
+        return f"{words}; run {PEERS[peer].REMEDY}"
     if peer == "llama.cpp" and has_gpu():
-        return "llama.cpp is measured on a CPU alone, where both compute in float32; leave out"
+        return "llama.cpp is measured on a CPU alone, where both compute in float32"
     return None
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- GGUF, the files of llama.cpp ---------------------------------------------------------------
@@ -242,12 +230,14 @@ def make_gguf(folder: Path, place: Path) -> Path:
 
     file = place / GGUF
     whole = place / "whole.gguf"
-    bits = write_gguf(folder, whole)
+    write_gguf(folder, whole)
+    table = ModelReader(folder, "checkpoint").part("model.embed_tokens")
+    bits = table.bits if isinstance(table, Packed) else 8 * table.weight.dtype.size
     if bits == 32:
         return whole.rename(file)
     llama_cpp.llama_log_set(errors_alone(), None)  # else each tensor has a line
     options = llama_cpp.llama_model_quantize_default_params()
-    options.nthread = cores()
+    options.nthread = len(my_cores())
     options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
     if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), options):
         raise RuntimeError(f"llama.cpp cannot quantize {folder}; its own messages stand above")
@@ -267,9 +257,8 @@ def errors_alone():
     return llama_cpp.llama_log_callback(say)
 
 
-def write_gguf(folder: Path, file: Path) -> int:
-    """A plain Llama in float32, without a tokenizer. Answers with the bits of a weight in the
-    folder."""
+def write_gguf(folder: Path, file: Path) -> None:
+    """A plain Llama in float32, without a tokenizer."""
     import numpy
     from gguf import GGUFWriter
 
@@ -316,9 +305,3 @@ def write_gguf(folder: Path, file: Path) -> int:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    table = "model.embed_tokens"
-    tensors = reader.weights.tensors
-    if f"{table}.scales" in tensors:
-        shapes = (tensors[f"{table}.{part}"].shape for part in ("weight", "scales"))
-        return quantization(*shapes, c.D)[0]
-    return 8 * tensors[f"{table}.weight"].dtype.size

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.peers import ENVIRONMENT, PEERS
+from measure.dictation import LENGTH
+from measure.peers import PEERS
 from parts import book, program
 from parts.checks import shown
 from parts.device.mlx import mx
 from parts.model.config import read_config
+from policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {  # the name of a part, and the caption of its table
@@ -30,7 +32,6 @@ PARTS = {  # the name of a part, and the caption of its table
     "closed": "users who send a prompt when the last one's answer has ended",
     "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
     "steps": "a decode step of nanobatch, and what the machine would need for it at best",
-    "far": "the same, where each row looks back on 2,048 tokens",
     "long": "a long prompt arrives while seven rows decode",
     "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
     "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
@@ -39,7 +40,9 @@ PARTS = {  # the name of a part, and the caption of its table
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
     "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages once more",
     "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
-    "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
+    "door": "prompts by `generate`, through HTTP, and through HTTP beside one who watches",
+    "screen": "a burst of 48 prompts, without the screen and with it; behind the burst so many more wait",
+    "fair": "the scheduler alone, eight slots: one client's 20 prompts come among another's 100; waits in steps",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
 # The policies that `open` compares. The others differ only where several clients ask, or prompts
@@ -64,7 +67,9 @@ SETTINGS["all of them"] = {
 # A peer does not say what its steps are made of
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 # Of `guesses`: what is dictated, and to how many rows
-DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1), *(("fresh", n) for n in (1, 4, 8, 16))]
+DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
+DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
+DICTATED += [("schema", 1), ("rewrite fresh", 4)]
 GUESSED = 3  # texts, or for several rows as many at a time
 SCHEMA = {
     "type": "object",
@@ -88,19 +93,11 @@ BURST = 24  # prompts of `busy`, as many as a burst of the screen has
 PATIENCE_S = 1800  # for one sample
 
 
-@dataclass(frozen=True)
-class Ask:
-    prompt: list[int]
-    max_tokens: int
-    at: float = 0.0  # when an open loop sends it, in seconds after the start
-    after: int = 0  # an open loop does not send it before all answers under way have so many tokens
-
-
 class Spec(NamedTuple):
     """The settings of one sample, sent to the sample's process as JSON."""
 
     part: str  # a method of `Sample`
-    contestant: str  # the name of a peer, or "nanobatch" and a policy
+    contestant: str  # the engine of a column
     folder: str
     vocabulary: int
     rows: int
@@ -110,9 +107,10 @@ class Spec(NamedTuple):
     late: int = 0  # long: length of the late prompt
     queue: int = 0  # growth: how many more wait in line
     length: int = 0  # growth: of a slot; 0 means as long as the longest prompt and its answer need
-    text: str = (
-        ""  # guesses: what is dictated, or "schema"; of several, the first row's and the others'
-    )
+    # guesses: what is dictated, or "schema"; of two words, the first row's and the others'
+    text: str = ""
+    dtype: str = "auto"
+    guesses: str = "0"  # as for `--guesses`
 
     @property
     def overlap(self) -> int:
@@ -120,7 +118,11 @@ class Spec(NamedTuple):
         another, because prompts go in by chunks, one a step, and late in a long prompt a chunk may
         be as narrow as 16 tokens."""
         narrow = 64 if self.prompt <= 512 else 16
-        return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / narrow)
+        return (
+            0
+            if self.part in ("closed", "open", "door")
+            else self.rows * math.ceil(self.prompt / narrow)
+        )
 
 
 def crowd_lengths(longest: int) -> list[int]:
@@ -139,48 +141,49 @@ class Column:
     environment: Mapping[str, str] = field(default_factory=dict)
     # Another version of nanobatch, whose bench.py takes the samples; None: this one
     checkout: Path | None = None
+    dtype: str = "auto"
+    guesses: str = "0"  # as for `--guesses`
 
     def can(self, part: str) -> bool:
         return self.engine not in PEERS or part in PARTS_OF_A_PEER
 
 
 WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
-NEWCOMER = Column("mlx-lm as installed", "mlx-lm", {"NANOBATCH_BLAS": "off"})
 
 
 def our_column(policy: str, guesses: str = "0") -> Column:
     """This checkout, on the BLAS that the user's environment asks for. Others guess nothing, and
     beside them neither do we, unless `--guesses` says so."""
-    if guesses == "0":
-        return Column(f"nanobatch {policy}", f"nanobatch {policy}")
-    return Column(f"nanobatch {policy}, guesses {guesses}", f"nanobatch {policy} auto {guesses}")
+    name = f"nanobatch {policy}"
+    return Column(name if guesses == "0" else f"{name}, guesses {guesses}", name, guesses=guesses)
 
 
 def read_rivals(names: str, policy: str) -> list[Column]:
     """The columns of `--vs`."""
-    rivals = {}
-    for name in names.split(",") if names else ():
-        rivals[name] = read_rival(name, policy)
-    return list(rivals.values())
+    each = dict.fromkeys(names.split(",")) if names else ()
+    return [read_rival(name, policy) for name in each]
 
 
 def read_rival(name: str, policy: str) -> Column:
     """One name of `--vs`: a peer, or a folder with another checkout. After an @ stands a
     NANOBATCH_BLAS."""
+    ours = f"nanobatch {policy}"
     if name == WIDENED:
-        return Column(name, f"nanobatch {policy} float32")
+        return Column(name, ours, dtype="float32")
     rival, _, blas = name.partition("@")
+    if blas and rival == "llama.cpp":
+        raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
+    if rival in PEERS:
+        blas = blas or PEERS[rival].BLAS
     environment = {"NANOBATCH_BLAS": blas} if blas else {}
     if rival in PEERS:
-        if blas and rival == "llama.cpp":
-            raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
-        return Column(name, rival, ENVIRONMENT[rival] | environment)
+        return Column(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
         # A book that we run is none of its
-        return Column(name, f"nanobatch {policy}", {book.VARIABLE: ""} | environment, checkout)
+        return Column(name, ours, {book.VARIABLE: ""} | environment, checkout)
     if rival and book.Book(checkout).files:  # a reader's chapters, and all else of this checkout
-        return Column(name, f"nanobatch {policy}", {book.VARIABLE: str(checkout)} | environment)
+        return Column(name, ours, {book.VARIABLE: str(checkout)} | environment)
     raise ValueError(
         f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
         "a bench.py or a chapter such as llama.py"
@@ -188,9 +191,8 @@ def read_rival(name: str, policy: str) -> Column:
 
 
 class Setup(NamedTuple):
-    """A few lines of a table, and the columns in which they are measured."""
+    """A line of a table, and the columns in which it is measured."""
 
-    part: str  # of the table
     x: str  # a word and a number, such as "rows 8"
     spec: Spec  # complete but for the contestant
     columns: list[Column]
@@ -208,20 +210,18 @@ def make_plan(
     for part in parts:
         columns = columns_of(part, ours, rivals)
         for x, change in lines_of(part, rows).items():
-            spec = usual._replace(**{"part": part, **change})
-            plan.append(Setup(part, x, spec, columns))
+            spec = usual._replace(part=part, **change)
+            plan.append(Setup(x, spec, columns))
     return plan
 
 
 def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
     """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
     able = [rival for rival in rivals if rival.can(part)]
-    if part == "open":
-        policies = [our_column(policy) for policy in OF_ONE_CLIENT]
+    if part in ("open", "fair"):
+        policies = map(our_column, OF_ONE_CLIENT if part == "open" else POLICIES)
         others = [column for column in policies if column != ours]
         return [ours, *others, *able]
-    if part == "newcomer":
-        return [ours, NEWCOMER]
     if part == "guesses":
         policy = ours.engine.split()[1]
         return [our_column(policy), our_column(policy, "auto")]
@@ -235,31 +235,29 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
     """The lines of a part's table: for each name the changes to the usual spec."""
-    if part == "decode":
-        return {f"rows {n}": {"rows": n} for n in rows}
-    if part == "closed":
-        return {f"users {n}": {"rows": n} for n in rows}
-    if part == "open":
-        return {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS}
-    if part == "guesses":
-        lines = {f"{text} rows {n}": {"rows": n, "text": text} for text, n in DICTATED}
-        lines |= {"schema rows 1": {"rows": 1, "text": "schema"}}
-        return lines | {"rewrite beside 3": {"rows": 4, "text": "rewrite fresh"}}
-    if part == "growth":
-        return {
+    users = {f"users {n}": {"rows": n} for n in rows}
+    return {
+        "decode": {f"rows {n}": {"rows": n} for n in rows},
+        "closed": users,
+        "open": {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS},
+        "long": {"prompt 2000": {"late": 2000, "output": 256}},
+        "chat": {f"turn {TURNS}": CHAT},
+        "idle": {"rows 1": {"rows": 1}},
+        "growth": {
             **{f"queue {n}": {"queue": n} for n in (0, 100, 1_000, 10_000)},
             **{f"slots {n}": {"rows": n} for n in (1, 4, 16, 64)},
             **{f"slab {n}": {"rows": 4, "length": n} for n in (512, 1_024, 4_096, 16_384)},
             **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
-        }
-    return {
-        "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
-        "newcomer": {f"rows {ROWS}": {"part": "decode"}},
-        "long": {"prompt 2000": {"late": 2000, "output": 256}},
-        "chat": {f"turn {TURNS}": CHAT},
-        "idle": {"rows 1": {"rows": 1}},
+        },
         "plan": {"slots 64": {}},
         "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
+        "guesses": {
+            f"{text} rows {n}": {"rows": n, "text": text, "length": 2 * LENGTH}
+            for text, n in DICTATED
+        },
+        "door": users,
+        "screen": {f"queue {n}": {"rows": 48, "queue": n} for n in (0, 5_000)},
+        "fair": {"slots 8": {}},
     }.get(part, {f"rows {ROWS}": {}})
 
 
@@ -302,8 +300,6 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
-    }
-    config |= {
         "max_position_embeddings": 4096,
         **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True)),
     }

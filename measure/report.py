@@ -60,15 +60,12 @@ def load_data(path: str) -> dict:
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
     """The figure to divide this figure by: ours, in the first column; in `growth`, the figure of
     the first line of the same kind."""
-    part, x, *figure = key
 
-    def is_like(other: Key) -> bool:
-        if part != "growth":
-            return other[:3] == key[:3]
-        other_part, other_x, *other_figure = other
-        return other_part == part and other_x.split()[0] == x.split()[0] and other_figure == figure
+    def kind(key: Key) -> tuple[str, ...]:
+        part, x, name, who = key
+        return (part, x.split()[0], name, who) if part == "growth" else (part, x, name)
 
-    return next(filter(is_like, known))
+    return next(other for other in known if kind(other) == kind(key))
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
@@ -123,10 +120,10 @@ def show(data: dict) -> None:
         columns = list(dict.fromkeys(key[3] for key in keys))
         table = Table("", "", *(heads[who] for who in columns))
         for x in dict.fromkeys(key[1] for key in keys):
+            label = x
             for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
-                label = x if not table.rows or table.rows[-1].end_section else ""
-                table.add_row(
-                    label, name, *(cell_text((part, x, name, who), figures) for who in columns)
-                )
+                cells = [cell_text((part, x, name, who), figures) for who in columns]
+                table.add_row(label, name, *cells)
+                label = ""
             table.add_section()
         console.print(f"\n{part}: {caption}", table, sep="\n")

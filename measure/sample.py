@@ -16,19 +16,19 @@ import json
 import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
-from itertools import chain, pairwise, takewhile
+from itertools import chain, pairwise
 from pathlib import Path
 
-from measure.dictation import LENGTH, Dictation, texts
+from measure.dictation import Dictation, texts
+from measure.fair import fair_figures
 from measure.figures import (
     Delivery,
     Figures,
@@ -42,7 +42,7 @@ from measure.figures import (
     step_figures,
     sums_of,
 )
-from measure.peers import PEERS, LlamaCpp, MlxLm, News, cores
+from measure.peers import PEERS, Ask, LlamaCpp, MlxLm, News
 from measure.plan import (
     BURST,
     CHUNK,
@@ -53,15 +53,16 @@ from measure.plan import (
     SCHEMA,
     SETTINGS,
     TURNS,
-    Ask,
     Column,
     Setup,
     Spec,
     capacity,
     crowd_lengths,
 )
+from measure.turns import beside, busy_cores, compared, in_turn, median_ms
 from nanobatch import Engine, Handle, QueueFull, Sampling
 from parts import program
+from parts.api.answer import first_other
 from parts.api.handle import Result
 from parts.api.views import Metrics, StepView
 from parts.device import mlx as device
@@ -70,13 +71,15 @@ from parts.ranks.meet import join
 
 
 class Nanobatch:
-    def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy, *rest = name.split()
-        dtype = rest[0] if rest else "auto"
-        guesses = rest[1] if rest[1:] else "0"
-        options = {"slots": rows, "max_len": max_len, "policy": policy}
-        options["guesses"] = program.read_guesses(guesses)
-        self.engine = Engine.load(folder, dtype=dtype, **options)
+    def __init__(self, spec: Spec, slots: int, max_len: int):
+        self.engine = Engine.load(
+            spec.folder,
+            dtype=spec.dtype,
+            policy=spec.contestant.split()[1],
+            guesses=program.read_guesses(spec.guesses),
+            slots=slots,
+            max_len=max_len,
+        )
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
@@ -156,14 +159,10 @@ class Sample:
         self.spec = spec
         self.random = random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
-        if spec.part == "guesses":
-            self.longest = max(self.longest, 2 * LENGTH)
         if spec.contestant.startswith("nanobatch"):
-            self.contestant = Nanobatch(
-                spec.folder, spec.contestant, slots or spec.rows, self.longest
-            )
+            self.contestant = Nanobatch(spec, slots or spec.rows, self.longest)
         else:
-            peer, *_ = PEERS[spec.contestant]
+            peer = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
         if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
             self.contestant.engine.follow()
@@ -213,15 +212,14 @@ class Sample:
     def same(self) -> Figures:
         spec = self.spec
         asks = self.asks(spec.rows)
-        ours = Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)
+        usual = spec._replace(contestant="nanobatch continuous")
+        ours = Nanobatch(usual, spec.rows, self.longest)
         with closing(ours):
             mine = [answer.tokens for answer in drive(ours, asks)]
         theirs = [answer.tokens for answer in drive(self.contestant, asks)]
         tokens = spec.rows * spec.output
-        equal = 0
-        for pair in zip(mine, theirs, strict=True):
-            are_equal = (one == other for one, other in zip(*pair, strict=True))
-            equal += sum(takewhile(bool, are_equal))  # up to the first difference
+        places = map(first_other, mine, theirs)
+        equal = sum(spec.output if place is None else place for place in places)
         return {
             "equal tokens %": 100 * equal / tokens,
             "tokens": tokens,
@@ -234,31 +232,18 @@ class Sample:
 
     def steps(self) -> Figures:
         spec = self.spec
-        engine = self.contestant.engine
         figures = step_figures(self.decode_steps())
-        handles = list(self.contestant.handles.values())
-        # Now the tokens become text once more, and nothing else happens
-        began = time.perf_counter()
-        for handle in handles:
-            stream = engine.text.stream(())
-            for token in handle.tokens:
-                stream.push(token)
-        text_s = time.perf_counter() - began
-        figures["text, of commit ms"] = 1e3 * text_s / max(len(each.tokens) for each in handles)
-        figures |= floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
+        length = spec.prompt + spec.output // 2
+        figures |= floor_figures(self.contestant.engine, spec.rows, length)
         figures["floor / step"] = figures["floor ms"] / figures["step ms"]
         return figures
 
     def chat(self) -> Figures:
         """In turn: a conversation, and a prompt as long as the conversation's last one, with all
         earlier rows in the slab."""
-        turns = []
-        chunks = []
-        for _ in range(3):
-            turns.append(self.last_turn())
-            chunks.append(self.lone_chunk(turns[-1].prompt_tokens))
-        turn_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
-        chunk_ms = 1e3 * statistics.median(chunk.ttft_s for chunk in chunks)
+        turns, chunks = in_turn(self.last_turn, self.lone_chunk)
+        turn_ms = median_ms(turn.ttft_s for turn in turns)
+        chunk_ms = median_ms(chunk.ttft_s for chunk in chunks)
         return {
             f"turn {TURNS} TTFT ms": turn_ms,
             "lone chunk TTFT ms": chunk_ms,
@@ -267,7 +252,7 @@ class Sample:
             "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
         }
 
-    def last_turn(self) -> Metrics:
+    def last_turn(self) -> list[Metrics]:
         """Of a conversation: each prompt is everything said before, and something new."""
         said = []
         for _ in range(TURNS):
@@ -275,16 +260,17 @@ class Sample:
             said += ask.prompt
             result = self.answer(said, self.spec.output)
             said += result.tokens
-        return result.metrics
+        return [result.metrics]
 
-    def lone_chunk(self, length: int) -> Metrics:
-        """Of a prompt of about this length. All rows are in the slab, but for as many as a turn has
+    def lone_chunk(self) -> list[Metrics]:
+        """Of a prompt about as long as that of the last turn. All rows are in the slab, but for as many as a turn has
         new tokens."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
-        rows = (length - new) // CHUNK * CHUNK
+        before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
+        rows = before // CHUNK * CHUNK
         (ask,) = self.asks(1, prompt=rows + new)
         self.answer(ask.prompt[:rows], 1)
-        return self.answer(ask.prompt, 1).metrics
+        return [self.answer(ask.prompt, 1).metrics]
 
     def answer(self, prompt: list[int], max_tokens: int) -> Result:
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
@@ -293,24 +279,17 @@ class Sample:
     def idle(self) -> Figures:
         roomy = Sample(self.spec, slots=MANY)
         with closing(roomy.contestant):
-            one_ms, many_ms = in_turn(self.step_seconds, roomy.step_seconds)
-        return {
-            "step of 1 slot ms": one_ms,
-            f"step of {MANY} slots ms": many_ms,
-            f"{MANY} slots / 1 slot": many_ms / one_ms,
-        }
+            ways = {"step of 1 slot": self.step_seconds}
+            ways[f"step of {MANY} slots"] = roomy.step_seconds
+            return compared(ways)
 
     def sampling(self) -> Figures:
-        greedy = []
-        ratios = {}
+        ways = {"greedy": self.step_seconds}
         for name, settings in SETTINGS.items():
             bias = settings.get("logit_bias", {})
             known = {id: value for id, value in bias.items() if id < self.spec.vocabulary}
-            wished = partial(self.step_seconds, **(settings | {"logit_bias": known}))
-            greedy_ms, wished_ms = in_turn(self.step_seconds, wished)
-            greedy.append(greedy_ms)
-            ratios[f"{name} / greedy"] = wished_ms / greedy_ms
-        return {"greedy ms": statistics.median(greedy), **ratios}
+            ways[name] = partial(self.step_seconds, **(settings | {"logit_bias": known}))
+        return compared(ways)
 
     def guesses(self) -> Figures:
         """Texts are dictated to all rows, or the first text to the first row and the second to the
@@ -320,41 +299,44 @@ class Sample:
         if self.spec.text == "schema":
             return self.in_schema()
         dictation = Dictation(engine)
-        first, *others = self.spec.text.split()
-        ours = texts(first, self.spec.vocabulary)
-        theirs = texts(others[0], self.spec.vocabulary) if others else ours
+        kinds = [texts(kind, self.spec.vocabulary) for kind in self.spec.text.split()]
         figures = []
         for _ in range(GUESSED):
-            kinds = [ours, *[theirs] * (self.spec.rows - 1)]
-            handles = [dictation.submit(next(kind)) for kind in kinds]
-            figures.append(guess_figures(engine, handles, until=handles[:1] if others else handles))
+            rows = [kinds[0], *[kinds[-1]] * (self.spec.rows - 1)]
+            handles = [dictation.submit(next(kind)) for kind in rows]
+            until = handles[: 1 if kinds[1:] else None]
+            figures.append(guess_figures(engine, handles, until))
         return sums_of(figures)
 
     def in_schema(self) -> Figures:
+        engine = self.contestant.engine
         wish = Sampling(max_tokens=200, grammar={"json": SCHEMA})
-        prompt = self.asks(1, 16)[0].prompt
         try:
-            handles = [self.contestant.engine.submit(prompt, wish)]
+            handles = [engine.submit(self.asks(1, 16)[0].prompt, wish)]
         except ValueError:  # a tokenizer without letters writes no JSON
             return {}
-        return sums_of([guess_figures(self.contestant.engine, handles, handles)])
+        return sums_of([guess_figures(engine, handles, handles)])
+
+    def door(self) -> Figures:
+        from measure.door_price import door_figures  # and with it the packages of the door
+
+        def prompts() -> list[list[int]]:
+            return [ask.prompt for ask in self.asks(self.spec.rows)]
+
+        return door_figures(self.contestant.engine, prompts, self.spec.output)
 
     def busy(self) -> Figures:
         figures = {}
-        for name, seconds in (("step", self.step_seconds), ("burst", self.burst_seconds)):
-            alone_ms, beside_ms = in_turn(seconds, beside_others(seconds))
-            figures[f"{name} ms"] = alone_ms
-            figures[f"{name} beside others ms"] = beside_ms
-            figures[f"{name} beside others / alone"] = beside_ms / alone_ms
+        for name, way in {"step": self.step_seconds, "burst": self.burst_seconds}.items():
+            figures |= compared({name: way, f"{name} beside others": beside(busy_cores, way)})
         return figures
 
     def burst_seconds(self) -> list[float]:
         """How long a burst takes. As in one of the screen's, prompts are short, and answers differ
         in length."""
         prompt = max(1, self.spec.prompt // 4)
-        asks = []
-        for length in crowd_lengths(self.spec.output)[:BURST]:
-            asks += self.asks(1, prompt, length)
+        lengths = crowd_lengths(self.spec.output)[:BURST]
+        asks = [self.asks(1, prompt, length)[0] for length in lengths]
         began = time.perf_counter()
         drive(self.contestant, asks)
         return [time.perf_counter() - began]
@@ -378,51 +360,13 @@ class Sample:
             engine.step()
         for ask in self.asks(spec.queue, prompt=1):
             engine.submit(ask.prompt, Sampling(max_tokens=1))
-        first = engine.snapshot().steps[-1].step + 2  # one more is in flight
+        seen = engine.snapshot()
         for _ in range(spec.output + 2):
             engine.step()
         for handle in handles:
             handle.cancel()
-        return [
-            s
-            for s in engine.snapshot().steps
-            if s.step >= first and len(s.decode) == spec.rows and not s.prefill
-        ]
-
-
-def in_turn(*ways: Callable[[], list[float]]) -> list[float]:
-    """Each way's median, in milliseconds. They take turns, so that a noisy machine is noisy for
-    all."""
-    seconds: list[list[float]] = [[] for _ in ways]
-    for _ in range(3):
-        for way, found in zip(ways, seconds, strict=True):
-            found += way()
-    return [1e3 * statistics.median(found) for found in seconds]
-
-
-def beside_others(way: Callable[[], list[float]]) -> Callable[[], list[float]]:
-    """The same, while each core has a restless process."""
-
-    def beside() -> list[float]:
-        with busy_cores():
-            return way()
-
-    return beside
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """One restless process on each core. Each ends when this process does, too."""
-    code = "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
-    others = []
-    try:
-        for _ in range(cores()):
-            others.append(subprocess.Popen([sys.executable, "-c", code]))
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        later = engine.snapshot(seen).steps[1:]  # the first was in flight already
+        return [step for step in later if len(step.decode) == spec.rows and not step.prefill]
 
 
 class Failure(RuntimeError):
@@ -430,8 +374,15 @@ class Failure(RuntimeError):
 
 
 def take(spec: Spec) -> Figures:
+    policy = spec.contestant.split()[-1]
     if spec.part == "plan":
         return plan_figures()
+    if spec.part == "fair":
+        return fair_figures(policy)
+    if spec.part == "screen":
+        from measure.screen_price import screen_figures  # and with it the packages of the screen
+
+        return screen_figures(spec.folder, policy, spec.rows, spec.queue)
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
@@ -451,7 +402,8 @@ def take_sample(text: str) -> int:
     try:
         answer = {"figures": take(spec)}
         if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
-            answer["blas"] = blas_name()
+            blas = device.blas
+            answer["blas"] = f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
@@ -467,7 +419,7 @@ def measure(spec: Spec, column: Column) -> dict:
     subtle: `subprocess.run` kills the process when it is interrupted, but not while it still starts
     the process.
     """
-    spec = spec._replace(contestant=column.engine)
+    spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
     if program.backend():
         return {"figures": take(spec)}
     program_file = (column.checkout or ROOT) / "bench.py"
@@ -509,12 +461,12 @@ def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None])
     for setup in plan:
         for number in range(samples):
             for column in setup.columns[:: -1 if number % 2 else 1]:
-                report(f"{setup.part}, {setup.x}, {column.name}")
                 spec = setup.spec
+                report(f"{spec.part}, {setup.x}, {column.name}")
                 if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {
-                    "part": setup.part,
+                    "part": spec.part,
                     "x": setup.x,
                     "contestant": column.name,
                     "sample": number,
@@ -526,29 +478,20 @@ def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None])
 
 def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
     """Everything that the figures depend on."""
-    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
     machine = {
         "processor": program.processor(),
         "version": program.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "device": device.named(),
-        "BLAS": blas_name(),
         "commit": commit_of(ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):
-        machine[package] = installed.get(package) or installed.get(
-            package.replace("-", "_"), "none"
-        )
+        with suppress(importlib.metadata.PackageNotFoundError):
+            machine[package] = importlib.metadata.version(package)
     for rival in rivals:
         if rival.checkout:
             machine[f"commit of {rival.name}"] = commit_of(rival.checkout)
     return machine
-
-
-def blas_name() -> str:
-    """The BLAS of this process, short enough for the head of a column."""
-    blas = device.blas
-    return f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
 
 
 def commit_of(folder: Path) -> str:

@@ -64,11 +64,11 @@ def test_the_scheduler_is_as_long_as_the_reading_path_says():
 
 def test_the_waits_under_fair_are_those_that_the_page_says():
     """They are counted in steps, on a scheduler without a model."""
-    before, after = (fair.outcome(policy) for policy in ("continuous", "fair"))
-    waits = [f"{fair.percentile(each.one, 95):,}" for each in (after, before)]
+    before, after = map(fair.fair_figures, ("continuous", "fair"))
+    waits = [f"{each['one waits p95 steps']:,}" for each in (after, before)]
     said = f"95 in 100 of these wait for {waits[0]} steps at most, where `continuous` lets them wait for {waits[1]}"
     assert said in " ".join(USE.split())
-    assert after.rate == pytest.approx(before.rate, rel=0.02)
+    assert after["tokens a step"] == pytest.approx(before["tokens a step"], rel=0.02)
 
 
 def test_every_place_that_answers_a_question_exists():

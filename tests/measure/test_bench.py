@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,29 +28,30 @@ from measure.figures import (
     plan_figures,
     step_figures,
 )
-from measure.peers import PEERS, News, cores, obstacle
+from measure.peers import PEERS, Ask, News, obstacle
 from measure.plan import (
     CROWD,
     PARTS,
     PARTS_OF_A_PEER,
     SHAPES,
-    Ask,
     Column,
     Setup,
     Spec,
     crowd_lengths,
-    lines_of,
     make_model,
     make_plan,
     our_column,
     read_rival,
 )
 from measure.report import cell_text, summarise
-from measure.sample import Failure, Sample, busy_cores, take_all
+from measure.sample import Failure, Sample, take_all
+from measure.turns import beside, busy_cores, compared, in_turn
 from nanobatch import Engine, Text
 from parts.api.views import StepView
 from parts.device import mlx as device
+from parts.device.cores import my_cores
 from parts.model.load import read_model
+from policies import POLICIES
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 
@@ -323,7 +324,8 @@ def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
 def test_mlx_lm_runs_on_openblas_unless_another_is_named():
     """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
     assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
-    assert read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    as_installed = read_rival("mlx-lm@off", "continuous")
+    assert as_installed.environment == {"NANOBATCH_BLAS": "off"}
     assert read_rival("llama.cpp", "continuous").environment == {}
     assert our_column("continuous").environment == {}, (
         "ours is the one that the user's environment asks for"
@@ -344,7 +346,7 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
         "before",
     ]
     assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
-    assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
+    assert names["fair"] == [*(f"nanobatch {policy}" for policy in POLICIES), "before"]
     assert names["same"] == ["mlx-lm"]
     assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
 
@@ -352,9 +354,10 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
 def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
     """Peers guess nothing. And a sample's process is told only what is not usual, since another
     checkout may not know it."""
-    assert our_column("static").engine == "nanobatch static"
+    assert our_column("static").guesses == Spec._field_defaults["guesses"] == "0"
     guessing = our_column("static", "auto")
-    assert guessing.engine == "nanobatch static auto auto" and "guesses auto" in guessing.name
+    assert guessing.guesses == "auto" and "guesses auto" in guessing.name
+    assert our_column("static").engine == guessing.engine == "nanobatch static"
 
 
 def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
@@ -382,22 +385,17 @@ SMALL = {
     "chat": {"rows": 1, "prompt": 40, "length": 240},
     "idle": {"rows": 1},
     "growth": {"queue": 20, "length": 96},
-    "plan": {},
     "sampling": {},
-    "guesses": {"rows": 2, "text": "rewrite fresh"},
+    "guesses": {"rows": 2, "text": "rewrite fresh", "length": 480},
     "busy": {},
     "same": {"output": 8},
+    "door": {"output": 8},
 }
 
 
 def test_every_part_is_tried_here():
-    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and
-    `decode`."""
-    assert SMALL.keys() == PARTS.keys() - {"far", "newcomer"}
-    assert [lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == [
-        "steps",
-        "decode",
-    ]
+    """Those that take no contestant have tests of their own."""
+    assert SMALL.keys() == PARTS.keys() - {"plan", "fair", "screen"}
 
 
 @pytest.mark.parametrize(
@@ -405,7 +403,6 @@ def test_every_part_is_tried_here():
     [
         (part, who)
         for part in SMALL
-        if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS or part in PARTS_OF_A_PEER
         if part != "guesses" or who == "nanobatch continuous"
@@ -416,8 +413,8 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
         pytest.skip(
             obstacle(who)
         )  # llama.cpp would have to be compiled; tests/measure/test_peers.py has a stand-in for it
-    who += " auto 3" * (part == "guesses")
-    sample = Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
+    guesses = "3" if part == "guesses" else "0"
+    sample = Sample(spec._replace(part=part, contestant=who, guesses=guesses, **SMALL[part]))
     figures = getattr(sample, part)()
     sample.contestant.close()
     assert figures and all(value > 0 for value in figures.values()), figures
@@ -428,8 +425,8 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
     41 new ones."""
     sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
     with closing(sample.contestant):
-        turn = sample.last_turn()
-        chunk = sample.lone_chunk(turn.prompt_tokens)
+        (turn,) = sample.last_turn()
+        (chunk,) = sample.lone_chunk()
     assert turn.prompt_tokens == 216
     assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
 
@@ -437,7 +434,7 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
 def test_a_busy_machine_is_quiet_again_afterwards():
     before = children()  # the suite may have a child of its own, which may end meanwhile
     with busy_cores():
-        assert len(children() - before) == cores()
+        assert len(children() - before) == len(my_cores())
     assert children() <= before
 
 
@@ -446,6 +443,37 @@ def children() -> set[str]:
     if not path.exists():
         pytest.skip("no /proc here")
     return set(path.read_text().split())
+
+
+def test_ways_take_turns_and_are_held_against_the_first():
+    """In company of a third, which is left when a way has ended."""
+    told = []
+
+    def way(name: str, *seconds: float):
+        rest = iter(seconds)
+        return lambda: [told.append(name) or next(rest)]
+
+    ways = {"plain": way("p", 0.1, 0.9, 0.2), "slow": way("s", 0.5, 0.6, 0.4)}
+    assert compared(ways) == {"plain ms": 200, "slow ms": 500, "slow / plain": 2.5}
+    assert told == ["p", "s"] * 3
+
+    @contextmanager
+    def others():
+        told.append("(")
+        yield
+        told.append(")")
+
+    del told[:]
+    assert in_turn(beside(others, way("b", 1, 2, 3))) == [[1, 2, 3]]
+    assert "".join(told) == "(b)" * 3
+
+
+def test_a_screen_is_measured_on_an_engine_of_its_own_with_requests_in_line(spec):
+    """In a process of its own: the screen writes to its standard error, as to a terminal."""
+    column = our_column("static")
+    figures = samples.measure(spec._replace(part="screen", rows=1, queue=3), column)["figures"]
+    assert set(figures) == {"token ms", "token with the screen ms", "token with the screen / token"}
+    assert min(figures.values()) > 0
 
 
 def test_planning_is_measured_without_a_model():
@@ -461,7 +489,7 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     shown = run("--from", str(data))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
-    assert {"processor", "version", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
+    assert {"processor", "version", "mlx-lm", "device", "commit"} <= written["machine"].keys()
     assert {r["contestant"] for r in written["records"]} == {
         "nanobatch continuous",
         "mlx-lm",
@@ -516,7 +544,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
     spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
     dtypes = []
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
-        sample = Sample(spec._replace(contestant=column.engine))
+        sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
         assert sample.decode()["decode tokens/s"] > 0
         dtypes.append(sample.contestant.engine.model.view.form)
         sample.contestant.close()
@@ -533,7 +561,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
-        (["--parts", "decode,cold"], ["'cold'", "newcomer"]),
+        (["--parts", "decode,cold"], ["'cold'", "screen"]),
         (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
         (["--vs", "mlx-lm,"], ["''", "folder"]),
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
@@ -543,7 +571,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
         (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
         (["--bits", "4"], ["--bits 4", "--shape"]),
-        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
+        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "name a file"]),
         (["--colour"], ["--colour"]),
         (["--exact"], ["--exact"]),  # there is one way to compute a row
         (["--compact"], ["--compact"]),
