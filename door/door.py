@@ -288,13 +288,13 @@ class Door:
 
     async def _models(self, visit: Visit) -> Response:
         own, default, *more = self.served.names
-        max_len = self.served.engine.sched.max_len
+        told = partial(openai.model, created=self._born, max_len=self.served.engine.sched.max_len)
         asked = visit.request.scope["path"][len(MODELS) + 1 :]
-        if not asked:
-            names = [own, *(name for name in more if name != "*")]
-            return reply(openai.models(names, self._born, max_len))
-        check_model(asked, self.served.names)
-        return reply(openai.model(own if asked == default else asked, self._born, max_len))
+        if asked:
+            check_model(asked, self.served.names)
+            return reply(told(own if asked == default else asked))
+        names = [own, *(name for name in more if name != "*")]
+        return reply({"object": "list", "data": [told(name) for name in names]})
 
     async def _health(self, visit: Visit) -> Response:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"

@@ -13,8 +13,6 @@ Where next: `Answer.submit` in `bridge.py`, which lets a few of them stand in li
 from __future__ import annotations
 
 import base64
-import sys
-from array import array
 from collections.abc import Sequence
 
 from door.choice import Choice
@@ -55,14 +53,9 @@ class Embedding:
                 vector = unit(choice.handle.vector, self._asked["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
-            written = encoded(vector) if self._asked["form"] == "base64" else vector.tolist()
+            # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
+            is_packed = self._asked["form"] == "base64"
+            written = base64.b64encode(vector).decode() if is_packed else vector.tolist()
             data.append({"object": "embedding", "index": index, "embedding": written})
         counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
         return {"object": "list", "data": data, "model": self._model, "usage": counts}
-
-
-def encoded(vector: array) -> str:
-    """Its numbers as they lie in a little machine's memory."""
-    if sys.byteorder == "big":
-        vector.byteswap()
-    return base64.b64encode(vector.tobytes()).decode()

@@ -141,15 +141,17 @@ class Visit:
         await self._send(message | {"body": left})
 
     async def begin_events(self, id: str = "") -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        headers["x-accel-buffering"] = "no"  # so that no proxy holds the stream back
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # so that no proxy holds the stream back
+        ]
         if id:
-            headers["x-request-id"] = id
+            headers.append((b"x-request-id", id.encode()))
         # Uvicorn would write in chunks, and HTTP/1.0 knows none. After a HEAD uvicorn writes no body
         if self._is_old:
             self.request.scope["method"] = "HEAD"
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self.send({"type": "http.response.start", "status": 200, "headers": encoded})
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         self._wrote = time.monotonic()
 
     async def write(self, body: bytes, more: bool = True) -> None:

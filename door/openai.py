@@ -401,10 +401,6 @@ def written(usage: Usage) -> dict:
     }
 
 
-def models(names: Sequence[str], created: int, max_len: int) -> dict:
-    return {"object": "list", "data": [model(name, created, max_len) for name in names]}
-
-
 def model(name: str, created: int, max_len: int) -> dict:
     return {
         "id": name,
