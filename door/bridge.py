@@ -123,7 +123,6 @@ class Answer:
         self._client = client
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._later: deque[tuple] = deque()  # of these, what is not in line yet
-        self._refusal: Refusal | None = None  # the line was full for the rest
         self._came = time.perf_counter()
         self._is_read = False  # has the client been told how far its prompt is read?
         self._news = asyncio.Event()
@@ -179,7 +178,7 @@ class Answer:
             raise self._refusal_of(error) from None
         number = self.choices[0].handle.id
         self.shape = self._protocol(self.wish, number, SUFFIX, self._served.names[0])
-        self._later.extend(self._asks[at_once:])  # from here on, `look` puts them in line
+        self._later.extend(self._asks[at_once:])
 
     def _begin(self, prompt: Prompt, sampling: Sampling, grammar: Any = None) -> None:
         engine = self._served.engine
@@ -233,23 +232,22 @@ class Answer:
                 self._straight.push(said)
         elif news:
             self._news.set()
+
+    @property
+    def _at_once(self) -> int:
+        """Of many texts, so many stand in line: others need not wait for them all."""
+        return 2 * self._served.engine.sched.slots
+
+    def _put_in_line(self) -> None:
+        """The next of many texts, as far as there is room."""
         while self._later and self.left - len(self._later) < self._at_once:
             try:
                 self._begin(*self._later[0])
             except RuntimeError as error:
                 if self.left > len(self._later):
                     return  # until the next of its own has ended
-                self._refusal = self._refusal_of(error)
-                self.left = 0
-                self._later.clear()
-                self._news.set()
-                return
+                raise self._refusal_of(error) from None
             self._later.popleft()
-
-    @property
-    def _at_once(self) -> int:
-        """Of many texts, so many stand in line: others need not wait for them all."""
-        return 2 * self._served.engine.sched.slots
 
     def _take(self) -> bytes:
         """The events of the next pieces, of some at a time, because other answers wait."""
@@ -263,8 +261,9 @@ class Answer:
         """One JSON. The pool makes it if there may be megabytes."""
         self.look()  # some tokens may have come before the last handle was known here
         while self.left:
-            self._news.clear()
+            self._put_in_line()
             await self._news.wait()
+            self._news.clear()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         if self._is_large:
@@ -364,7 +363,7 @@ class Answer:
         return self.shape.progress(progress) if self.wish.progress else progress.comment
 
     def _failure(self) -> Refusal | None:
-        """The refusal to send, if not all choices are complete."""
+        """The refusal to send, if a choice has ended without being complete."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
@@ -373,7 +372,7 @@ class Answer:
                 return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
             if handle.finish_reason == "cancelled":
                 return Refusal(503, f"request {handle.id} was cancelled by the server", "cancelled")
-        return self._refusal
+        return None
 
     # --- in any thread
 

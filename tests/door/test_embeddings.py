@@ -80,6 +80,22 @@ def test_thousands_of_texts_leave_room_in_the_line_for_a_chat(here, wanted):
     assert vectors(found[0]) == [wanted[text].tolist() for text in many]
 
 
+def test_texts_whose_vectors_are_there_before_the_door_looks_make_room_for_the_rest(
+    here, wanted, monkeypatch
+):
+    """No further commit comes to say that the first ones have ended."""
+    submit = here.parrot.engine.submit
+
+    def slow(*arguments, **options):
+        handle = submit(*arguments, **options)
+        handle.result(timeout=60)
+        return handle
+
+    monkeypatch.setattr(here.parrot.engine, "submit", slow)
+    many = [TEXTS[n % 3] for n in range(15)]
+    assert vectors(here.ask(PATH, {"input": many})) == [wanted[text].tolist() for text in many]
+
+
 def test_a_full_line_is_a_429_and_nothing_stays_in_it(here, monkeypatch):
     engine = here.parrot.engine
     monkeypatch.setattr(engine.sched, "max_queue", 1)
