@@ -125,10 +125,12 @@ class Paper:
 
     # --- tables
 
-    def columns(self, figures: Sequence[Figure], room: int = 1) -> list[Figure]:
-        """The columns of a table with room beside `room` cells. Writes the titles."""
+    def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
+        """The columns of a table with room beside `room` cells. Writes the titles, and `more`
+        behind the titles."""
         shown = fitting(figures, self.width - room)
-        self.row(shown, {each.title: each.title for each in shown}, self.muted)
+        titles = {each.title: each.title for each in shown}
+        self.row(shown, titles, self.muted).put(more, self.muted)
         return shown
 
     def row(

@@ -14,21 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 
+from parts.api.engine import AnyEngine
 from parts.api.handle import Handle
 from screen.room import EngineRoom, Finding
 
 
 class Trial:
-    """The running trial, and the findings so far."""
+    """A trial: `steps` is the experiment itself."""
 
-    def __init__(self, room: EngineRoom, found: Finding):
+    room: EngineRoom  # both from `run` on
+    engine: AnyEngine
+
+    def __init__(self, found: Finding):
+        self.found = found  # the findings so far
+
+    def run(self, room: EngineRoom) -> Iterator[Finding]:
         self.room = room
         self.engine = room.engine
-        self.found = found
+        yield from self.steps()
 
-    def tell(self, *lines: str, **changes: object) -> None:
+    def steps(self) -> Iterator[Finding]:
+        raise NotImplementedError
+
+    def tell(self, *lines: str, **changes: object) -> Finding:
         """New findings, and lines for a log."""
         self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
+        return self.found
 
     def until_idle(self) -> Iterator[Finding]:
         while self.engine.has_work:

@@ -34,7 +34,7 @@ from parts.checks import shown
 from screen.ink import count, shorten
 from screen.page import Desk, Page
 from screen.paper import Figure, Paper
-from screen.room import BURST, Ask, EngineRoom
+from screen.room import BURST, Ask
 from screen.state import State
 from screen.trial import Trial
 
@@ -84,10 +84,10 @@ class Breakage(NamedTuple):
     """The findings of the trial so far."""
 
     what: str  # one of `BREAKS`
-    exact: bool  # the engine's own word
+    exact: bool = False  # the engine's own word
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
-    witnesses: tuple[Witness, ...] = ()
+    witnesses: Sequence[Witness] = ()
     lines: tuple[str, ...] = ()
     name: str = "break"
 
@@ -148,15 +148,15 @@ class Saboteur:
 class Breaking(Trial):
     """One of `BREAKS`."""
 
-    def __init__(self, room: EngineRoom, what: str):
-        super().__init__(room, Breakage(what, room.engine.exact))
+    def __init__(self, what: str):
+        super().__init__(Breakage(what))
         self.handles: list[Handle] = []  # the witnesses
 
-    def run(self) -> Iterator[Breakage]:
+    def steps(self) -> Iterator[Breakage]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         title, _ = BREAKS[self.found.what]
-        self.tell(f"break it: {title}")
+        self.tell(f"break it: {title}", exact=self.engine.exact)
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
         yield from ways[self.found.what]()
@@ -193,14 +193,8 @@ class Breaking(Trial):
 
     def _note_where(self) -> None:
         """Where each witness is now, in the moment of the break."""
-        witnesses = []
-        for handle in self.handles:
-            slot = handle.request.slot
-            where = "in line" if slot is None else f"slot {slot}"
-            if handle.tokens:
-                where += f", {count(len(handle.tokens), 'token')}"
-            witnesses.append(Witness(handle.id, where))
-        self.tell(stage="goes on", witnesses=tuple(witnesses))
+        witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
+        self.tell(stage="goes on", witnesses=witnesses)
 
     def _look(self) -> Breakage:
         """The state of the witnesses."""
@@ -208,8 +202,7 @@ class Breaking(Trial):
         for handle, known in zip(self.handles, self.found.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
             witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
-        self.tell(witnesses=tuple(witnesses))
-        return self.found
+        return self.tell(witnesses=witnesses)
 
     # --- the three ways
 
@@ -278,8 +271,8 @@ class Breaking(Trial):
         self.tell(stage="compares")
         for i, handle in enumerate(self.handles):
             again = yield from self.alone(partial(self._again, handle))
-            witnesses = list(self.found.witnesses)
             answer = Answer.of(handle)
+            witnesses = [*self.found.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
             found = difference(Answer.of(again, until), answer)
             witnesses[i] = witnesses[i]._replace(
@@ -287,7 +280,7 @@ class Breaking(Trial):
                 says_the_same=found is None or found.parted is None,
                 covers=answer.numbers,
             )
-            self.tell(witnesses=tuple(witnesses))
+            self.tell(witnesses=witnesses)
 
     def _again(self, handle: Handle) -> Handle:
         request = handle.request
@@ -304,6 +297,13 @@ class Breaking(Trial):
         self.tell(*ended, self.found.so_far, f"compared: {self.found.compared}")
         if changed:
             self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
+
+
+def where(handle: Handle) -> str:
+    """Where a request is now."""
+    slot = handle.request.slot
+    words = "in line" if slot is None else f"slot {slot}"
+    return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
 UNPROMISED = "this product promises no bits in company (engine.exact is False)"
@@ -362,8 +362,7 @@ def draw(state: State, on: Paper) -> None:
 
 def draw_witnesses(on: Paper, found: Breakage) -> None:
     """A line for each witness."""
-    titles = {column.title: column.title for column in COLUMNS}
-    on.row(COLUMNS, titles, on.muted).put("as alone?", on.muted)
+    shown = on.columns(COLUMNS, more="as alone?")
     for each in found.witnesses:
         texts = {
             "request": f"r{each.id}",
@@ -371,7 +370,7 @@ def draw_witnesses(on: Paper, found: Breakage) -> None:
             "end": each.reason or "runs",
             "tokens": f"{each.tokens:,}",
         }
-        pen = on.row(COLUMNS, texts, "" if each.went_on or each.reason is None else on.bad)
+        pen = on.row(shown, texts, "" if each.went_on or each.reason is None else on.bad)
         pen.put(verdict_of(each), on.bad if each.alike is False else "")
 
 
@@ -402,7 +401,7 @@ def obey(desk: Desk, rest: str) -> str:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)
     desk.check_load("each request has to run alone at last")
-    desk.try_out("breakage", lambda room: Breaking(room, what).run())
+    desk.try_out("breakage", Breaking(what).run)
     return ""
 
 

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from door.journal import Call
 from screen.ink import clean, number, shorten
 from screen.page import Page
-from screen.paper import BACK, Figure, Paper, fitting
+from screen.paper import BACK, Figure, Paper
 from screen.state import State
 
 CLIENTS = "page('clients')"  # opens the whole list
@@ -111,8 +111,7 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
     title = f"Clients of {door.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= on.width else "Clients"
     on.heading(title, f"{note}  Esc back" if whole else note, do=BACK if whole else CLIENTS)
-    columns = fitting(COLUMNS, on.width - REASON - 3)
-    on.row(columns, {each.title: each.title for each in columns}, on.muted).put("  end", on.muted)
+    columns = on.columns(COLUMNS, REASON + 3, "  end")
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
     for call in (*opened, *ended):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -37,9 +37,10 @@ from screen.life import work_ends
 from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
 from screen.paper import Figure, Paper
-from screen.room import Ask, EngineRoom
+from screen.room import Ask
 from screen.state import State
 from screen.timeline import Column
+from screen.trial import Trial
 
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
@@ -123,10 +124,10 @@ class Drop(NamedTuple):
 class Found(NamedTuple):
     """The findings of the trial so far."""
 
-    so_far: str  # the work of the moment
-    reading: int | None  # the elephant in line, or in work
-    drops: tuple[Drop, ...]
-    lines: tuple[str, ...]
+    so_far: str = ""  # the work of the moment
+    newest: int | None = None  # elephant, also in line or in work
+    drops: tuple[Drop, ...] = ()
+    lines: tuple[str, ...] = ()
     name: str = NAME
 
 
@@ -135,31 +136,30 @@ def read_of(step: StepView, request: int) -> int:
     return sum(stop - start for _, id, start, stop in step.prefill if id == request)
 
 
-def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[StepView, int, Gap]]:
-    """Each gap of each chat, with the last step, and the chat's slot."""
-    undone = deque(steps)
-    newest: dict[int, StepView] = {}  # by chat: the step of the newest token
-    done: dict[int, list[StepView]] = {}  # by chat: since then, steps with a chunk of the elephant
-    for step in steps:
-        while undone and work_ends(undone[0]) <= step.ended:
-            other = undone.popleft()
-            if read_of(other, elephant):
-                for chat in done:
-                    done[chat].append(other)
+def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[int, int, Gap]]:
+    """Each gap of each chat, with the place of the last step, and the chat's slot."""
+    newest: dict[int, int] = {}  # by chat: the place of the step of the newest token
+    for i, step in enumerate(steps):
         for slot, chat in step.decode:
             if chat == elephant or slot in step.ghosts:
                 continue
             if chat in newest:
-                before = newest[chat]
+                first = newest[chat]
+                began = steps[first].ended
+                # A step's tokens may be read when the work of the next step is done
+                chunks = [
+                    other
+                    for other in steps[first : i + 2]
+                    if read_of(other, elephant) and began < work_ends(other) <= step.ended
+                ]
                 gap = Gap(
-                    step.ended - before.ended,
-                    steps=step.step - before.step,
-                    tokens=sum(read_of(other, elephant) for other in done[chat]),
-                    cost=sum(other.cost - len(other.decode) for other in done[chat]),
+                    step.ended - began,
+                    steps=step.step - steps[first].step,
+                    tokens=sum(read_of(other, elephant) for other in chunks),
+                    cost=sum(other.cost - len(other.decode) for other in chunks),
                 )
-                yield step, slot, gap
-            newest[chat] = step
-            done[chat] = []
+                yield i, slot, gap
+            newest[chat] = i
 
 
 def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
@@ -168,10 +168,10 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []
-    for step, _, gap in gaps_of(steps, handle.id):
+    for i, _, gap in gaps_of(steps, handle.id):
         if gap.tokens:
             disturbed.append(gap)
-        elif step.ended <= reads[0].began and not step.prefill:
+        elif steps[i].ended <= reads[0].began and not steps[i].prefill:
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
@@ -195,106 +195,99 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
 # --- the trial
 
 
-class Trial:
-    """Drops elephants. `drop` asks for one more, in any thread; the rest is the loop's.
+class Herd(Trial):
+    """Drops elephants among chats.
 
     `before`: the drops of earlier trials, to be compared with.
     `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
     """
 
     def __init__(self, before: Sequence[Drop], stays: bool):
+        newest = before[-1].request if before else None
+        super().__init__(Found("", newest, tuple(before[-KEPT:])))
         self.is_over = False
-        self._drops = [*before][-KEPT:]
+        # The budgets of drops to come, from any thread; None: no change
+        self.wanted: deque[int | None] = deque()
         self._stays = stays
-        self._wanted: deque[int | None] = deque()  # the budgets of drops to come; None: no change
-        self._lines: list[str] = []
         self._fired = 0  # so many chats
         self._has_company = False  # the trial keeps all slots but one filled with chats
 
-    def drop(self, budget: int | None = None) -> None:
-        self._wanted.append(budget)
-
-    def run(self, room: EngineRoom) -> Iterator[Found]:
-        sched = room.engine.sched
+    def steps(self) -> Iterator[Found]:
+        sched = self.engine.sched
         budget = sched.budget
         try:
             if sched.slots < 2:
                 raise ValueError("one slot has no room for chats beside an elephant; --slots 8 has")
-            while self._wanted or self._stays:
-                yield from self._gather(room)
-                wanted = self._wanted.popleft()
+            while self.wanted or self._stays:
+                yield from self._gather()
+                wanted = self.wanted.popleft()
                 if wanted is not None:
-                    room.turn_budget(wanted)
-                yield from self._drop_one(room)
+                    self.room.turn_budget(wanted)
+                yield from self._drop_one()
         finally:
             self.is_over = True
-            room.turn_budget(budget)
+            self.room.turn_budget(budget)
 
-    def _found(self, stage: str, reading: int | None = None) -> Found:
-        return Found(stage, reading, tuple(self._drops), tuple(self._lines))
-
-    def _gather(self, room: EngineRoom) -> Iterator[Found]:
+    def _gather(self) -> Iterator[Found]:
         """Until an elephant is wanted, chats decode, nothing else is read, and a slot is free."""
-        sched = room.engine.sched
+        sched = self.engine.sched
         while True:
-            self._keep_company(room)
-            check_open(room)
+            self._keep_company()
+            self._check_open()
             chats = [r for r in sched.running.values() if r.phase == "decode"]
             is_quiet = len(chats) == len(sched.running) and not sched.waiting
-            if chats and is_quiet and sched.free and self._wanted:
+            if chats and is_quiet and sched.free and self.wanted:
                 return
-            stage = decoding(len(chats))
+            words = decoding(len(chats))
             if not sched.free:
-                stage += "; an elephant waits until a slot is free"
+                words += "; an elephant waits until a slot is free"
             elif not is_quiet:
-                stage += "; their prompts are read"
-            yield self._found(stage)
+                words += "; their prompts are read"
+            yield self.tell(so_far=words)
 
-    def _keep_company(self, room: EngineRoom) -> None:
+    def _keep_company(self) -> None:
         """If nothing runs, fill all slots but one with chats; from then on, again and again."""
-        sched = room.engine.sched
+        sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
         missing = sched.slots - 1 - busy
         if self._has_company and missing > 0:
             for number in range(self._fired, self._fired + missing):
-                room.submit(asked(chat(number), sched.max_len))
+                self.room.submit(asked(chat(number), sched.max_len))
             self._fired += missing
 
-    def _drop_one(self, room: EngineRoom) -> Iterator[Found]:
-        engine = room.engine
+    def _check_open(self) -> None:
+        """Does the policy admit requests while others run? The newest plan tells."""
+        sched = self.engine.sched
+        if not (sched.waiting and sched.free) or sched.draining_to:
+            return
+        if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
+            shut = f"{sched.policy.name} keeps a free slot shut while others run"
+            raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
+
+    def _drop_one(self) -> Iterator[Found]:
+        engine = self.engine
         sched = engine.sched
         prompt = elephant(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
         mark = engine.snapshot()
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
-            yield self._found(f"{decoding(len(sched.running))}; the elephant comes")
-        handle = room.submit(asked(prompt, ANSWER))
+            yield self.tell(so_far=f"{decoding(len(sched.running))}; the elephant comes")
+        handle = self.room.submit(asked(prompt, ANSWER))
         budgets: list[int] = []
         while handle.finish_reason is None:
-            check_open(room)
+            self._check_open()
             if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
                 budgets.append(sched.budget)
-            yield self._found(reading(handle.request), handle.id)
+            yield self.tell(so_far=reading(handle.request), newest=handle.id)
         drop = measured(engine.snapshot(mark).steps, handle, budgets) if handle.tokens else None
-        if drop is None:
-            self._lines.append(f"r{handle.id}, an elephant, met no chat, or was cancelled")
-        else:
-            self._drops.append(drop)
-            self._lines.append(sentence(self._drops))
+        line = f"r{handle.id}, an elephant, met no chat, or was cancelled"
+        if drop:
+            self.tell(drops=(*self.found.drops, drop))
+            line = sentence(self.found.drops)
         end = sched.steps + AFTER
-        yield self._found(decoding(len(sched.running)))
+        yield self.tell(line, so_far=decoding(len(sched.running)))
         while sched.steps < end and sched.running:
-            yield self._found(decoding(len(sched.running)))
-
-
-def check_open(room: EngineRoom) -> None:
-    """Does the policy admit requests while others run? The newest plan tells."""
-    sched = room.engine.sched
-    if not (sched.waiting and sched.free) or sched.draining_to:
-        return
-    if any(slot.phase == "blocked" for slot in room.engine.snapshot().slots):
-        shut = f"{sched.policy.name} keeps a free slot shut while others run"
-        raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
+            yield self.tell(so_far=decoding(len(sched.running)))
 
 
 def asked(prompt: str, most: int) -> Ask:
@@ -347,8 +340,8 @@ def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]
 LEFT = 10  # characters before a trace: slot and request
 RIGHT = 10  # and behind a trace: the newest gap
 TALLEST = 6  # lines of a trace
+BEYOND = 1.01  # of the scale: a gap with an arrow
 NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
-BEYOND = "↑"  # a gap beyond the scale
 FIGURES = (
     Figure("elephant", 9, 8),
     Figure("budget", 9, 0),
@@ -374,10 +367,7 @@ class Scope(NamedTuple):
 
 def scope_of(state: State, found: Found | None, width: int) -> Scope:
     history = state.history
-    elephant = None
-    if found:
-        drops = found.drops[-1:]
-        elephant = drops[0].request if drops and found.reading is None else found.reading
+    elephant = found.newest if found else None
     request = state.requests.get(elephant)
     steps = state.steps_of(request) if request else []
     reads = [i for i in steps if read_of(history[i].view, elephant)]
@@ -393,7 +383,7 @@ def scope_of(state: State, found: Found | None, width: int) -> Scope:
 def draw(state: State, on: Paper) -> None:
     """A trace for each chat, a line for each elephant, and the trade of the budget."""
     found = state.found.get(NAME)
-    runs = found is not None and state.view.trying and state.view.trial.name == NAME
+    runs = found and state.view.trying and state.view.trial is found
     keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
     on.title("The elephant: gaps between two tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, runs), on.width - 2)}")
@@ -439,32 +429,32 @@ def truth(drops: Sequence[Drop]) -> str:
 def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
     """A trace for each slot, on one scale, and under all traces the axis."""
     cells = on.width - LEFT - RIGHT
-    views = [column.view for column in scope.columns]
-    first = {view.step: i for i, view in enumerate(views)}
-    grid: dict[tuple[int, int], Gap] = {}  # (slot, cell): the longest gap there
-    for step, slot, gap in gaps_of(views, scope.elephant):
-        if gap.steps == 1 or not any(column.unseen for column in scope.columns):
-            at = (slot, first[step.step] // scope.zoom)
-            grid[at] = max(gap, grid.get(at, gap))
+    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
+    is_whole = not any(column.unseen for column in scope.columns)
+    for i, slot, gap in gaps_of([column.view for column in scope.columns], scope.elephant):
+        if gap.steps == 1 or is_whole:
+            lane = lanes[slot]
+            x = i // scope.zoom
+            lane[x] = max(gap, lane.get(x, gap))
+    gaps = [gap for lane in lanes.values() for gap in lane.values()]
     slots = fit_slots(state, max(1, height - 1))
     tall = max(1, min(TALLEST, (height - 2) // max(1, len(slots) - 1)))
-    top = top_of(grid.values())
-    own = {at for view in views for at, id, *_ in view.prefill if id == scope.elephant}
+    top = top_of(gaps)
     for slot in slots:
-        cell = next((c.cells[slot] for c in reversed(scope.columns) if c.cells[slot].request), None)
-        chat = cell.request if cell else None
-        if slot in own:
-            busy = {x for (_, x), gap in grid.items() if gap.tokens}
+        owners = [column.cells[slot].request for column in reversed(scope.columns)]
+        if scope.elephant and scope.elephant in owners:
+            busy = {x for lane in lanes.values() for x, gap in lane.items() if gap.tokens}
             draw_chunks(on, slot, scope.elephant, busy, cells)
         else:
-            draw_trace(on, slot, chat, [grid.get((slot, x)) for x in range(cells)], top, tall)
+            chat = next(filter(None, owners), None)
+            draw_trace(on, slot, chat, [lanes[slot].get(x) for x in range(cells)], top, tall)
     label = ""
     if scope.elephant is not None:
         comes = scope.columns[scope.before * scope.zoom].step
         label = f"▲ r{scope.elephant} comes in step {comes:,}"
     unit = "1 cell = 1 step" if scope.zoom == 1 else f"1 cell = {scope.zoom} steps, the longest gap"
-    is_cut = any(1000 * gap.seconds > 1.01 * top for gap in grid.values())
-    scale = f"0–{top:g} ms{f', {BEYOND} more' if is_cut else ''}"
+    is_cut = any(gap.seconds / top > BEYOND for gap in gaps)
+    scale = f"0–{1000 * top:g} ms{', ↑ more' if is_cut else ''}"
     labels = [(1, scale), (max(len(scale) + 2, LEFT + scope.before), label)]
     end = max(LEFT + scope.before + len(label) + 2, on.width - 1 - len(unit))
     if end + len(unit) < on.width:
@@ -473,11 +463,11 @@ def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale, in ms. A gap of another program's making may lie beyond; else all
+    """The end of the scale. A gap of another program's making may lie beyond; else all
     others would look alike."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
-    return nice(1000 * max(usual, read))
+    return nice(max(usual, read))
 
 
 def draw_trace(
@@ -485,29 +475,27 @@ def draw_trace(
 ) -> None:
     """One chat's gaps as columns. Gaps with the elephant inside have another colour."""
     newest = next((gap for gap in reversed(trace) if gap), None)
+    figure = span(newest.seconds) if newest else ""
     for row in reversed(range(tall)):
-        is_last = row == 0
-        name = f"{slot:>3} {'' if chat is None else f'r{chat}'}"
-        pen = on.pen().put(name if is_last else "").to(LEFT)
+        pen = on.pen()
+        if row == 0:
+            pen.put(f"{slot:>3} {'' if chat is None else f'r{chat}'}")
+        pen.to(LEFT)
         for gap in trace:
-            height = 1000 * gap.seconds / top * tall if gap else None
-            if gap and row == tall - 1 and 1000 * gap.seconds > 1.01 * top:
-                pen.put(BEYOND)
+            part = gap.seconds / top if gap else None
+            if gap and row == tall - 1 and part > BEYOND:
+                pen.put("↑")
             else:
-                pen.bar(height, row, on.bad if gap and gap.tokens else on.p.fill(chat))
-        figure = span(newest.seconds) if newest and is_last else ""
-        pen.put(f"{figure:>{RIGHT - 1}}")
+                pen.bar(gap and part * tall, row, on.bad if gap and gap.tokens else on.p.fill(chat))
+        pen.put("" if row else f"{figure:>{RIGHT - 1}}")
 
 
 def draw_chunks(on: Paper, slot: int, elephant: int, busy: Collection[int], cells: int) -> None:
     """The elephant's own line: the cells with a chunk."""
-    pen = on.pen().put(f"{slot:>3} r{elephant}", bold=True).to(LEFT)
-    for x in range(cells):
-        if x in busy:
-            pen.put(GLYPHS[PREFILL], on.p.cell(PREFILL, elephant))
-        else:
-            pen.put(" ")
-    pen.put(f"{NAME:>{RIGHT - 1}}")
+    pen = on.pen().put(f"{slot:>3} r{elephant}", bold=True)
+    for x in sorted(busy):
+        pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, elephant))
+    pen.to(LEFT + cells).put(f"{NAME:>{RIGHT - 1}}")
 
 
 def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
@@ -544,22 +532,20 @@ def obey(desk: Desk, rest: str) -> None:
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # else the room refuses
         state.view.made_with.with_budget(budget)
-    trial = desk.state.kept.get(NAME)
-    begins = not is_running(desk)
-    if begins:
-        found = state.found.get(NAME)
-        trial = Trial(found.drops if found else (), desk.stays)
-    for budget in budgets or (None,):
-        trial.drop(budget)
-    if begins:
-        desk.try_out("elephant", trial.run)
-        desk.state.kept[NAME] = trial
+    if is_running(desk):
+        state.kept[NAME].wanted.extend(budgets or [None])
+        return
+    found = state.found.get(NAME)
+    herd = Herd(found.drops if found else (), desk.stays)
+    herd.wanted.extend(budgets or [None])
+    desk.try_out("elephant", herd.run)
+    state.kept[NAME] = herd
 
 
 def is_running(desk: Desk) -> bool:
     """Does the trial run, or has the engine yet to hear of it?"""
-    trial = desk.state.kept.get(NAME)
-    if trial is None or trial.is_over:
+    herd = desk.state.kept.get(NAME)
+    if herd is None or herd.is_over:
         return False
     view = desk.state.view
     is_other = view.trial is not None and view.trial.name != NAME

@@ -54,11 +54,12 @@ RACE_BEGINS = "The race begins."
 class Shown:
     """The subject of the two pages."""
 
-    # The wanted comparison, or the wanted race; None: the running race, or the last one
+    # The wanted comparison, or the wanted race; None: the race that runs, or has just ended
     contest: Contest | None = None
     last: Contest | None = None  # the last ended race
     # How far both legs are shown, in seconds of the clock; None: to the end
     film: float | None = None
+    is_new: bool = False  # nobody has looked at the last race
     looked: float = 0.0  # the time of the last look at the film
 
 
@@ -68,16 +69,17 @@ def shown_in(state: State) -> Shown:
 
 def draw(state: State, on: Paper) -> None:
     """Each run under its figures, and a sentence about the winner."""
-    contest = contest_of(state)
-    film = shown_in(state).film
+    shown = shown_in(state)
+    contest = shown.contest or race_in(state)
+    film = shown.film
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
-    is_film = film is not None and contest is shown_in(state).last
+    is_film = film is not None and contest is shown.last
     result = "" if is_film else verdict(contest.runs)
     if is_film:
         runs = [until(run, film) for run in contest.runs]
         seconds = f"{film:.2f} of {longest:.2f} s"
-        shown = f"Both legs on one clock: {seconds}. End leads to the result."
-        contest = contest._replace(runs=runs, note=shown)
+        note = f"Both legs on one clock: {seconds}. End leads to the result."
+        contest = contest._replace(runs=runs, note=note)
     below = Paper(on.p, on.width, on.height)
     below.say(result, bold=True)
     below.say(contest.note, on.muted)
@@ -101,16 +103,6 @@ def draw(state: State, on: Paper) -> None:
     on.axis((4, "0 s"), (middle, half), (on.width - 1 - len(whole), whole))
     on.lines += below.lines
     draw_answers(state, on, contest.runs)
-
-
-def contest_of(state: State) -> Contest:
-    """The wanted contest; else the running race, or the last one."""
-    shown = shown_in(state)
-    if shown.contest:
-        return shown.contest
-    if shown.last and not state.view.racing:
-        return shown.last
-    return race_in(state)
 
 
 def draw_run(
@@ -315,6 +307,7 @@ def obey_race(desk: Desk, rest: str) -> None:
     seed = state.settings.seed or 0
     shown = shown_in(state)
     shown.contest = None if state.view.racing else asked(state, policies)
+    shown.is_new = False
     # A chat template may take long, so the stepping thread does not read prompts
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", lambda room: run(room, reads, policies))
@@ -342,20 +335,23 @@ def take(state: State, before: View) -> None:
         shown.contest = None
     if before.racing and not view.racing:
         shown.last = race_in(state)
-        if shown.contest is None:  # else a comparison is wanted meanwhile
-            show_again(state)
+        shown.is_new = True
 
 
 def look(desk: Desk) -> None:
-    """An ended race is shown once more: both legs side by side, on one clock."""
+    """An ended race is shown once more: both legs side by side, on one clock; but not if a
+    comparison is wanted meanwhile."""
     shown = shown_in(desk.state)
     now = time.monotonic()
-    if shown.film is not None:
+    if shown.is_new and shown.contest is None:
+        show_again(desk.state)
+    elif shown.film is not None:
         longest = max(run.makespan for run in shown.last.runs)
         least, most = FILM
         shown.film += longest / min(max(longest, least), most) * (now - shown.looked)
         if shown.film >= longest:
             shown.film = None
+    shown.is_new = False
     shown.looked = now
 
 

@@ -31,7 +31,7 @@ from parts.checks import read_whole
 from screen.ink import count, number, shorten
 from screen.page import Desk, Page
 from screen.paper import Paper
-from screen.room import BURST, Ask, EngineRoom
+from screen.room import BURST, Ask
 from screen.state import State
 from screen.trial import Trial
 
@@ -77,8 +77,8 @@ class Company(NamedTuple):
 
     ask: Ask
     wanted: int  # runs
-    exact: bool  # the engine's own word
-    product: str  # the engine's matrix product
+    exact: bool = False  # the engine's own word
+    product: str = ""  # the engine's matrix product
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
     alone: Answer | None = None
     prompt_tokens: int = 0
@@ -174,25 +174,26 @@ class Guest:
 class Gathering(Trial):
     """This prompt alone, and then in company."""
 
-    def __init__(self, room: EngineRoom, ask: Ask, runs: int):
+    def __init__(self, ask: Ask, runs: int):
         most = min(ask.max_tokens, LONGEST)
         # Drawn at random, the same tokens need the same seed
         seed = ask.seed if ask.seed is not None else 0
         self.ask = ask._replace(
             max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, guesses=False
         )
-        named = room.engine.summary.rpartition("; ")[2]
-        named = named.partition(", so ")[0]  # `exact` says so, too
-        super().__init__(room, Company(self.ask, runs, room.engine.exact, named))
+        super().__init__(Company(self.ask, runs))
         self.dice = random.Random(0)
         self.guests: list[Guest] = []
         self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
-        self.steps = 0
+        self.ran = 0  # steps
         self.at_once = 1  # runs
         self.neighbours = 0
 
-    def run(self) -> Iterator[Company]:
+    def steps(self) -> Iterator[Company]:
         self._check()
+        product = self.engine.summary.rpartition("; ")[2]
+        product = product.partition(", so ")[0]  # `exact` says so, too
+        self.tell(exact=self.engine.exact, product=product)
         self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
         yield from self.until_idle()
         yield from self._run_alone()
@@ -225,10 +226,10 @@ class Gathering(Trial):
         are slots."""
         dice = self.dice
         slots = self.engine.sched.slots
-        if self.steps % WAVE == 0:
+        if self.ran % WAVE == 0:
             self.at_once = dice.randint(max(1, slots // 4), max(1, slots * 3 // 4))
             self.neighbours = dice.randint(1, slots)
-        self.steps += 1
+        self.ran += 1
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
             ask = self.ask._replace(guesses=left % 2 == 0)
@@ -418,7 +419,7 @@ def obey(desk: Desk, rest: str) -> None:
     runs = how_many(word)
     desk.check_load("the prompt has to run alone first")
     ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
-    desk.try_out("trial in company", lambda room: Gathering(room, ask, runs).run())
+    desk.try_out("trial in company", Gathering(ask, runs).run)
 
 
 def own_prompt(state: State) -> str:

@@ -41,8 +41,8 @@ from screen.room import Fault, Settings
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]
-# Seconds: a scene's run goes on at full speed then, and is cut short then
-HURRY, LONGEST = 8.0, 14.0
+HURRY = 8.0  # seconds: then a scene's run goes on at full speed
+LONGEST = 14.0  # and then it is cut short
 LEAST_SLOTS = 4  # with fewer there is nothing to see
 # The begin of every scene: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
@@ -453,12 +453,11 @@ def run_plain_tour(desk: Desk) -> int:
 
 def in_lines(told: Telling) -> list[str]:
     """The tour's words, for the plain log."""
-    if told.guess or not (told.asks or told.verdict or told.place):
-        return [f"  ({told.hint})"] if told.guess else [told.text, *filter(None, [told.verdict])]
-    lines = [told.text]
-    if told.asks:
-        lines = ["", f"{told.scene} of {told.scenes}: {told.title}", told.text]
-        lines += [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
+    if told.answers and not told.asks:  # it runs
+        return [f"  ({clean(told.hint)})"]
+    lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []
+    lines.append(told.text)
+    lines += [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
     lines += filter(None, [told.verdict, told.place, "  ".join(told.pressed), told.hint])
     return [clean(line) for line in lines]
 

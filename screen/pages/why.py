@@ -179,7 +179,7 @@ def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
         (LATE, on.text, "the rest"),
     )
     on.heading("Once more, without the model", legend=legend)
-    id, found = state.kept.get("why", (r.id, "w replays it"))
+    id, found = state.kept.get("why", (None, ""))
     if id != r.id:
         found = "w replays it"
     if isinstance(found, str):

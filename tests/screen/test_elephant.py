@@ -182,7 +182,7 @@ def finish(stage: Stage) -> Stage:
 
 
 def until_read(stage: Stage) -> None:
-    while not (stage.state.view.trial and stage.state.view.trial.reading):
+    while not (stage.state.view.trial and stage.state.view.trial.newest):
         stage.turns()
     stage.turns(2)
 
