@@ -12,7 +12,7 @@
 // refused is in the box again.
 
 import { Markdown } from "./markdown.js";
-import { chip, make, write } from "./lanes.js";
+import { chip, write } from "./lanes.js";
 import { ask, eventsOf } from "./live.js";
 import { count, span } from "./words.js";
 

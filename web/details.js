@@ -68,9 +68,8 @@ export class StepView {
 
   #point(event) {
     if (!this.grid) return;
-    const box = this.canvas.getBoundingClientRect();
     const lane = this.player.lanes[this.player.lane];
-    const column = Math.floor((event.clientX - box.left - this.grid.left) / this.grid.column);
+    const column = Math.floor((event.offsetX - this.grid.left) / this.grid.column);
     const index = this.grid.first + column;
     if (column < 0 || index >= lane.steps.length) return;
     this.choose(0);
@@ -98,7 +97,9 @@ export class StepView {
     const { player } = this;
     this.told = performance.now();
     this.shown = key;
-    [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-pressed", String(i === player.lane)));
+    [...this.tabs.children].forEach((tab, i) => {
+      tab.ariaPressed = i === player.lane;
+    });
     const of = player.follows ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
     write(this.title, `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
     write(this.cost, costInWords(lane, index));
@@ -154,9 +155,9 @@ export class RequestsView {
       this.choose(number === this.player.chosen ? 0 : number);
       element.append(this.detail);
     };
-    const button = buttonFor(open, "request", "", [make("span", "number", String(number)), prompt]);
+    const button = buttonFor(open, "request", make("span", "number", number), prompt);
     button.style.setProperty("--hue", hueOf(number));
-    const element = make("li", "", "", [button, make("span", "lives", "", lives)]);
+    const element = make("li", "", button, make("span", "lives", ...lives));
     const row = { element, lives, button, shown: [] };
     this.rows.set(number, row);
     return row;
@@ -171,18 +172,17 @@ export class RequestsView {
     const many = this.#known().length;
     this.every.hidden = many <= FEW_REQUESTS;
     write(this.every, this.isWhole ? "show fewer" : `show all ${many}`);
-    const from = player.start;
     rows.forEach((row, i) => {
-      row.button.setAttribute("aria-pressed", String(numbers[i] === player.chosen));
+      row.button.ariaPressed = numbers[i] === player.chosen;
       row.lives.forEach((canvas, lane) => {
         const request = player.lanes[lane].requests.get(numbers[i]);
         if (!request) return;
         // Most lives have not begun, or are over: their pictures stay as they are
         const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
-        const key = `${now} ${from} ${player.end} ${innerWidth} ${player.looks}`;
+        const key = `${now} ${player.start} ${player.end} ${innerWidth} ${player.looks}`;
         if (row.shown[lane] === key) return;
         row.shown[lane] = key;
-        drawLife(canvas, player.lanes[lane], request, { from, to: player.end, now: player.now, height: 8 });
+        drawLife(canvas, player.lanes[lane], request, player, 8);
       });
     });
   }
@@ -195,7 +195,7 @@ export class RequestsView {
       .filter((one) => one.request);
     this.detail.hidden = !known.length;
     if (!known.length) return;
-    const { lane, request } = known[known.length - 1];
+    const { lane, request } = known.at(-1);
     const key = `${player.chosen} ${player.looks} ${innerWidth} ${player.window && request.tokenSteps.length}`;
     if (key !== this.shown) {
       this.shown = key;
@@ -209,31 +209,27 @@ export class RequestsView {
   #fillDetail(known) {
     const { request } = known[0];
     const close = buttonFor(() => this.choose(0), "tab", "×");
-    close.setAttribute("aria-label", "close this request");
+    close.ariaLabel = "close this request";
     const prompt = make("bdi", "", request.prompt || "(not shown)");
-    const head = make("p", "asked", "", [chip(request.id, this.choose), prompt, close]);
-    const lives = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));
+    const head = make("p", "asked", chip(request.id, this.choose), prompt, close);
+    const canvases = known.map(() => make("canvas", "waterfall"));
+    const lives = known.map(({ lane, request: own }, i) => {
+      const fate = `${capital(lane.policy)}. ${fateInWords(lane, own)}`;
+      return make("div", "", make("p", "fate", fate), canvases[i]);
+    });
     this.said = make("span");
     this.rest = make("span", "rest");
-    const answer = make("bdi", "answer", "", [this.said, this.rest]);
-    const facts = make("p", "facts", factsOf(known));
-    this.detail.replaceChildren(head, ...lives.map((life) => life.element), answer, facts);
+    const answer = make("bdi", "answer", this.said, this.rest);
+    this.detail.replaceChildren(head, ...lives, answer, make("p", "facts", factsOf(known)));
     const proof = proofOf(known);
-    if (proof) this.detail.append(make("details", "", "", [make("summary", "", "proof"), make("p", "facts", proof)]));
-    for (const life of lives) life.draw();
-  }
-
-  #lifeOf(lane, request) {
-    const canvas = make("canvas", "waterfall");
-    const words = make("p", "fate", `${capital(lane.policy)}. ${fateInWords(lane, request)}`);
-    const element = make("div", "", "", [words, canvas]);
-    const draw = () => drawLife(canvas, lane, request, { from: this.player.start, to: this.player.end, now: this.player.end, height: 16, ticks: true });
-    return { element, draw };
+    if (proof) this.detail.append(make("details", "", make("summary", "", "proof"), make("p", "facts", proof)));
+    const { start, end } = this.player;
+    known.forEach(({ lane, request: own }, i) => drawLife(canvases[i], lane, own, { start, end, now: end }, 16, true));
   }
 }
 
 function factsOf(known) {
-  const { request } = known[known.length - 1];
+  const { request } = known.at(-1);
   const said = [`${count(request.promptTokens, "token")} of prompt`, `${count(request.outputTokens, "token")} of answer`];
   if (request.cached) said.push(`${count(request.cached, "token")} of it known from another prompt`);
   if (known.length > 1 && hashesOf(known).size === 1) said.push("the same answer in both runs");

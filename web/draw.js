@@ -75,23 +75,25 @@ function hatched(pen, colour) {
   return pattern;
 }
 
-// One rectangle: what a slot did for a while.
-function fillCell(pen, colours, kind, request, x, y, width, height) {
-  const hue = request ? hueOf(request) : colours.line;
+function fill(pen, colour, x, y, width, height) {
+  pen.fillStyle = colour;
+  pen.fillRect(x, y, width, height);
+}
+
+// What a slot did for a while.
+function drawCell(pen, kind, request, x, y, width, height) {
+  const { line, shut } = inks();
+  const hue = request ? hueOf(request) : line;
   if (kind === DECODE) {
-    pen.fillStyle = hue;
-    pen.fillRect(x, y, width, height);
+    fill(pen, hue, x, y, width, height);
   } else if (kind === PREFILL) {
     pen.save();
     pen.globalAlpha *= 0.25;
-    pen.fillStyle = hue;
-    pen.fillRect(x, y, width, height);
+    fill(pen, hue, x, y, width, height);
     pen.restore();
-    pen.fillStyle = hatched(pen, hue);
-    pen.fillRect(x, y, width, height);
+    fill(pen, hatched(pen, hue), x, y, width, height);
   } else if (kind === BLOCKED) {
-    pen.fillStyle = hatched(pen, colours.shut);
-    pen.fillRect(x, y + height * 0.25, width, height * 0.5);
+    fill(pen, hatched(pen, shut), x, y + height * 0.25, width, height * 0.5);
   } else if (kind === HELD || kind === GHOST) {
     pen.strokeStyle = hue;
     pen.lineWidth = 1;
@@ -101,40 +103,34 @@ function fillCell(pen, colours, kind, request, x, y, width, height) {
   }
 }
 
-// Which part of the lane is in sight: `from` to `to`, in seconds, and where a moment stands.
-export function scaleOf(width, from, to) {
+// Which part of the lane is in sight, in seconds, and where a moment stands.
+export function scaleOf(width, { start, end }) {
   const wide = width - LEFT - 1;
   return {
-    x: (time) => LEFT + ((time - from) / (to - from || 1)) * wide,
-    time: (x) => from + ((x - LEFT) / wide) * (to - from),
+    x: (time) => LEFT + ((time - start) / (end - start || 1)) * wide,
+    time: (x) => start + ((x - LEFT) / wide) * (end - start),
   };
 }
 
-export function rowHeight(width, slots) {
-  if (slots > 16) return 8;
-  return width < 560 ? 15 : 14;
-}
-
-// Slots × time. `now`: what lies behind this moment is drawn in full, and what lies before it and has
-// been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none. `mine`: requests whose slots
-// have a mark.
-export function drawTimeline(canvas, lane, { from, to, now, seen, chosen, mine }) {
-  const row = rowHeight(canvas.clientWidth, lane.slots);
+// Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is drawn in full, and
+// what lies before it and has been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none.
+// `mine`: requests whose slots have a mark.
+export function drawTimeline(canvas, lane, player) {
+  const { now, seen, end, mine } = player;
+  const row = lane.slots > 16 ? 8 : canvas.clientWidth < 560 ? 15 : 14;
   const { pen, width, height } = prepared(canvas, lane.slots * row);
   const colours = inks();
-  const scale = scaleOf(width, from, to);
+  const scale = scaleOf(width, player);
   pen.font = `${row - 3}px ui-monospace, monospace`;
   pen.textBaseline = "middle";
   for (let slot = 0; slot < lane.slots; slot++) {
     const y = slot * row;
     const isMine = mine?.has(lane.ownerBefore(slot, lane.stepAt(now)));
-    pen.fillStyle = colours.now;
-    if (isMine) pen.fillRect(0, y + 1, LEFT - 3, row - 2);
+    if (isMine) fill(pen, colours.now, 0, y + 1, LEFT - 3, row - 2);
     pen.fillStyle = isMine ? colours.paper : colours.muted;
     pen.textAlign = "right";
     pen.fillText(String(slot), LEFT - 6, y + row / 2);
-    pen.fillStyle = colours.line;
-    pen.fillRect(LEFT, y + row / 2 - 0.5, width - LEFT, 1);
+    fill(pen, colours.line, LEFT, y + row / 2 - 0.5, width - LEFT, 1);
   }
   const paint = (until, alpha) => {
     pen.save();
@@ -143,33 +139,31 @@ export function drawTimeline(canvas, lane, { from, to, now, seen, chosen, mine }
     pen.clip();
     for (const stretches of lane.stretches) {
       for (const stretch of stretches) {
-        drawStretch(pen, colours, lane, stretch, { scale, row, alpha, chosen, from, until });
+        drawStretch(pen, lane, stretch, { scale, row, alpha, until, player });
       }
     }
     pen.restore();
   };
   if (seen > now) paint(seen, 0.2);
   paint(now, 1);
-  const x = scale.x(Math.min(now, to, lane.end));
-  pen.fillStyle = colours.now;
-  pen.fillRect(Math.round(x) - 0.75, 0, 1.5, height);
+  const x = scale.x(Math.min(now, end, lane.end));
+  fill(pen, colours.now, Math.round(x) - 0.75, 0, 1.5, height);
 }
 
-function drawStretch(pen, colours, lane, stretch, { scale, row, alpha, chosen, from, until }) {
+function drawStretch(pen, lane, stretch, { scale, row, alpha, until, player: { start, chosen } }) {
   const began = lane.began[stretch.from];
   const ended = lane.ended[stretch.to];
-  if (ended < from || began > until) return;
+  if (ended < start || began > until) return;
   const x = scale.x(began);
   const width = Math.max(scale.x(ended) - x, 0.6);
   const y = stretch.slot * row + 1;
   const isAside = chosen && stretch.request !== chosen;
   pen.globalAlpha = alpha * (isAside ? 0.22 : 1);
-  fillCell(pen, colours, stretch.kind, stretch.request, x, y, width, row - 2);
+  drawCell(pen, stretch.kind, stretch.request, x, y, width, row - 2);
   if (stretch.kind === DECODE) {
     const isFirst = lane.requests.get(stretch.request)?.tokenSteps[1] === stretch.from;
     if (isFirst || width > 60) label(pen, stretch.request, x, y, width, row);
-    pen.fillStyle = colours.paper; // a seam where the next request begins
-    pen.fillRect(x + width - 0.75, y, 0.75, row - 2);
+    fill(pen, inks().paper, x + width - 0.75, y, 0.75, row - 2); // a seam where the next request begins
   }
   pen.globalAlpha = 1;
 }
@@ -202,11 +196,10 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   for (let i = 0; i < columns && first + i < lane.steps.length; i++) {
     const x = LEFT + i * column;
     const at = first + i;
-    pen.globalAlpha = at > index ? 0.25 : 1;
     lane.cells[at].forEach((cell, slot) => {
       const isAside = chosen && cell.request !== chosen;
       pen.globalAlpha = (at > index ? 0.25 : 1) * (isAside ? 0.3 : 1);
-      fillCell(pen, colours, cell.kind, cell.request, x + 1, slot * row + 1, column - 2, row - 2);
+      drawCell(pen, cell.kind, cell.request, x + 1, slot * row + 1, column - 2, row - 2);
       if (cell.kind === DECODE || cell.kind === PREFILL) {
         pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
         pen.fillStyle = cell.kind === DECODE && at <= index ? "#16181d" : colours.ink;
@@ -230,28 +223,26 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       pen.fillText(String(lane.steps[at].step), x + column / 2, lane.slots * row + 9);
     }
   }
-  return { first, column, left: LEFT, row };
+  return { first, column, left: LEFT };
 }
 
 // A request's life: in line (thin), its prompt (hatched), its answer (full). A tick is a token.
-export function drawLife(canvas, lane, request, { from = 0, to, now, height, ticks = false }) {
+export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
-  const colours = inks();
-  const x = (time) => ((Math.min(time, now) - from) / (to - from || 1)) * width;
-  const hue = hueOf(request.id);
+  const x = (time) => ((Math.min(time, now) - start) / (end - start || 1)) * width;
+  // What it was from one moment to another
+  const cell = (kind, from, to) => drawCell(pen, kind, request.id, x(from), 1, Math.max(1, x(to) - x(from)), height - 2);
   const admitted = Math.min(lane.admittedAt(request), now);
-  pen.fillStyle = colours.muted;
-  pen.fillRect(x(request.arrived), height / 2 - 0.5, x(admitted) - x(request.arrived), 1);
-  if (request.admittedStep === null || admitted >= now) return;
+  const came = x(request.arrived);
+  fill(pen, inks().muted, came, height / 2 - 0.5, x(admitted) - came, 1);
+  if (admitted >= now) return;
   const first = Math.min(request.first ?? now, now);
-  fillCell(pen, colours, PREFILL, request.id, x(admitted), 1, Math.max(1, x(first) - x(admitted)), height - 2);
+  cell(PREFILL, admitted, first);
   if (first >= now) return;
-  pen.fillStyle = hue;
-  pen.fillRect(x(first), 1, Math.max(1, x(request.last) - x(first)), height - 2);
+  cell(DECODE, first, request.last);
   const apart = (x(request.last) - x(first)) / request.tokenSteps.length;
   if (!ticks || apart < 2) return; // ticks side by side would hide the bar
-  pen.fillStyle = colours.paper;
   for (const index of request.tokenSteps) {
-    if (lane.ended[index] <= now) pen.fillRect(x(lane.ended[index]) - 0.5, 1, 0.5, height - 2);
+    if (lane.ended[index] <= now) fill(pen, inks().paper, x(lane.ended[index]) - 0.5, 1, 0.5, height - 2);
   }
 }

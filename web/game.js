@@ -44,7 +44,7 @@ export class Hand {
     this.coming = wishes.map((wish, i) => ({ ...wish, id: i + 1, read: 0, said: 0, slot: null }));
     this.line = [];
     this.slots = Array(slots).fill(null);
-    this.lane = new Lane("you", { slots, budget: 0 });
+    this.lane = new Lane("you", { slots });
     this.idle = 0; // seconds in which nothing ran
     this.open = 0; // seconds in which slots were free and requests waited, of all slots together
     this.arrive();
@@ -99,15 +99,13 @@ export class Hand {
       left -= stop - start;
       request.read = stop;
     }
-    const tokens = this.cut - left;
-    this.now += this.price.step + this.price.row * decode.length + this.price.token * tokens;
+    this.now += this.price.step + this.price.row * decode.length + this.price.token * (this.cut - left);
     const firsts = prefill.map(([slot]) => this.slots[slot]).filter((each) => each.read === each.prompt);
     const emits = [...decode, ...firsts];
     const blocked = this.line.length ? this.slots.flatMap((each, slot) => (each ? [] : [slot])) : [];
     const step = {
-      step: this.lane.steps.length + 1, admitted: this.waited.map((each) => [each.slot, each.id]),
-      why: [], prefill, decode: decode.map((each) => [each.slot, each.id]), held, ghosts: [], blocked,
-      waiting: this.line.length, policy: "you", tokens: emits.length, cost: decode.length + tokens,
+      admitted: this.waited.map((each) => [each.slot, each.id]), prefill, held, ghosts: [], blocked,
+      decode: decode.map((each) => [each.slot, each.id]), tokens: emits.length,
     };
     this.waited = [];
     this.open += blocked.length * (this.now - began);
@@ -154,7 +152,7 @@ export class Game {
     this.places = []; // of requests in line: {request, left, element}
     this.find("start").addEventListener("click", () => this.press());
     this.find("copy").addEventListener("click", () => this.copy());
-    const cuts = CUTS.map((cut) => buttonFor(() => this.cutAt(cut), "tab", String(cut)));
+    const cuts = CUTS.map((cut) => buttonFor(() => this.cutAt(cut), "tab", cut));
     this.find("cuts").replaceChildren(...cuts);
     document.addEventListener("keydown", (event) => this.key(event), true);
   }
@@ -184,7 +182,9 @@ export class Game {
   cutAt(cut) {
     if (this.hand) this.hand.cut = cut;
     write(this.find("cut"), CUT_WORDS[CUTS.indexOf(cut)]);
-    [...this.find("cuts").children].forEach((button, i) => button.setAttribute("aria-pressed", String(CUTS[i] === cut)));
+    [...this.find("cuts").children].forEach((button, i) => {
+      button.ariaPressed = CUTS[i] === cut;
+    });
   }
 
   // While the game runs, digits admit, and the space bar pauses; else keys are the player's.
@@ -225,7 +225,7 @@ export class Game {
     write(this.find("start"), this.running ? "Pause" : hand && !hand.isOver ? "Go on" : hand ? "Play again" : "Deal");
     if (!hand) return;
     const end = Math.max(this.setup.runs[0].done, hand.now);
-    drawTimeline(this.find("timeline"), hand.lane, { from: 0, to: end, now: hand.now, seen: 0, chosen: 0 });
+    drawTimeline(this.find("timeline"), hand.lane, { start: 0, end, now: hand.now, seen: 0, chosen: 0 });
     const free = hand.slots.filter((each) => each === null).length;
     const coming = hand.coming.length ? `; ${hand.coming.length} to come` : "";
     const slots = free ? `${count(free, "slot")} free` : "all slots are taken";
@@ -261,8 +261,8 @@ export class Game {
     const number = this.places.indexOf(place);
     const what = make("bdi", "prompt", request.text);
     const note = make("span", "hint", `${request.prompt} tokens to read`);
-    const key = make("kbd", "", number < 9 ? String(number + 1) : "·");
-    const button = buttonFor(() => this.admit(request), "card", "", [key, what, note]);
+    const key = make("kbd", "", number < 9 ? number + 1 : "·");
+    const button = buttonFor(() => this.admit(request), "card", key, what, note);
     place.request = request;
     // What stands below does not move up
     place.element.style.minHeight = `${place.element.offsetHeight}px`;
@@ -272,17 +272,16 @@ export class Game {
 
   end() {
     this.running = false;
-    this.rows = [{ policy: "you", ...this.hand.figures }, ...this.setup.runs];
-    const best = [...this.rows].sort((a, b) => a.done - b.done);
-    const place = best.findIndex((row) => row.policy === "you") + 1;
-    const fastest = best.find((row) => row.policy !== "you");
-    this.say(`You ${span(this.rows[0].done)}, ${fastest.policy} ${span(fastest.done)}: place ${place} of ${best.length}.`);
+    const you = { policy: "you", ...this.hand.figures };
+    this.rows = [you, ...this.setup.runs].sort((a, b) => a.done - b.done);
+    const fastest = this.rows.find((row) => row !== you);
+    const place = `place ${this.rows.indexOf(you) + 1} of ${this.rows.length}`;
+    this.say(`You ${span(you.done)}, ${fastest.policy} ${span(fastest.done)}: ${place}.`);
     write(this.find("why"), whyInWords(this.hand));
-    const cells = ({ done, first, useful }) => [span(done), span(first), percent(useful)];
-    const lines = best.map((row) => {
-      const name = make("td", "", row.policy, [make("small", "", POLICY_WORDS[row.policy])]);
-      const figures = cells(row).map((text) => make("td", "", text));
-      return make("tr", row.policy === "you" ? "you" : "", "", [name, ...figures]);
+    const lines = this.rows.map((row) => {
+      const name = make("td", "", row.policy, make("small", "", POLICY_WORDS[row.policy]));
+      const figures = [span(row.done), span(row.first), percent(row.useful)];
+      return make("tr", row === you ? "you" : "", name, ...figures.map((text) => make("td", "", text)));
     });
     this.find("rows").replaceChildren(...lines);
     this.find("table").hidden = false;
@@ -292,7 +291,7 @@ export class Game {
 
   async copy() {
     const here = location.protocol === "https:" ? `${location.href.split("#")[0]}#game` : this.setup.address;
-    const text = scoreText([...this.rows].sort((a, b) => a.done - b.done), here);
+    const text = scoreText(this.rows, here);
     write(this.find("score"), text);
     this.find("score").hidden = false;
     try {

@@ -87,7 +87,6 @@ export class Lab {
     this.python = new Python(setup.pyodide, setup.sources);
     this.limits = named(recording.fields.Limits, recording.runs[0].limits);
     this.runs = [];
-    this.asked = 0; // the newest question
     this.lane = null;
     this.find("load").addEventListener("click", () => this.begin());
   }
@@ -178,26 +177,19 @@ export class Lab {
   }
 
   async run() {
-    if (this.busy) {
-      this.again = true;
-      return;
-    }
+    if (this.busy) return this.#soon();
     this.busy = true;
     const question = this.#question();
     const played = await this.python.ask(question);
     this.busy = false;
     this.#mark(played);
     if (!played.error) this.#show(question, played);
-    if (this.again) {
-      this.again = false;
-      await this.run();
-    }
   }
 
   #mark({ error, line }) {
     const said = error ? `${line ? `Line ${line}: ` : ""}${error}` : "";
     write(this.find("error"), said);
-    this.find("lines").setAttribute("aria-invalid", String(Boolean(error)));
+    this.find("lines").ariaInvalid = Boolean(error);
     const lines = this.find("lines").value.split("\n");
     write(this.find("where"), error && line ? (lines[line - 1] ?? "").trim() : "");
   }
@@ -217,7 +209,7 @@ export class Lab {
   #draw() {
     if (!this.lane) return;
     const { end } = this.lane;
-    drawTimeline(this.find("timeline"), this.lane, { from: 0, to: end, now: end, seen: end, chosen: 0 });
+    drawTimeline(this.find("timeline"), this.lane, { start: 0, end, now: end, seen: end, chosen: 0 });
   }
 
   // The last runs, the newest first.
@@ -228,10 +220,9 @@ export class Lab {
     const load = question.rate ? `${question.rate}/s` : "at once";
     const values = [`${question.policy}${isEdited}`, slots, budget, chunk, load, lane.steps.length, span(lane.end)];
     values.push(span(lane.firstToken(0.5)), span(lane.firstToken(0.95)), percent(figures.useful));
-    const key = values.join();
-    if (this.runs[0]?.key === key) return;
-    this.runs = [{ key, values }, ...this.runs].slice(0, RUNS);
-    const rows = this.runs.map((run) => make("tr", "", "", run.values.map((value) => make("td", "", String(value)))));
+    if (this.runs[0]?.join() === values.join()) return;
+    this.runs = [values, ...this.runs].slice(0, RUNS);
+    const rows = this.runs.map((run) => make("tr", "", ...run.map((value) => make("td", "", value))));
     this.find("runs").replaceChildren(...rows);
     this.say(`${count(lane.steps.length, "step")}, ${span(lane.end)}.`);
   }

@@ -11,11 +11,10 @@ import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./
 const TAIL = 220; // letters of an answer that a slot can show, at most
 const QUEUE = 40; // requests in line that are named
 
-// An element with a class, a text and children.
-export function make(tag, name = "", text = "", children = []) {
+// An element with a class, and with what is in it: texts, which can only become texts, and elements.
+export function make(tag, name = "", ...children) {
   const element = document.createElement(tag);
   if (name) element.className = name;
-  if (text) element.textContent = text;
   element.append(...children);
   return element;
 }
@@ -25,8 +24,8 @@ export function write(element, text) {
   if (element.firstChild?.data !== text) element.textContent = text;
 }
 
-export function buttonFor(act, name, text, children) {
-  const button = make("button", name, text, children);
+export function buttonFor(act, name, ...children) {
+  const button = make("button", name, ...children);
   button.type = "button";
   button.addEventListener("click", act);
   return button;
@@ -34,7 +33,7 @@ export function buttonFor(act, name, text, children) {
 
 // A request's number on its colour. Pressed, it is chosen.
 export function chip(request, choose) {
-  const button = buttonFor(() => choose(request), "chip", String(request));
+  const button = buttonFor(() => choose(request), "chip", request);
   button.style.setProperty("--hue", hueOf(request));
   button.title = `request ${request}`;
   return button;
@@ -45,25 +44,22 @@ export class LaneView {
     this.lane = lane;
     this.player = player;
     this.choose = choose;
-    this.name = make("h3", "", lane.policy);
-    this.figures = make("p", "figures", "", ["", "", ""].map(() => make("span")));
+    this.figures = make("p", "figures", make("span"), make("span"), make("span"));
     this.canvas = make("canvas", "timeline");
-    this.canvas.setAttribute("role", "img");
-    this.element = make("div", "lane", "", [make("div", "head", "", [this.name, this.figures]), this.canvas]);
+    this.canvas.role = "img";
+    this.element = make("div", "lane", make("div", "head", make("h3", "", lane.policy), this.figures), this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
     this.queued = ""; // what the line showed last
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
-    this.title = make("h4", "", lane.policy);
-    this.answers = make("div", "answers", "", [this.title, this.slots, this.queue]);
+    this.answers = make("div", "answers", make("h4", "", lane.policy), this.slots, this.queue);
     this.canvas.addEventListener("click", (event) => this.#point(event));
-    this.range = { from: 0, to: 1 };
   }
 
   #makeRow(slot) {
-    const row = { label: make("span", "slot", String(slot)), chip: make("span", "owner"), text: make("bdi", "text") };
+    const row = { label: make("span", "slot", slot), chip: make("span", "owner"), text: make("bdi", "text") };
     row.request = -1;
-    row.element = make("div", "row", "", [row.label, row.chip, row.text]);
+    row.element = make("div", "row", row.label, row.chip, row.text);
     // A finger hits the row more easily than the number in it
     row.element.addEventListener("click", () => row.request > 0 && this.choose(row.request));
     this.slots.append(row.element);
@@ -72,20 +68,20 @@ export class LaneView {
 
   // A click on the timeline: go to that moment, and choose the request there.
   #point(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const time = scaleOf(box.width, this.range.from, this.range.to).time(event.clientX - box.left);
-    const slot = Math.floor(((event.clientY - box.top) / box.height) * this.lane.slots);
-    const index = this.lane.stepAt(time);
-    const request = time <= this.player.seen && index >= 0 ? this.lane.cells[index][slot]?.request : 0;
-    this.player.lane = this.player.lanes.indexOf(this.lane);
-    this.player.goTo(Math.min(time, this.lane.end));
-    this.choose(request ?? 0);
+    const { lane, player } = this;
+    const { offsetX, offsetY } = event;
+    const { clientWidth, clientHeight } = this.canvas;
+    const time = scaleOf(clientWidth, player).time(offsetX);
+    const slot = Math.floor((offsetY / clientHeight) * lane.slots);
+    const step = time <= player.seen && lane.cells[lane.stepAt(time)];
+    player.lane = player.lanes.indexOf(lane);
+    player.goTo(Math.min(time, lane.end));
+    this.choose((step && step[slot]?.request) || 0);
   }
 
-  draw(range) {
-    const { now, seen, chosen, mine } = this.player;
-    this.range = range;
-    drawTimeline(this.canvas, this.lane, { ...range, now, seen, chosen, mine });
+  draw() {
+    const { now } = this.player;
+    drawTimeline(this.canvas, this.lane, this.player);
     const figures = this.lane.figuresAt(now);
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
     const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
@@ -96,7 +92,7 @@ export class LaneView {
     texts.forEach((text, i) => write(this.figures.children[i], text));
     this.figures.classList.toggle("over", isOver);
     const words = `${this.lane.policy}: ${answered}, ${steps}, ${useful}`;
-    if (this.canvas.getAttribute("aria-label") !== words) this.canvas.setAttribute("aria-label", words);
+    if (this.canvas.ariaLabel !== words) this.canvas.ariaLabel = words;
     this.#drawSlots(now);
     this.#drawQueue(now);
   }

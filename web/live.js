@@ -11,7 +11,7 @@
 // What this file keeps. A key goes into a header, and nowhere else. It is kept in this page's memory alone. A lane holds some thousand steps at
 // most, however long the page is open.
 
-import { Lane, countUpTo, named, requestOf } from "./recording.js";
+import { Lane, named, requestOf } from "./recording.js";
 
 const REST = 0.25; // seconds: a longer rest is shown as if it had been so long
 const MOST = 6000; // steps of a lane; then the older ones go
@@ -55,9 +55,6 @@ export class LiveLane {
     this.most = most;
     this.kept = kept;
     this.lane = null;
-    this.known = new Map(); // open requests, with all of their texts
-    this.raw = []; // by step of the lane: when it ended on the engine's clock
-    this.clock = []; // and on the lane's
     this.engine = null; // the newest snapshot
   }
 
@@ -69,73 +66,65 @@ export class LiveLane {
     this.engine = engine;
     this.lane ??= new Lane(engine.policy, named(this.shape.Limits, engine.limits));
     this.lane.policy = engine.policy;
-    const steps = engine.steps.map((step) => named(this.shape.StepView, step));
-    const times = this.#timesOf(steps);
     const told = [...engine.requests, ...engine.ended].map((each) => this.#joined(each));
     for (const request of told) this.lane.know(request);
     for (const [number, waited] of engine.queue) this.#knowOf(number, engine.now - waited);
-    steps.forEach((step, i) => this.lane.add(step, ...times[i]));
+    for (const packed of engine.steps) {
+      const step = named(this.shape.StepView, packed);
+      this.lane.add(step, ...this.#timesOf(step));
+    }
+    for (const request of this.lane.requests.values()) request.arrived ??= this.#moment(request.came);
     for (const { id } of told) {
       const request = this.lane.requests.get(id);
       request.before = Math.max(0, request.outputTokens - request.tokenSteps.length);
     }
-    const open = new Set(engine.requests.map((each) => named(this.shape.RequestView, each).id));
-    this.known = new Map(told.filter((request) => open.has(request.id)).map((r) => [r.id, r]));
-    if (this.lane.steps.length > this.most) this.#shorten(open);
+    if (this.lane.steps.length > this.most) this.#shorten();
     return this.lane !== before;
   }
 
-  // When these steps begin and end on the lane's clock.
-  #timesOf(steps) {
-    let now = this.lane.end;
-    return steps.map((step) => {
-      const last = this.raw[this.raw.length - 1];
-      const began = last === undefined ? step.began : Math.max(step.began, last);
-      const rest = last === undefined ? 0 : Math.min(began - last, REST);
-      const times = [now + rest, now + rest + Math.max(0, step.ended - began)];
-      this.raw.push(step.ended);
-      now = times[1];
-      this.clock.push(now);
-      return times;
-    });
+  // When a step begins and ends on the lane's clock. The steps themselves have the times of the engine's.
+  #timesOf({ began, ended }) {
+    const { steps, end } = this.lane;
+    const last = steps.at(-1)?.ended ?? began;
+    const start = Math.max(began, last);
+    const from = end + Math.min(start - last, REST);
+    return [from, from + Math.max(0, ended - start)];
   }
 
   // What the lane's clock showed, about, when the engine's showed this.
   #moment(at) {
-    const i = countUpTo(this.raw, at);
-    if (i === this.raw.length) return this.clock[i - 1] ?? 0;
-    return Math.max(this.clock[i - 1] ?? 0, this.clock[i] - (this.raw[i] - at));
+    const { steps, ended, end } = this.lane;
+    const i = steps.findLastIndex((step) => step.ended <= at) + 1;
+    return i === steps.length ? end : Math.max(ended[i - 1] ?? 0, ended[i] - (steps[i].ended - at));
   }
 
   // A request with the whole of its text: a frame has only what is new.
   #joined(packed) {
-    const request = requestOf(this.shape, packed);
-    const before = this.known.get(request.id);
-    if (!before) return { ...request, arrived: this.#moment(request.arrived) };
+    const { arrived: came, ...request } = requestOf(this.shape, packed);
+    const before = this.lane.requests.get(request.id);
+    if (!before) return { ...request, came };
     return {
       ...request,
-      arrived: before.arrived,
-      prompt: before.prompt,
+      prompt: before.prompt || request.prompt,
       text: before.text + request.text,
       lengths: [...before.lengths, ...request.lengths],
     };
   }
 
   // One in line of which only its number is told.
-  #knowOf(number, arrived) {
+  #knowOf(number, came) {
     if (this.lane.requests.has(number)) return;
-    this.lane.know({ id: number, prompt: "", text: "", lengths: [], arrived: this.#moment(arrived) });
+    this.lane.know({ id: number, prompt: "", text: "", lengths: [], came });
   }
 
   // The newest steps in a new lane, with the requests that are in them.
-  #shorten(open) {
+  #shorten() {
     const old = this.lane;
     const first = old.steps.length - this.kept;
     const from = old.began[first];
     this.lane = new Lane(old.policy, old.limits);
     for (const request of old.requests.values()) {
-      const isOld = request.last !== undefined && request.last < from && !open.has(request.id);
-      if (isOld) continue;
+      if (request.reason && request.last < from) continue;
       const { tokenSteps, chunks, admittedStep, first: _, last: __, ...rest } = request;
       const gone = tokenSteps.filter((index) => index < first).length;
       this.lane.know({ ...rest, before: rest.before + gone, arrived: rest.arrived - from });
@@ -143,9 +132,6 @@ export class LiveLane {
     for (let i = first; i < old.steps.length; i++) {
       this.lane.add(old.steps[i], old.began[i] - from, old.ended[i] - from);
     }
-    this.raw = this.raw.slice(first);
-    this.clock = this.lane.ended.slice();
-    for (const request of this.known.values()) request.arrived -= from;
   }
 }
 

@@ -18,12 +18,12 @@ const PLAYS = 10; // seconds that a recording takes on the page, about
 
 const $ = (name) => document.querySelector(`[data-${name}]`);
 
-export function dataOf(name) {
+function dataOf(name) {
   const element = document.getElementById(`data-${name}`);
   return element ? JSON.parse(element.textContent) : null;
 }
 
-export class Page {
+class Page {
   constructor(lanes) {
     this.player = new Player(lanes, () => this.draw());
     this.choose = (request) => {
@@ -57,11 +57,14 @@ export class Page {
 
   #wire() {
     const { player } = this;
-    $("play").addEventListener("click", () => this.toggle());
-    $("back").addEventListener("click", () => player.goBy(-1));
-    $("on").addEventListener("click", () => player.goBy(1));
-    $("slower").addEventListener("click", () => player.changePace(1));
-    $("faster").addEventListener("click", () => player.changePace(-1));
+    this.acts = {
+      play: () => this.toggle(),
+      back: () => player.goBy(-1),
+      on: () => player.goBy(1),
+      slower: () => player.changePace(1),
+      faster: () => player.changePace(-1),
+    };
+    for (const [name, act] of Object.entries(this.acts)) $(name).addEventListener("click", act);
     $("scrub").addEventListener("input", (event) => {
       const part = event.target.value / event.target.max;
       player.goTo(player.start + part * (player.end - player.start));
@@ -96,17 +99,17 @@ export class Page {
     const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) && !isScrub;
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     const isButton = event.target.tagName === "BUTTON" || event.target.tagName === "A";
-    const { player } = this;
+    const { player, acts } = this;
     const keys = {
-      " ": () => this.toggle(),
+      " ": acts.play,
       ArrowLeft: () => player.goBy(event.shiftKey ? -10 : -1),
       ArrowRight: () => player.goBy(event.shiftKey ? 10 : 1),
-      s: () => player.goBy(1),
+      s: acts.on,
       Home: () => player.goTo(player.start),
       End: () => player.goTo(player.end),
-      "-": () => player.changePace(1),
-      "+": () => player.changePace(-1),
-      "=": () => player.changePace(-1),
+      "-": acts.slower,
+      "+": acts.faster,
+      "=": acts.faster,
       p: () => player.change({ lane: (player.lane + 1) % player.lanes.length }),
       Escape: () => this.choose(0),
     };
@@ -119,8 +122,7 @@ export class Page {
 
   draw() {
     const { player } = this;
-    const range = { from: player.start, to: player.end };
-    for (const view of this.views) view.draw(range);
+    for (const view of this.views) view.draw();
     if (this.inSight.has($("step")) || !this.step.shown) this.step.draw();
     if (this.inSight.has($("all")) || this.requests.isStale) this.requests.draw();
     this.requests.drawDetail();
@@ -131,7 +133,7 @@ export class Page {
     write($("ends"), span(player.end));
     const scrub = $("scrub");
     scrub.value = Math.round((scrub.max * (player.now - player.start)) / (player.end - player.start || 1));
-    scrub.setAttribute("aria-valuetext", span(player.now));
+    scrub.ariaValueText = span(player.now);
     const isOver = player.now >= player.end && player.lanes.length === 2;
     write($("verdict"), isOver ? verdict(player.lanes) : "");
   }
@@ -139,7 +141,7 @@ export class Page {
 
 // The pace at which the whole run takes about `PLAYS` seconds.
 function paceFor(seconds) {
-  return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES[PACES.length - 1];
+  return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES.at(-1);
 }
 
 // Files of the repository that the page names. docs/make/page.py makes links of them once the repository

@@ -146,13 +146,13 @@ export class Markdown {
   #addRow(text, indent) {
     if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
     const cells = text.replace(/\|\s*$/, "").slice(1).split("|");
-    return this.#add(make("div", "cells", "", cells.map((cell) => filled(make("span"), cell.trim()))), indent);
+    return this.#add(make("div", "cells", ...cells.map((cell) => filled(make("span"), cell.trim()))), indent);
   }
 
   #beginCode(mark, indent) {
     const code = make("code");
     this.fence = { mark, code, indent };
-    return this.#add(make("pre", "", "", [code]), indent);
+    return this.#add(make("pre", "", code), indent);
   }
 
   #drawCode(line, text) {
@@ -165,7 +165,7 @@ export class Markdown {
     const before = this.isCut || !code.firstChild ? "" : "\n";
     const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // an empty line is never the last
     if (hasRoom) return this.#append(code, new Text(before + shown));
-    this.fence = { ...this.fence, code: make("code", "", "", [new Text(shown)]) };
+    this.fence = { ...this.fence, code: make("code", "", shown) };
     return this.#append(code.parentNode, this.fence.code);
   }
 }

@@ -86,7 +86,7 @@ export class Player {
   goBy(steps) {
     const lane = this.lanes[this.lane];
     const index = Math.max(0, Math.min(lane.steps.length - 1, this.step + steps));
-    this.goTo(this.momentOf(index));
+    this.goToStep(index);
   }
 
   goToStep(index) {

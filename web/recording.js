@@ -28,7 +28,7 @@ export function named(names, values) {
 }
 
 // How many of the ascending `values` are at most `limit`.
-export function countUpTo(values, limit) {
+function countUpTo(values, limit) {
   let low = 0;
   let high = values.length;
   while (low < high) {
@@ -77,7 +77,7 @@ export class Lane {
   }
 
   get end() {
-    return this.ended.length ? this.ended[this.ended.length - 1] : 0;
+    return this.ended.at(-1) ?? 0;
   }
 
   // A request that is new, or is known better now. What the steps told of it is kept. (`before`: so
@@ -110,9 +110,8 @@ export class Lane {
     this.began.push(began);
     this.ended.push(ended);
     this.cells.push(cells);
-    const last = (values) => (values.length ? values[values.length - 1] : 0);
-    this.tokens.push(last(this.tokens) + step.tokens);
-    this.useful.push(last(this.useful) + useful);
+    this.tokens.push((this.tokens.at(-1) ?? 0) + step.tokens);
+    this.useful.push((this.useful.at(-1) ?? 0) + useful);
     cells.forEach((cell, slot) => this.#stretch(slot, cell, index));
     this.#tellRequests(step, index, ended);
   }
@@ -120,8 +119,8 @@ export class Lane {
   // A slot's stretch goes on while the slot does the same for the same request.
   #stretch(slot, cell, index) {
     const stretches = this.stretches[slot];
-    const last = stretches[stretches.length - 1];
-    if (last && last.to === index - 1 && last.kind === cell.kind && last.request === cell.request) {
+    const last = stretches.at(-1);
+    if (last?.to === index - 1 && last.kind === cell.kind && last.request === cell.request) {
       last.to = index;
     } else if (cell.kind !== EMPTY) {
       stretches.push({ ...cell, slot, from: index, to: index });
@@ -165,11 +164,7 @@ export class Lane {
 
   // Whose request a slot had last, up to this step; 0 if it had none.
   ownerBefore(slot, index) {
-    const stretches = this.stretches[slot];
-    for (let i = stretches.length - 1; i >= 0; i--) {
-      if (stretches[i].from <= index && stretches[i].request) return stretches[i].request;
-    }
-    return 0;
+    return this.stretches[slot].findLast((one) => one.from <= index && one.request)?.request ?? 0;
   }
 
   admittedAt(request) {
@@ -185,13 +180,11 @@ export class Lane {
   textAt(request, time) {
     // An end may bring more: the rest of a character whose last token never came
     if (this.isAnswered(request, time)) return request.text;
-    const tokens = this.tokensAt(request, time);
-    const letters = request.letters;
-    return request.text.slice(0, letters[Math.min(tokens, letters.length - 1)]);
+    return request.text.slice(0, request.letters[this.tokensAt(request, time)]);
   }
 
   isAnswered(request, time) {
-    return Boolean(request.reason) && request.last !== undefined && request.last <= time;
+    return Boolean(request.reason) && request.last <= time;
   }
 
   waitingAt(time) {
@@ -206,7 +199,7 @@ export class Lane {
     const cells = done * this.slots;
     return {
       steps: done,
-      tokens: done ? this.tokens[done - 1] : 0,
+      tokens: this.tokens[done - 1] ?? 0,
       useful: cells ? this.useful[done - 1] / cells : 0,
       answered: all.filter((r) => this.isAnswered(r, time)).length,
       waiting: this.waitingAt(time).length,
@@ -214,18 +207,21 @@ export class Lane {
     };
   }
 
-  // The value that a part of the waits for a first token does not exceed.
+  // From arrivals to first tokens, the shortest first.
+  get waits() {
+    const told = [...this.requests.values()].filter((r) => r.first !== undefined);
+    return told.map((r) => r.first - r.arrived).sort((a, b) => a - b);
+  }
+
+  // The value that a part of the waits does not exceed.
   firstToken(part) {
-    const waits = [...this.requests.values()]
-      .filter((r) => r.first !== undefined)
-      .map((r) => r.first - r.arrived)
-      .sort((a, b) => a - b);
-    return waits.length ? waits[Math.ceil(part * waits.length) - 1] : null;
+    const { waits } = this;
+    return waits[Math.ceil(part * waits.length) - 1];
   }
 
   get meanFirst() {
-    const told = [...this.requests.values()].filter((r) => r.first !== undefined);
-    return told.reduce((sum, r) => sum + r.first - r.arrived, 0) / (told.length || 1);
+    const { waits } = this;
+    return waits.reduce((sum, wait) => sum + wait, 0) / waits.length;
   }
 }
 
@@ -239,7 +235,6 @@ export function requestOf(fields, packed, more = {}) {
     text: request.text,
     lengths: request.lengths,
     reason: request.reason,
-    policy: request.policy,
     promptTokens: metrics.prompt_tokens,
     cached: metrics.cached_tokens,
     outputTokens: metrics.output_tokens,

@@ -10,7 +10,7 @@ import { guessesOf } from "./recording.js";
 
 // Seconds, with three digits.
 export function span(seconds) {
-  if (seconds === null || seconds === undefined || !isFinite(seconds)) return "–";
+  if (!Number.isFinite(seconds)) return "–";
   const [value, unit] = seconds < 0.9995 ? [seconds * 1000, "ms"] : [seconds, "s"];
   const digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
   return `${value.toFixed(digits)} ${unit}`;
@@ -27,7 +27,7 @@ export function percent(part) {
 // "r1", "r1 and r2", "r1, r2 and r3"
 export function listed(words) {
   if (words.length < 2) return words.join("");
-  return `${words.slice(0, -1).join(", ")} and ${words[words.length - 1]}`;
+  return `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }
 
 // The beginning of a text, or its end, with an ellipsis where it is cut. An emoji is two letters to
@@ -179,7 +179,7 @@ export function fateInWords(lane, request) {
   return `It ${waited}, had its first token after ${first} and its last after ${last}${longest}.`;
 }
 
-export function gapsOf(lane, request) {
+function gapsOf(lane, request) {
   const times = request.tokenSteps.map((index) => lane.ended[index]);
   return times.slice(1).map((time, i) => time - times[i]);
 }
