@@ -2,7 +2,7 @@
    And has a product of packed weights the same bits as one of the float32 numbers that they stand for? And is an operation on
    rows as close to its formula as a float32 can be?
 
-       cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam
+       cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
 
    It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
    of them differ, how many operations were looked at and how many numbers of them are wrong, and exits with 1 if any are.
@@ -28,7 +28,8 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 void rows_operation(void *at, int form, int width, float setting);
 
 static atomic_long compared, differ, wrong, packed, unlike, operations, off;
-static int ends_early;
+int planted; /* the number of a bug, for a rows.c that has several; 0: none */
+static int rounds = 60;
 
 /* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
 static int flush(int on) {
@@ -283,7 +284,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
 }
 
 /* Whoever looks for a fault is done with the first one. */
-static int is_over(void) { return ends_early && (differ || wrong || unlike || off); }
+static int is_over(void) { return planted && (differ || wrong || unlike || off); }
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
@@ -292,7 +293,7 @@ static void *student(void *seed) {
     examine_operation(&state, form, 3, 5000);
     examine_operation(&state, form, 300, 300); /* computed in shares */
   }
-  for (int i = 0; i < 60 && !is_over(); i++)
+  for (int i = 0; i < rounds && !is_over(); i++)
     for (int turned = 0; turned < 2; turned++) {
       draw_and_examine(&state, 40, 70, 150, turned);
       draw_and_examine(&state, 9, 1500, 150, turned); /* computed in shares */
@@ -310,7 +311,8 @@ static void *student(void *seed) {
 
 int main(int count, char **arguments) {
   rows_start(count > 1 ? atoi(arguments[1]) : 3);
-  ends_early = count > 2;
+  if (count > 2) planted = atoi(arguments[2]);
+  if (count > 3) rounds = atoi(arguments[3]);
   pthread_t threads[3];
   unsigned seeds[3] = {1, 2, 3};
   for (int i = 0; i < 3; i++) pthread_create(&threads[i], NULL, student, &seeds[i]);
@@ -318,5 +320,5 @@ int main(int count, char **arguments) {
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
   printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
   printf("%ld operations looked at, %ld numbers wrong\n", (long)operations, (long)off);
-  return differ || wrong || unlike || off || compared < 1000 || packed < 700 || operations < 400;
+  return differ || wrong || unlike || off || compared < 16 * rounds || packed < 11 * rounds || operations < 400;
 }
