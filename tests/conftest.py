@@ -34,7 +34,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
     Each worker, and each program that it starts, multiplies with its share of the cores. Threads
     that wait for each other on cores that are taken would make everything many times slower.
+
+    Tests start hundreds of programs. Each would compile all that it imports anew, where the
+    environment says that bytecode shall not be kept. So for the tests it is kept.
     """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
         return  # without xdist, or in a worker

@@ -11,9 +11,7 @@ does, and the tests count distinct tokens.
 import json
 from pathlib import Path
 
-import mlx_lm.utils
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from parts.device.mlx import mx
@@ -173,6 +171,8 @@ class Reference:
 
     def __init__(self, folder: Path, config: dict | None = None):
         """`config` respells fields of config.json that mlx-lm does not read."""
+        import mlx_lm.utils  # a second, which programs that only need a checkpoint do not wait for
+
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
         # mlx-lm takes longrope's long factors always. We take the short ones where slots are no
@@ -198,6 +198,8 @@ class Reference:
 
     def greedy(self, prompt: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
         """The greedy continuation, and the margin by which each token won."""
+        from mlx_lm.models.cache import make_prompt_cache
+
         cache = make_prompt_cache(self.model)
         ids, tokens, margins = list(prompt), [], []
         while len(tokens) < count:

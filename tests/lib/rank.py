@@ -130,16 +130,16 @@ def delay(how: str, victim: int) -> None:
             calls.append(order)
             if len(calls) == 6 and engine.ranks.rank == victim:
                 if how == "stopped":
-                    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+                    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), signal.SIGSTOP)
                 else:
-                    ctypes.PyDLL(None).sleep(5)  # no other thread of Python runs meanwhile
+                    ctypes.PyDLL(None).sleep(3)  # no other thread of Python runs meanwhile
             return begin(order)
 
         engine.runner.begin = late
         if engine.ranks.rank:
             sys.exit(engine.follow())
-        sampling = Sampling(max_tokens=40, ignore_eos=True)
+        sampling = Sampling(max_tokens=12, ignore_eos=True)
         results = engine.generate(["Tell me a story."] * 4, sampling)
         print(json.dumps([[r.finish_reason, len(r.tokens)] for r in results]), flush=True)
 

@@ -692,14 +692,14 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
     with Pair(
         tmp_path,
         str(ROOT / "tests" / "long" / "crowd.py"),
-        "3",
+        "1",
         folder,
         forms=(rows.forms_here() * 2)[:2],
     ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
     _, exact, compared, different = json.loads(line)
-    assert exact and compared > 100 and different == 0
+    assert exact and compared > 40 and different == 0
 
 
 @pytest.mark.parametrize(
@@ -884,7 +884,7 @@ def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
     with Pair(tmp_path, lib, how, str(victim)) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         line = next(line for line in pair.said(0).splitlines() if line.startswith("[["))
-        assert json.loads(line) == [["length", 40]] * 4
+        assert json.loads(line) == [["length", 12]] * 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -977,18 +977,15 @@ class Strangers(ExitStack):
 def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
     """One connection to the leader's port, of a port scan or a browser, was its neighbour for MLX:
     then the ranks never met."""
-    demo = [str(ROOT / "tests" / "lib" / "rank.py"), "answers", "demo"]
-    with Engine.load("demo", **SIZES) as engine:
-        alone = live(engine)
-    with Pair(tmp_path, *demo, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
+    ask = [str(ROOT / "ask.py"), "What is 17 + 6?"]
+    with Pair(tmp_path, *ask, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
         wait = time.monotonic() + 60
         while strangers.calls[pair.hosts[0]] < 200:  # it listens, and they have come first
             assert time.monotonic() < wait and pair.processes[0].poll() is None, pair.said(0)
             time.sleep(0.01)
         pair.start(1)
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
-        assert json.loads(line) == alone
+        assert "23" in pair.said(0)
         assert min(strangers.calls[host] for host in pair.hosts) > 0
 
 
@@ -997,10 +994,9 @@ import sys
 from parts.ranks import meet
 meet.CALLS = meet.CALLS.replace(".close()", ".sendall(b'GET / HTTP/1.1')")
 assert "sendall" in meet.CALLS
-sys.argv = ["rank.py", "answers", "demo"]
-sys.path.insert(0, "tests/lib")
-import runpy
-runpy.run_path("tests/lib/rank.py", run_name="__main__")
+sys.argv = ["ask.py", "What is 17 + 6?"]
+import ask
+sys.exit(ask.main())
 """
 
 
@@ -1009,4 +1005,4 @@ def test_whoever_calls_at_mlx_itself_has_no_part_in_the_ring(tmp_path):
     ours, before it has read from them."""
     with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        assert any(line.startswith("[[") for line in pair.said(0).splitlines())
+        assert "23" in pair.said(0)
