@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lib"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -334,6 +334,15 @@ def _() -> None:
     compare("the logits of tokens 3 and 7", few, plain_logits(ids)[mx.array([3, 7])], 1e-3)
 
 
+@check(1, "a token's position is its window's, whatever else goes in", "forward")
+def _() -> None:
+    ids = demo()[1].ask(SUM)
+    slab = new_slab()
+    logits(ids[:5], slab)
+    rest = logits(ids[5:], slab, start=5)
+    compare("the logits of tokens 5 and behind, alone", rest, plain_logits(ids)[5:], 1e-3)
+
+
 @check(1, "one token says something")
 def _() -> None:
     _, text = demo()
@@ -515,19 +524,33 @@ def _() -> None:
     compare("the logits", logits(ids, slab), plain_logits(ids), 1e-3)
 
 
+class Noted(kv.Window):
+    """A window that writes down what it does."""
+
+    did: ClassVar[list[str]] = []
+
+    def write(self, *rest) -> None:
+        self.did.append("write")
+        super().write(*rest)
+
+    def read(self, *rest) -> tuple[mx.array, mx.array]:
+        self.did.append("read")
+        return super().read(*rest)
+
+
 @check(3, "several windows share a pass, and all write before the first one reads", "attend")
 def _() -> None:
     model, text = demo()
     prompts = [list(text.ask(prompt)) for prompt in (SUM, "Spell lantern.", "Count from 5 to 9.")]
     slab = new_slab(slots=4)
     slots = (2, 0, 1)
-    windows = [
-        kv.Window(slab, [slot], [0], len(ids)) for slot, ids in zip(slots, prompts, strict=True)
-    ]
+    windows = [Noted(slab, [slot], [0], len(ids)) for slot, ids in zip(slots, prompts, strict=True)]
+    Noted.did.clear()
     ids = mx.array([*itertools.chain(*prompts)])
     found = model.head(llama.forward(model, ids, windows, range(ids.size)))
     wanted = [plain_logits(prompt) for prompt in prompts]
     compare("the logits of three prompts", found, mx.concatenate(wanted), 1e-3)
+    equal("what the windows did in a layer", Noted.did[:6], ["write"] * 3 + ["read"] * 3)
     # Now one token of each decodes; neighbouring slots share a look
     order = [1, 2, 0]
     newest = [mx.argmax(logits[-1]).item() for logits in wanted]
@@ -559,6 +582,9 @@ def _() -> None:
     compare("the best", best, x.max(axis=-1, keepdims=True))
     equal("their ids", ids.tolist(), mx.argmax(x, axis=-1, keepdims=True).tolist())
     equal("the id of two equals", ids[1].item(), 7)
+    x[2, 9] = math.nan
+    if mx.isfinite(sampling.argmax(x)[0][2]).item():
+        raise Wrong("a NaN is in the row, and the best is a number: nobody would notice")
 
 
 @check(4, "noise depends on seed and index alone, and is spread evenly", "uniform")
@@ -928,8 +954,13 @@ def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> Non
     """By step and slot: what is said."""
     model, text = demo()
     runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    start = runner._start
+    starts: list[int] = []  # the numbers of orders
     for number, (order, said) in enumerate(zip(orders, wanted, strict=True), 1):
+        runner._start = lambda *rest, number=number: starts.append(number) or start(*rest)
         tokens, _ = runner.run(order).read()
+        if number not in starts:
+            raise Wrong(f"order {number}: `self._start` was not called, so nothing may be written")
         sizes = [len(each) for each in tokens]
         equal(f"order {number}: by slot, how many tokens came out", sizes, [1, 1, 1])
         found = {slot: text.tokenizer.decode(t) for slot, t in enumerate(tokens) if t >= [0]}
@@ -1058,6 +1089,11 @@ def _() -> None:
     equal("the plan", found, wanted)
     equal("those admitted", [name(r) for r in plan.admitted], ["A"])
     equal("those who emit", [name(each.request) for each in plan.emitters], ["A"])
+    tale = Tale(slots=3, chunk=4, budget=4)
+    for tokens in (6, 3, 3):
+        tale.submit(tokens, 2)
+    held = [name(request) for request in tale.sched.plan(0.0).held]
+    equal("those in prefill without a chunk", held, ["B", "C"])
     equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
 
 
@@ -1487,10 +1523,11 @@ def _() -> None:
             ours.runner.begin = run
             answers(ours, [SUM])
             ours.runner.begin = partial(leave, run)
-            ask(ours)
+            handle = ask(ours)
             try:
                 ours.step()
             except SystemExit:
+                equal("why its request ended", handle.finish_reason, "error")
                 return
             raise Wrong("SystemExit is for the whole program: raise it again, after self._fail")
     finally:

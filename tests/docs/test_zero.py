@@ -125,6 +125,32 @@ MISTAKES = [
         6, "sched.Scheduler.plan", "r.planned < r.max_tokens", "True", "steps planned for 2 tokens"
     ),
     Mistake(7, "sched.Scheduler._chunks", "break", "continue", "does not overtake"),
+    Mistake(
+        1,
+        "llama.forward",
+        "mx.concatenate([window.positions for window in windows])",
+        "mx.arange(ids.size)",
+        "position is its window's",
+    ),
+    Mistake(
+        3,
+        "llama.attend",
+        "        at += size\n    at = 0\n    for window in windows:\n",
+        "",
+        "what the windows did in a layer",
+    ),
+    Mistake(
+        4,
+        "sampling.argmax",
+        "x.max(axis=-1, keepdims=True)",
+        "gather(x, mx.argmax(mx.where(x == x, x, 0), axis=-1, keepdims=True))",
+        "nobody would notice",
+    ),
+    Mistake(
+        5, "nanobatch.Runner._forward", "self._start(self.slab.w", "(self.slab.w", "not called"
+    ),
+    Mistake(6, "sched.Scheduler.plan", "if r not in with_chunk", "if False", "without a chunk"),
+    Mistake(8, "nanobatch.Engine.step", "except BaseException", "except Exception", "its request"),
 ]
 
 

@@ -31,13 +31,13 @@ def heads(model, layer, x, turn):
 
 def attend(model, layer, q, k, v, windows):
     kind = model.kinds[layer.kind]
+    sums = []
     at = 0
     for window in windows:
         size = window.B * window.L
         window.write(layer.index, k[at : at + size], v[at : at + size])
         at += size
     at = 0
-    sums = []
     for window in windows:
         for look in window.looks(kind.span, kind.has_kernel, model.config.H):
             size = look.B * window.L
