@@ -718,6 +718,6 @@ class EngineRoom(Room):
         if trial:
             self.note(trying=False)
             trial.close()
-            for request in self._tried & self.own.keys():
+            for request in self._tried.intersection(self.own):
                 self.own[request].cancel()
             self._tried.clear()

@@ -285,7 +285,7 @@ class Breaking(Trial):
     def _again(self, handle: Handle) -> Handle:
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
-        origin = Ask(handle.prompt, request.max_tokens, sampling.temperature, None, mute=True)
+        origin = handle.origin._replace(mute=True)
         again = self.engine.submit(list(request.prompt), sampling, origin=origin, reuse=False)
         return self.room.keep(again)
 

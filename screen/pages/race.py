@@ -73,9 +73,9 @@ def draw(state: State, on: Paper) -> None:
     contest = shown.contest or race_in(state)
     film = shown.film
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
-    is_film = film is not None and contest is shown.last
-    result = "" if is_film else verdict(contest.runs)
-    if is_film:
+    result = verdict(contest.runs)
+    if film is not None and contest is shown.last:
+        result = ""
         runs = [until(run, film) for run in contest.runs]
         seconds = f"{film:.2f} of {longest:.2f} s"
         note = f"Both legs on one clock: {seconds}. End leads to the result."
@@ -153,15 +153,15 @@ def compare(state: State, rival: str = "") -> Contest:
     if not columns:
         raise ValueError("nothing has run yet; b fires a burst")
     seen = {cell.request for column in columns for cell in column.cells} - {None}
-    requests = [
-        r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens
-    ]
+    known = [state.requests[id] for id in sorted(seen & state.requests.keys())]
+    requests = [request for request in known if request.metrics.output_tokens]
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     limits = state.limits_of(columns[0].step, columns[-1].step)
     # More than one, if the user changed the policy meanwhile
     policies = Counter(column.view.policy for column in columns)
-    ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
+    ran = policies.most_common(1)[0][0]
+    costs = prices(state, step=columns[0].step)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
     _, moment = on_clock(columns, costs)
     steps = [column.view for column in columns]
@@ -180,7 +180,8 @@ def compare(state: State, rival: str = "") -> Contest:
         f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
         f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
     )
-    if left := state.view.engine.submitted - state.view.engine.finished:
+    left = state.view.engine.submitted - state.view.engine.finished
+    if left:
         run = sum(r.reason is None for r in requests)
         mute = f"; {left - run:,} more have no token yet" if left > run else ""
         note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
@@ -190,20 +191,19 @@ def compare(state: State, rival: str = "") -> Contest:
 def race_in(state: State) -> Contest:
     """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be
     compared."""
-    runs, legs, costs = [], state.view.legs, prices(state)
+    runs = []
+    legs = state.view.legs
+    costs = prices(state)
     for leg in legs:
         first, last = (
             bisect_left(state.history, step, key=lambda c: c.step)
             for step in (leg.first_step, leg.stop)
         )
-        columns = renumbered(
-            state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)}
-        )
-        known = {i + 1: state.requests.get(id) for i, id in enumerate(leg.requests)}
-        known = {number: request for number, request in known.items() if request}
-        requests = list(known.values())
+        numbers = {id: number for number, id in enumerate(leg.requests, 1)}
+        columns = renumbered(state.history[first:last], numbers)
+        known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
         how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
-        run = measured(leg.policy, columns, requests, costs, how)
+        run = measured(leg.policy, columns, [*known.values()], costs, how)
         runs.append(run._replace(requests=known))
     if legs and state.view.racing:
         runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]

@@ -152,8 +152,10 @@ class Tour:
             self._run()
         elif self._phase == "tell":
             self._next_scene()
-        elif self._phase == "run" and not self._stops:
-            self._hurry()
+        elif self._phase == "run" and self._halt != STOP:
+            self.seen.hurries = True
+            self.desk.obey("/slow off")
+            self.desk.obey("/resume")
         elif self._phase == "end":
             self.leave()
 
@@ -164,11 +166,6 @@ class Tour:
             self._put_back()
             self.state.tour = None
 
-    def _hurry(self) -> None:
-        self.seen.hurries = True
-        self.desk.obey("/slow off")
-        self.desk.obey("/resume")
-
     # --- going on by itself
 
     def look(self) -> None:
@@ -176,9 +173,8 @@ class Tour:
         if self._phase in ("stage", "run") and not self.is_over:
             spent = self._now() - self._began
             self.seen.late = self.seen.late or spent >= LONGEST
-            may_hurry = self._phase == "run" and not (self.seen.hurries or self._stops)
-            if spent >= HURRY and may_hurry:
-                self._hurry()
+            if spent >= HURRY and not self.seen.hurries:
+                self.go_on()
             said = self.seen.found.so_far if self._phase == "run" and self.seen.found else ""
             if said:
                 self.state.tour = self.state.tour._replace(hint=f"{said} · {RUNS}")
@@ -197,9 +193,8 @@ class Tour:
         if faults:  # a prompt was not fired
             raise ValueError(faults[0].message)
         late = self.seen.late
-        if self._halts and not (self._is_quiet or late):
+        if self._halt and not (self._is_quiet or late):
             return
-        self._halts = False
         for line in self._story:
             if isinstance(line, Question):
                 self._ask(line)
@@ -207,13 +202,12 @@ class Tour:
             if isinstance(line, Explanation):
                 self._tell(line)
                 return
+            self._halt = line if line in (WAIT, STOP) else ""
             if line == STOP:
-                self._stops = True
                 self.desk.obey("/pause")
-            elif line != WAIT and not late:
+            elif not (self._halt or late):
                 self._do(line)
-            self._halts = line in (STOP, WAIT) and not late
-            if self._halts:
+            if self._halt and not late:
                 return
 
     @property
@@ -250,8 +244,7 @@ class Tour:
     def _begin(self, phase: str) -> None:
         self._phase = phase
         self._began = self._now()
-        self._halts = False  # the story waits until the view shows all
-        self._stops = False  # the lines of the phase are done
+        self._halt = ""  # WAIT or STOP: the story goes on when the view shows all
         self.seen.hurries = False
 
     def _ask(self, question: Question) -> None:

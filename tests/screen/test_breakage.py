@@ -121,6 +121,8 @@ def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
     assert [each.id for each in found.witnesses] == [*range(1, 11)]
     assert len(found.ended) == 1 and found.ended[0].reason == "cancelled"
     assert all(each.alike and not each.covers for each in found.witnesses), "tokens alone"
+    again = [stage.prompt(request.id) for request in stage.state.ended[-10:]]
+    assert sorted(again) == sorted(f"prompt {i}" for i in range(10)), "they were “token ids”"
     page = " ".join(plain(draw(stage, 80, 24)))
     assert "✓ all tokens" in page
 

@@ -644,12 +644,14 @@ def test_what_cannot_go_with_a_tour_is_refused_in_one_line(other, capsys):
 
 def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input():
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--tour", "--slots", "4"]
-    done = subprocess.run(command, input="3\nq\n", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input="\nq\n", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert f"1 of {len(SCENES)}: {TITLES[0]}" in lines
     assert any(line.startswith("4 rows took ") for line in lines)
     assert sum(line.startswith("  3 ") for line in lines) == 1
+    asked = [line for line in lines if line.endswith("?")]
+    assert len(asked) == 1, "without a guess the question was printed once more"
     assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
 
 
