@@ -46,16 +46,16 @@ export class Chat {
     this.left = null; // ends the answer that runs
     const { form, box, log } = this.parts;
     // A button has the name of what it does
-    form.addEventListener("click", ({ target }) => this[target.dataset.chatPart]?.());
-    box.addEventListener("keydown", (event) => {
+    form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
+    box.onkeydown = (event) => {
       if (event.key === "Escape") this.stop();
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       this.send();
-    });
-    log.addEventListener("scroll", () => {
+    };
+    log.onscroll = () => {
       this.isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
-    });
+    };
     this.sizes = new ResizeObserver(() => {
       if (this.isAtEnd) log.scrollTop = log.scrollHeight;
     });
@@ -86,7 +86,7 @@ export class Chat {
   send() {
     this.waiting = this.unsent;
     this.parts.box.value = "";
-    this.#askWaiting();
+    this.#ask();
   }
 
   stop() {
@@ -94,7 +94,8 @@ export class Chat {
   }
 
   again() {
-    this.#ask(this.#takeBack());
+    this.waiting = this.#takeBack();
+    this.#ask();
   }
 
   anew() {
@@ -128,14 +129,6 @@ export class Chat {
     const turn = this.turns.pop();
     turn.element.remove();
     return turn.question;
-  }
-
-  #askWaiting() {
-    const question = this.waiting;
-    write(this.parts.waiting, this.left && question && `waits for the answer above (Esc stops that): ${question}`);
-    if (!question || this.left) return;
-    this.waiting = "";
-    this.#ask(question);
   }
 
   // --- what a reload brings back
@@ -178,7 +171,12 @@ export class Chat {
 
   // --- one question
 
-  async #ask(question) {
+  // The one that waits, unless an answer comes.
+  async #ask() {
+    const question = this.waiting;
+    write(this.parts.waiting, this.left && question && `waits for the answer above (Esc stops that): ${question}`);
+    if (!question || this.left) return;
+    this.waiting = "";
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
     messages.push(...this.told.flatMap(messagesOf), { role: "user", content: question });
@@ -201,7 +199,7 @@ export class Chat {
     if (!this.turns.includes(turn)) this.#show(); // there is a new conversation
     else if (turn.error && !turn.tokens) this.#refuse(turn.error);
     else this.#end(turn);
-    this.#askWaiting();
+    this.#ask();
   }
 
   // The texts of a turn have the names that the protocol gives them.

@@ -34,14 +34,14 @@ export class StepView {
     this.isAsked = false; // the words are to be brought in sight
     this.#makeTabs();
     this.#makeExamples(place.querySelector("[data-examples]"));
-    this.canvas.addEventListener("click", (event) => this.#point(event));
-    place.querySelector("[data-step-back]").addEventListener("click", () => player.goBy(-1));
-    place.querySelector("[data-step-on]").addEventListener("click", () => player.goBy(1));
+    this.canvas.onclick = (event) => this.#point(event);
+    place.querySelector("[data-step-back]").onclick = () => player.goBy(-1);
+    place.querySelector("[data-step-on]").onclick = () => player.goBy(1);
   }
 
   #makeTabs() {
     if (this.player.lanes.length < 2) return;
-    const tabs = this.player.lanes.map((lane, i) => buttonFor(() => this.player.change({ lane: i }), "tab", lane.policy));
+    const tabs = this.player.lanes.map((lane) => buttonFor(() => this.player.change({ lane }), "tab", lane.policy));
     this.tabs.replaceChildren(...tabs);
   }
 
@@ -50,25 +50,22 @@ export class StepView {
     const { player } = this;
     if (player.lanes.every((lane) => !lane.steps.length)) return;
     const buttons = EXAMPLES.map(([name, isOne]) => {
-      const lanes = [...player.lanes.keys()].reverse();
-      const found = lanes
-        .map((lane) => [lane, player.lanes[lane].steps.findIndex((step) => isOne(step, player.lanes[lane]))])
-        .find(([, index]) => index >= 0);
-      if (!found) return null;
+      const lane = player.lanes.findLast((each) => each.steps.some((step) => isOne(step, each)));
+      const index = lane?.steps.findIndex((step) => isOne(step, lane));
       const show = () => {
         this.choose(0); // a chosen request would leave all others faint
         this.isAsked = true;
-        [player.lane] = found;
-        player.goToStep(found[1]);
+        player.lane = lane;
+        player.goToStep(index);
       };
-      return buttonFor(show, "tab", name);
+      return lane ? buttonFor(show, "tab", name) : "";
     });
-    place.replaceChildren("Show me ", ...buttons.filter(Boolean));
+    place.replaceChildren("Show me ", ...buttons);
   }
 
   #point(event) {
     if (!this.grid) return;
-    const lane = this.player.lanes[this.player.lane];
+    const { lane } = this.player;
     const column = Math.floor((event.offsetX - this.grid.left) / this.grid.column);
     const index = this.grid.first + column;
     if (column < 0 || index >= lane.steps.length) return;
@@ -78,15 +75,15 @@ export class StepView {
 
   draw() {
     const { player } = this;
-    const lane = player.lanes[player.lane];
+    const { lane } = player;
     if (!lane.steps.length) return;
     // While it plays, the step changes so seldom that its words can be read
-    const isSoon = player.playing && performance.now() - this.told < READABLE;
+    const isSoon = player.playing && !player.window && performance.now() - this.told < READABLE;
     if (lane !== this.lane || !isSoon) this.index = Math.max(0, player.step);
     this.lane = lane;
     const { index } = this;
     this.grid = drawMicroscope(this.canvas, lane, index, player.chosen);
-    const key = `${player.lane} ${index} ${lane.steps.length}`;
+    const key = `${player.lanes.indexOf(lane)} ${index} ${lane.steps.length}`;
     if (key !== this.shown) this.#tell(lane, index, key);
     // A frame later, when a request that was open above is closed
     if (this.isAsked) requestAnimationFrame(() => this.panel.scrollIntoView({ block: "nearest" }));
@@ -98,9 +95,9 @@ export class StepView {
     this.told = performance.now();
     this.shown = key;
     [...this.tabs.children].forEach((tab, i) => {
-      tab.ariaPressed = i === player.lane;
+      tab.ariaPressed = player.lanes[i] === lane;
     });
-    const of = player.follows ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
+    const of = player.window && player.playing ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
     write(this.title, `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
     write(this.cost, costInWords(lane, index));
     const said = planInWords(lane, index);
@@ -119,10 +116,10 @@ export class RequestsView {
     this.detail = home.querySelector("[data-request]");
     this.every = place.querySelector("[data-every]");
     this.isWhole = false; // all are listed
-    this.every.addEventListener("click", () => {
+    this.every.onclick = () => {
       this.isWhole = !this.isWhole;
       player.change();
-    });
+    };
     this.rows = new Map(); // by number
     this.shown = "";
     this.said = null; // the answer up to now,
@@ -179,7 +176,7 @@ export class RequestsView {
         if (!request) return;
         // Most lives have not begun, or are over: their pictures stay as they are
         const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
-        const key = `${now} ${player.start} ${player.end} ${innerWidth} ${player.looks}`;
+        const key = `${now} ${player.start} ${player.end} ${player.looks}`;
         if (row.shown[lane] === key) return;
         row.shown[lane] = key;
         drawLife(canvas, player.lanes[lane], request, player, 8);
@@ -196,7 +193,7 @@ export class RequestsView {
     this.detail.hidden = !known.length;
     if (!known.length) return;
     const { lane, request } = known.at(-1);
-    const key = `${player.chosen} ${player.looks} ${innerWidth} ${player.window && request.tokenSteps.length}`;
+    const key = `${player.chosen} ${player.looks} ${player.window && request.tokenSteps.length}`;
     if (key !== this.shown) {
       this.shown = key;
       this.#fillDetail(known);

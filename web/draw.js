@@ -25,9 +25,8 @@ let known = null;
 export function inks() {
   if (known) return known;
   const style = getComputedStyle(document.documentElement);
-  const ink = (name) => style.getPropertyValue(`--${name}`).trim();
   const names = ["ink", "muted", "line", "shut", "now", "paper"];
-  known = Object.fromEntries(names.map((name) => [name, ink(name)]));
+  known = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`)]));
   return known;
 }
 
@@ -38,7 +37,7 @@ export function forgetInks() {
 // A canvas of this size, sharp on every screen. What it showed is gone.
 export function prepared(canvas, height) {
   const width = canvas.clientWidth;
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = devicePixelRatio;
   const size = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== size[0] || canvas.height !== size[1]) {
     [canvas.width, canvas.height] = size;
@@ -53,7 +52,7 @@ export function prepared(canvas, height) {
 const patterns = new Map(); // by colour: diagonal lines
 
 function hatched(pen, colour) {
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = devicePixelRatio;
   const key = `${colour} ${ratio}`;
   if (!patterns.has(key)) {
     const tile = document.createElement("canvas");
@@ -78,6 +77,14 @@ function hatched(pen, colour) {
 function fill(pen, colour, x, y, width, height) {
   pen.fillStyle = colour;
   pen.fillRect(x, y, width, height);
+}
+
+function print(pen, size, colour, align, words, x, y) {
+  pen.font = `${size}px ui-monospace, monospace`;
+  pen.fillStyle = colour;
+  pen.textAlign = align;
+  pen.textBaseline = "middle";
+  pen.fillText(words, x, y);
 }
 
 // What a slot did for a while.
@@ -121,15 +128,11 @@ export function drawTimeline(canvas, lane, player) {
   const { pen, width, height } = prepared(canvas, lane.slots * row);
   const colours = inks();
   const scale = scaleOf(width, player);
-  pen.font = `${row - 3}px ui-monospace, monospace`;
-  pen.textBaseline = "middle";
   for (let slot = 0; slot < lane.slots; slot++) {
     const y = slot * row;
     const isMine = mine?.has(lane.ownerBefore(slot, lane.stepAt(now)));
     if (isMine) fill(pen, colours.now, 0, y + 1, LEFT - 3, row - 2);
-    pen.fillStyle = isMine ? colours.paper : colours.muted;
-    pen.textAlign = "right";
-    pen.fillText(String(slot), LEFT - 6, y + row / 2);
+    print(pen, row - 3, isMine ? colours.paper : colours.muted, "right", slot, LEFT - 6, y + row / 2);
     fill(pen, colours.line, LEFT, y + row / 2 - 0.5, width - LEFT, 1);
   }
   const paint = (until, alpha) => {
@@ -171,9 +174,7 @@ function drawStretch(pen, lane, stretch, { scale, row, alpha, until, player: { s
 function label(pen, request, x, y, width, row) {
   const text = String(request);
   if (width < 7 * text.length + 4) return;
-  pen.textAlign = "left";
-  pen.fillStyle = "#16181d";
-  pen.fillText(text, x + 4, y + row / 2 - 0.5);
+  print(pen, row - 3, "#16181d", "left", text, x + 4, y + row / 2 - 0.5);
 }
 
 // Steps as equal columns, around one of them: what is one or two pixels wide above is a cell here.
@@ -186,12 +187,8 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   const columns = Math.floor((width - LEFT) / column);
   const middle = Math.floor(columns * 0.6);
   const first = Math.max(0, Math.min(index - middle, lane.steps.length - columns));
-  pen.textBaseline = "middle";
   for (let slot = 0; slot < lane.slots; slot++) {
-    pen.font = "10px ui-monospace, monospace";
-    pen.fillStyle = colours.muted;
-    pen.textAlign = "right";
-    pen.fillText(String(slot), LEFT - 6, slot * row + row / 2);
+    print(pen, 10, colours.muted, "right", slot, LEFT - 6, slot * row + row / 2);
   }
   for (let i = 0; i < columns && first + i < lane.steps.length; i++) {
     const x = LEFT + i * column;
@@ -202,14 +199,10 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       drawCell(pen, cell.kind, cell.request, x + 1, slot * row + 1, column - 2, row - 2);
       if (cell.kind === DECODE || cell.kind === PREFILL) {
         pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
-        pen.fillStyle = cell.kind === DECODE && at <= index ? "#16181d" : colours.ink;
-        pen.textAlign = "center";
-        pen.font = "9px ui-monospace, monospace";
-        pen.fillText(String(cell.request), x + column / 2, slot * row + row / 2 + 0.5);
-        if (cell.tokens) { // where some were guessed: so many came
-          pen.font = "7px ui-monospace, monospace";
-          pen.fillText(String(cell.tokens), x + column - 5, slot * row + 5);
-        }
+        const ink = cell.kind === DECODE && at <= index ? "#16181d" : colours.ink;
+        print(pen, 9, ink, "center", cell.request, x + column / 2, slot * row + row / 2 + 0.5);
+        // Where some were guessed: so many came
+        if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, slot * row + 5);
       }
     });
     pen.globalAlpha = 1;
@@ -217,10 +210,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       pen.strokeStyle = colours.now;
       pen.lineWidth = 1.5;
       pen.strokeRect(x - 0.25, 0.75, column + 0.5, lane.slots * row - 1);
-      pen.fillStyle = colours.now;
-      pen.textAlign = "center";
-      pen.font = "10px ui-monospace, monospace";
-      pen.fillText(String(lane.steps[at].step), x + column / 2, lane.slots * row + 9);
+      print(pen, 10, colours.now, "center", lane.steps[at].step, x + column / 2, lane.slots * row + 9);
     }
   }
   return { first, column, left: LEFT };

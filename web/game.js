@@ -150,8 +150,8 @@ export class Game {
     this.hand = null;
     this.running = false;
     this.places = []; // of requests in line: {request, left, element}
-    this.find("start").addEventListener("click", () => this.press());
-    this.find("copy").addEventListener("click", () => this.copy());
+    this.find("start").onclick = () => this.press();
+    this.find("copy").onclick = () => this.copy();
     const cuts = CUTS.map((cut) => buttonFor(() => this.cutAt(cut), "tab", cut));
     this.find("cuts").replaceChildren(...cuts);
     document.addEventListener("keydown", (event) => this.key(event), true);

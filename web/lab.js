@@ -88,7 +88,7 @@ export class Lab {
     this.limits = named(recording.fields.Limits, recording.runs[0].limits);
     this.runs = [];
     this.lane = null;
-    this.find("load").addEventListener("click", () => this.begin());
+    this.find("load").onclick = () => this.begin();
   }
 
   async begin() {
@@ -120,10 +120,10 @@ export class Lab {
     select.replaceChildren(...policies.map((name) => make("option", "", name)));
     for (const name of ["slots", "budget", "chunk"]) this.find(name).value = this.limits[name];
     for (const input of this.place.querySelectorAll("input, select, textarea")) {
-      input.addEventListener("input", () => this.#soon());
+      input.oninput = () => this.#soon();
     }
-    this.find("reset").addEventListener("click", () => this.#reset());
-    this.find("copy").addEventListener("click", () => this.#copy());
+    this.find("reset").onclick = () => this.#reset();
+    this.find("copy").onclick = () => this.#copy();
     window.addEventListener("resize", () => this.#draw());
     this.#showValues();
   }
@@ -163,11 +163,9 @@ export class Lab {
   #question() {
     const number = (name) => Number(this.find(name).value);
     const limits = { ...this.limits, slots: number("slots"), budget: number("budget"), chunk: number("chunk") };
-    const { fields, runs } = this.recording;
-    const { requests, ids, asked, arrivals, steps } = runs[0];
     return {
-      fields,
-      run: { requests, ids, asked, arrivals, steps },
+      fields: this.recording.fields,
+      run: this.recording.runs[0],
       rate: number("rate"),
       lines: this.find("lines").value,
       limits,

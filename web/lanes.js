@@ -27,7 +27,7 @@ export function write(element, text) {
 export function buttonFor(act, name, ...children) {
   const button = make("button", name, ...children);
   button.type = "button";
-  button.addEventListener("click", act);
+  button.onclick = act;
   return button;
 }
 
@@ -50,10 +50,10 @@ export class LaneView {
     this.element = make("div", "lane", make("div", "head", make("h3", "", lane.policy), this.figures), this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
-    this.queued = ""; // what the line showed last
+    this.queued = null; // what the line showed last
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
     this.answers = make("div", "answers", make("h4", "", lane.policy), this.slots, this.queue);
-    this.canvas.addEventListener("click", (event) => this.#point(event));
+    this.canvas.onclick = (event) => this.#point(event);
   }
 
   #makeRow(slot) {
@@ -61,7 +61,7 @@ export class LaneView {
     row.request = -1;
     row.element = make("div", "row", row.label, row.chip, row.text);
     // A finger hits the row more easily than the number in it
-    row.element.addEventListener("click", () => row.request > 0 && this.choose(row.request));
+    row.element.onclick = () => row.request > 0 && this.choose(row.request);
     this.slots.append(row.element);
     return row;
   }
@@ -74,7 +74,7 @@ export class LaneView {
     const time = scaleOf(clientWidth, player).time(offsetX);
     const slot = Math.floor((offsetY / clientHeight) * lane.slots);
     const step = time <= player.seen && lane.cells[lane.stepAt(time)];
-    player.lane = player.lanes.indexOf(lane);
+    player.lane = lane;
     player.goTo(Math.min(time, lane.end));
     this.choose((step && step[slot]?.request) || 0);
   }
@@ -136,7 +136,7 @@ export class LaneView {
   #drawQueue(now) {
     const waiting = this.lane.waitingAt(now).map((request) => request.id);
     const key = waiting.join(" ");
-    if (key === this.queued && this.queue.firstChild) return;
+    if (key === this.queued) return;
     this.queued = key;
     const shown = waiting.slice(0, QUEUE).map((request) => chip(request, this.choose));
     const words = waiting.length ? `${waiting.length} in line` : "nobody in line";

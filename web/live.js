@@ -41,8 +41,8 @@ export async function* eventsOf(stream) {
 export async function ask(path, { key, signal, body }) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
-  const how = { method: body ? "POST" : "GET", cache: "no-store", credentials: "omit" };
-  const answer = await fetch(path, { headers, body, signal, ...how });
+  const method = body ? "POST" : "GET";
+  const answer = await fetch(path, { method, headers, body, signal, cache: "no-store", credentials: "omit" });
   if (answer.ok) return answer;
   const { error } = await answer.json();
   throw Object.assign(new Error(error.message), { code: error.code, status: answer.status });
@@ -66,16 +66,17 @@ export class LiveLane {
     this.engine = engine;
     this.lane ??= new Lane(engine.policy, named(this.shape.Limits, engine.limits));
     this.lane.policy = engine.policy;
-    const told = [...engine.requests, ...engine.ended].map((each) => this.#joined(each));
-    for (const request of told) this.lane.know(request);
-    for (const [number, waited] of engine.queue) this.#knowOf(number, engine.now - waited);
+    const told = [...engine.requests, ...engine.ended].map((each) => this.lane.know(this.#joined(each)));
+    for (const [id, waited] of engine.queue) {
+      if (this.lane.requests.has(id)) continue; // of the others only the number is told
+      this.lane.know({ id, prompt: "", text: "", lengths: [], came: engine.now - waited });
+    }
     for (const packed of engine.steps) {
       const step = named(this.shape.StepView, packed);
       this.lane.add(step, ...this.#timesOf(step));
     }
     for (const request of this.lane.requests.values()) request.arrived ??= this.#moment(request.came);
-    for (const { id } of told) {
-      const request = this.lane.requests.get(id);
+    for (const request of told) {
       request.before = Math.max(0, request.outputTokens - request.tokenSteps.length);
     }
     if (this.lane.steps.length > this.most) this.#shorten();
@@ -111,12 +112,6 @@ export class LiveLane {
     };
   }
 
-  // One in line of which only its number is told.
-  #knowOf(number, came) {
-    if (this.lane.requests.has(number)) return;
-    this.lane.know({ id: number, prompt: "", text: "", lengths: [], came });
-  }
-
   // The newest steps in a new lane, with the requests that are in them.
   #shorten() {
     const old = this.lane;
@@ -144,25 +139,24 @@ export class Watcher {
     this.say = say;
     this.wantKey = wantKey;
     this.key = "";
-    this.left = null; // ends what is being read
-    this.wake = () => {}; // ends a wait
+    this.left = null; // ends what is being read, or a wait
   }
 
   useKey(key) {
     this.key = key;
     this.left?.abort();
-    this.wake();
   }
 
   async run() {
     for (;;) {
       this.left = new AbortController();
+      const { signal } = this.left;
       let rest = AGAIN;
       try {
-        await this.#watch(this.left.signal);
+        await this.#watch(signal);
         this.say("The server has ended. It is asked again.");
       } catch (error) {
-        if (this.left.signal.aborted) continue;
+        if (signal.aborted) continue;
         if (error.status === 401) {
           rest = Infinity; // until there is another key
           this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
@@ -171,7 +165,7 @@ export class Watcher {
         }
       }
       await new Promise((wake) => {
-        this.wake = wake;
+        signal.addEventListener("abort", wake);
         if (isFinite(rest)) setTimeout(wake, rest);
       });
     }

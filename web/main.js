@@ -19,8 +19,7 @@ const PLAYS = 10; // seconds that a recording takes on the page, about
 const $ = (name) => document.querySelector(`[data-${name}]`);
 
 function dataOf(name) {
-  const element = document.getElementById(`data-${name}`);
-  return element ? JSON.parse(element.textContent) : null;
+  return JSON.parse(document.getElementById(`data-${name}`)?.textContent ?? "null");
 }
 
 class Page {
@@ -64,30 +63,29 @@ class Page {
       slower: () => player.changePace(1),
       faster: () => player.changePace(-1),
     };
-    for (const [name, act] of Object.entries(this.acts)) $(name).addEventListener("click", act);
-    $("scrub").addEventListener("input", (event) => {
-      const part = event.target.value / event.target.max;
-      player.goTo(player.start + part * (player.end - player.start));
-    });
+    for (const [name, act] of Object.entries(this.acts)) $(name).onclick = act;
+    $("scrub").oninput = ({ target }) => {
+      player.goTo(player.start + (target.value / target.max) * (player.end - player.start));
+    };
     document.addEventListener("keydown", (event) => this.key(event));
-    window.addEventListener("resize", () => player.change());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    const drawAnew = () => {
       forgetInks();
       player.change({ looks: player.looks + 1 });
-    });
+    };
+    window.addEventListener("resize", drawAnew);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAnew);
   }
 
   toggle() {
     const { player } = this;
-    if (player.playing || player.follows) player.pause();
-    else if (player.window) player.change({ follows: true, now: player.end });
+    if (player.playing) player.pause();
     else player.play();
   }
 
   // Another lane in place of the only one: a server's history was cut, or the server began anew.
   replace(lane) {
     this.player.lanes[0] = lane;
-    this.player.seen = 0;
+    Object.assign(this.player, { lane, seen: 0 });
     this.views[0].lane = lane;
     this.requests.rows.clear();
   }
@@ -110,7 +108,7 @@ class Page {
       "-": acts.slower,
       "+": acts.faster,
       "=": acts.faster,
-      p: () => player.change({ lane: (player.lane + 1) % player.lanes.length }),
+      p: () => player.change({ lane: player.lanes.find((lane) => lane !== player.lane) ?? player.lane }),
       Escape: () => this.choose(0),
     };
     if (!keys[event.key] || (isButton && event.key === " ")) return;
@@ -126,22 +124,16 @@ class Page {
     if (this.inSight.has($("step")) || !this.step.shown) this.step.draw();
     if (this.inSight.has($("all")) || this.requests.isStale) this.requests.draw();
     this.requests.drawDetail();
-    const runs = player.playing || player.follows;
-    write($("play"), runs ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
+    write($("play"), player.playing ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
     write($("pace"), player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);
     write($("now"), span(player.now));
     write($("ends"), span(player.end));
     const scrub = $("scrub");
-    scrub.value = Math.round((scrub.max * (player.now - player.start)) / (player.end - player.start || 1));
+    scrub.value = (scrub.max * (player.now - player.start)) / (player.end - player.start || 1);
     scrub.ariaValueText = span(player.now);
     const isOver = player.now >= player.end && player.lanes.length === 2;
     write($("verdict"), isOver ? verdict(player.lanes) : "");
   }
-}
-
-// The pace at which the whole run takes about `PLAYS` seconds.
-function paceFor(seconds) {
-  return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES.at(-1);
 }
 
 // Files of the repository that the page names. docs/make/page.py makes links of them once the repository
@@ -160,7 +152,7 @@ function leadToRepository() {
 
 function play(recording) {
   const page = new Page(lanesOf(recording));
-  page.player.pace = paceFor(page.player.end);
+  page.player.pace = PACES.find((pace) => pace * page.player.end >= PLAYS) ?? PACES.at(-1);
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
   page.lab = new Lab($("lab"), recording, dataOf("lab"));
@@ -178,7 +170,7 @@ function show(live, isNew) {
   let page = window.nanobatch;
   if (!page) {
     page = window.nanobatch = new Page([live.lane]);
-    Object.assign(page.player, { window: WINDOW, follows: true });
+    Object.assign(page.player, { window: WINDOW, playing: true });
     document.body.classList.add("lives-on");
   } else if (isNew) {
     page.replace(live.lane);
@@ -187,7 +179,7 @@ function show(live, isNew) {
   const busy = engine.waiting || engine.slots.some((slot) => named(live.shape.SlotView, slot).request !== null);
   live.lane.rests = !busy;
   const { player } = page;
-  player.change(player.follows ? { now: player.end, seen: player.end } : {});
+  player.change(player.playing ? { now: player.end, seen: player.end } : {});
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
   if (!busy) said.push("Nothing runs now.");
   if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
@@ -206,7 +198,7 @@ function watch(shape) {
   const chat = new Chat($("chat"), (why) => wantKey(why, chat));
   const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
   let wants = watcher;
-  form.addEventListener("submit", (event) => {
+  form.onsubmit = (event) => {
     event.preventDefault();
     form.hidden = true;
     const key = $("key").value.trim();
@@ -214,7 +206,7 @@ function watch(shape) {
     wants.useKey(key);
     wants = watcher;
     chat.key ||= key;
-  });
+  };
   watcher.run();
 }
 

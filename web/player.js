@@ -17,11 +17,10 @@ export class Player {
     this.lanes = lanes;
     this.now = 0;
     this.seen = 0; // the latest moment that has been shown
-    this.playing = false;
-    this.follows = false; // a server is watched: its newest step is what is shown
-    this.window = 0; // seconds; 0: all
+    this.playing = false; // of a server: its newest step is what is shown
+    this.window = 0; // seconds of a server that is watched; 0: all of a recording
     this.pace = 10;
-    this.lane = lanes.length - 1; // the one whose steps are stepped through
+    this.lane = lanes.at(-1); // the one whose steps are stepped through
     this.chosen = 0; // a request
     this.mine = new Set(); // requests that this page has sent
     this.frames = 0;
@@ -41,7 +40,7 @@ export class Player {
   }
 
   get step() {
-    return this.lanes[this.lane].stepAt(this.now);
+    return this.lane.stepAt(this.now);
   }
 
   change(changes = {}) {
@@ -56,7 +55,8 @@ export class Player {
   #frame(time) {
     this.asked = false;
     this.frames += 1;
-    if (this.playing && !this.follows) {
+    const moves = this.playing && !this.window;
+    if (moves) {
       // A tab in the background gets no frames: what it has missed is not made up for
       const passed = this.before === null ? 0 : Math.min(100, time - this.before) / 1000;
       this.before = time;
@@ -65,40 +65,33 @@ export class Player {
       if (this.now >= this.end) this.playing = false;
     }
     this.draw();
-    if (this.playing && !this.follows) this.change();
+    if (moves && this.playing) this.change();
     else this.before = null;
   }
 
   play() {
     const isOver = this.now >= this.end;
-    this.change({ playing: true, now: isOver ? 0 : this.now });
+    this.change({ playing: true, now: this.window ? this.end : isOver ? 0 : this.now });
   }
 
   pause() {
-    this.change({ playing: false, follows: false });
+    this.change({ playing: false });
   }
 
   goTo(time) {
-    this.change({ now: time, playing: false, follows: false });
+    this.change({ now: time, playing: false });
   }
 
   // So many steps on or back, in the lane that is under the microscope.
   goBy(steps) {
-    const lane = this.lanes[this.lane];
-    const index = Math.max(0, Math.min(lane.steps.length - 1, this.step + steps));
-    this.goToStep(index);
+    this.goToStep(Math.max(0, Math.min(this.lane.steps.length - 1, this.step + steps)));
   }
 
+  // To a moment at which this step is the one that runs, and its tokens are out.
   goToStep(index) {
-    this.goTo(this.momentOf(index));
-  }
-
-  // A moment at which this step is the one that runs, and its tokens are out.
-  momentOf(index) {
-    const lane = this.lanes[this.lane];
-    const next = lane.began[index + 1] ?? Infinity;
-    const ended = lane.ended[index];
-    return ended < next ? ended : (lane.began[index] + ended) / 2;
+    const { began, ended } = this.lane;
+    const isOut = ended[index] < (began[index + 1] ?? Infinity);
+    this.goTo(isOut ? ended[index] : (began[index] + ended[index]) / 2);
   }
 
   changePace(by) {

@@ -83,9 +83,8 @@ export class Lane {
   // A request that is new, or is known better now. What the steps told of it is kept. (`before`: so
   // many tokens it had before the lane's first step.)
   know(request) {
-    const before = this.requests.get(request.id);
-    const own = before ?? { tokenSteps: [], admittedStep: null, chunks: [], before: 0 };
-    const known = { ...own, ...request };
+    const fresh = { tokenSteps: [], admittedStep: null, chunks: [], before: 0 };
+    const known = { ...fresh, ...this.requests.get(request.id), ...request };
     known.letters = lettersOf(request.text, request.lengths);
     this.requests.set(request.id, known);
     return known;

@@ -189,5 +189,5 @@ export function verdict(lanes) {
   const [slow, fast] = [...lanes].sort((a, b) => b.end - a.end);
   const times = (slow.end / fast.end).toFixed(2);
   const first = `${span(fast.meanFirst)} instead of ${span(slow.meanFirst)}`;
-  return `${capital(fast.policy)} takes ${fast.steps.length.toLocaleString("en")} steps instead of ${slow.steps.length.toLocaleString("en")}, and is done ${times} times as fast. A first token comes after ${first}, on average.`;
+  return `${capital(fast.policy)} takes ${count(fast.steps.length, "step")} instead of ${slow.steps.length.toLocaleString("en")}, and is done ${times} times as fast. A first token comes after ${first}, on average.`;
 }
