@@ -5,6 +5,7 @@
 from parts.device import mlx as device
 
 # isort: on
+import gc
 import os
 import signal
 import sys
@@ -71,6 +72,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(beginnings):
             item.add_marker("quick")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: Python's garbage collector need not look through it
+    again and again, and each time a test asks for a collection."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure() -> None:
