@@ -29,7 +29,7 @@ import kv
 import llama
 import sampling
 import sched
-from nanobatch import Engine, Handle, Order, Pick, Prefill, Runner, Sampling
+from nanobatch import Engine, Flight, Handle, Order, Pick, Prefill, Runner, Sampling
 from parts.api.faults import LOG
 from parts.device.mlx import device_lock, mx
 from parts.model import ops, rope
@@ -130,6 +130,12 @@ def beside(came: Sequence[str], wanted: Sequence[str], what: str) -> None:
 LONG = 40  # entries of a list that are shown whole
 
 
+def several(what: str, found: object, wanted: str) -> None:
+    """Has a function returned as many things as are named here?"""
+    if not isinstance(found, (tuple, list)) or len(found) != len(wanted.split()):
+        raise Wrong(f"{what} returned a {type(found).__name__}, and should return {wanted}")
+
+
 def equal(what: str, found: object, wanted: object) -> None:
     if found == wanted:
         return
@@ -149,6 +155,10 @@ def equal(what: str, found: object, wanted: object) -> None:
 @cache
 def demo() -> tuple:
     return read_model(DEMO), Text(DEMO, 1536)
+
+
+def ids_of(prompt: str = SUM) -> tuple[int, ...]:
+    return tuple(demo()[1].ask(prompt))
 
 
 def plain_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -236,7 +246,7 @@ def logits(ids: Sequence[int], slab: kv.Slab, start: int = 0, asked=None) -> mx.
 def answer(prompt: str, keeps: bool) -> tuple[str, int]:
     """An answer, token by token, and how many tokens were computed for it."""
     _, text = demo()
-    ids = list(text.ask(prompt))
+    ids = list(ids_of(prompt))
     length = len(ids)
     slab = new_slab()
     start = 0
@@ -314,8 +324,7 @@ def _() -> None:
     x = drawn((5, c.D), 4)
     qkv = layer.qkv(x).reshape(5, -1, c.Dh)
     found = llama.heads(model, layer, x, lambda x: 3 * x)
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        raise Wrong(f"heads returned a {type(found).__name__}, and should return q, k and v")
+    several("heads", found, "q, k, v")
     q, k, v = mx.split(qkv, [c.H, c.H + c.Hkv], axis=1)
     for what, came, wanted in zip("qkv", found, (3 * q, 3 * k, v), strict=True):
         compare(what, came, wanted)
@@ -323,20 +332,20 @@ def _() -> None:
 
 @check(1, "the logits of a prompt are those of the plain formula", "forward")
 def _() -> None:
-    ids = demo()[1].ask(SUM)
+    ids = ids_of()
     compare("the logits", logits(ids, new_slab()), plain_logits(ids), 1e-3)
 
 
 @check(1, "only the tokens that are asked come out", "forward")
 def _() -> None:
-    ids = demo()[1].ask(SUM)
+    ids = ids_of()
     few = logits(ids, new_slab(), asked=[3, 7])
     compare("the logits of tokens 3 and 7", few, plain_logits(ids)[mx.array([3, 7])], 1e-3)
 
 
 @check(1, "a token's position is its window's, whatever else goes in", "forward")
 def _() -> None:
-    ids = demo()[1].ask(SUM)
+    ids = ids_of()
     slab = new_slab()
     logits(ids[:5], slab)
     rest = logits(ids[5:], slab, start=5)
@@ -346,7 +355,7 @@ def _() -> None:
 @check(1, "one token says something")
 def _() -> None:
     _, text = demo()
-    ids = text.ask(SUM)
+    ids = ids_of()
     token = mx.argmax(logits(ids, new_slab(), asked=[len(ids) - 1])).item()
     said = text.tokenizer.decode([token])
     equal(f"what follows on {SUM!r}", said, "7")
@@ -396,8 +405,7 @@ def _() -> None:
     kind = model.kinds[0]
     positions = mx.array([0, 1, 40])
     found = rope.rope_angles(kind, positions)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise Wrong("rope_angles should return cos and sin")
+    several("rope_angles", found, "cos, sin")
     x = drawn((3, 2, model.config.Dh), 8)
     for what, came in zip(("cos", "sin"), found, strict=True):
         equal(f"the shape of {what}", came.shape, (3, 1, model.config.Dh))
@@ -497,15 +505,14 @@ def _() -> None:
     slab.v[1] = drawn(slab.shape, 10)
     window = kv.Window(slab, [1, 2], [4, 5], 1)
     found = window.read(1, kv.Look(slice(1, 3), 6, "causal"))
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise Wrong("read should return keys and values")
+    several("read", found, "keys, values")
     compare("the keys", found[0], slab.k[1][1:3, :, :6])
     compare("the values", found[1], slab.v[1][1:3, :, :6])
 
 
 @check(3, "a prompt in two pieces is the prompt as a whole", "attend")
 def _() -> None:
-    ids = demo()[1].ask(SUM)
+    ids = ids_of()
     slab = new_slab()
     first = logits(ids[:6], slab)
     second = logits(ids[6:], slab, start=6)
@@ -520,7 +527,7 @@ def _() -> None:
     for layer in range(len(slab.k)):
         slab.k[layer] = 5 * drawn(slab.shape, 11)
         slab.v[layer] = 5 * drawn(slab.shape, 12)
-    ids = demo()[1].ask(SUM)
+    ids = ids_of()
     compare("the logits", logits(ids, slab), plain_logits(ids), 1e-3)
 
 
@@ -540,8 +547,8 @@ class Noted(kv.Window):
 
 @check(3, "several windows share a pass, and all write before the first one reads", "attend")
 def _() -> None:
-    model, text = demo()
-    prompts = [list(text.ask(prompt)) for prompt in (SUM, "Spell lantern.", "Count from 5 to 9.")]
+    model, _ = demo()
+    prompts = [list(ids_of(prompt)) for prompt in (SUM, "Spell lantern.", "Count from 5 to 9.")]
     slab = new_slab(slots=4)
     slots = (2, 0, 1)
     windows = [Noted(slab, [slot], [0], len(ids)) for slot, ids in zip(slots, prompts, strict=True)]
@@ -813,6 +820,9 @@ def answers(ours: Engine, prompts: Iterable[str]) -> int:
 # --- a scheduler without a model ----------------------------------------------------------------
 
 
+LETTERS = "timeline (p: a prompt's last chunk, P: any other, d: decode)"
+
+
 class Tale(Story):
     """A story whose slab is drawn, and which says in plain words what is wrong with it.
 
@@ -891,6 +901,9 @@ class Tale(Story):
             shown = "\n  ".join(["so far:", *self.lines()[-6:]])
             raise Wrong(f"{error}; {shown}") from None
 
+    def should_be(self, wanted: str, what: str = LETTERS) -> None:
+        beside(self.drawn(), timeline(wanted), what)
+
     def drawn(self) -> list[str]:
         """A line for each step, to the end."""
         while self.step():
@@ -900,17 +913,14 @@ class Tale(Story):
         return self.lines()
 
 
-LETTERS = "timeline (p: a prompt's last chunk, P: any other, d: decode)"
-
 # --- 5: static batching -------------------------------------------------------------------------
 
 
 @check(5, "a batch is admitted, and the next one when all of it has ended", "_admit")
 def _() -> None:
     tale = Tale(slots=2, policy="static")
-    for tokens in (2, 5, 2):
-        tale.submit(3, tokens)
-    wanted = timeline("""
+    tale.submit_all((3, 2), (3, 5), (3, 2))
+    tale.should_be("""
          1 | A:p B:p
          2 | A:d B:d
          3 | B:d
@@ -919,7 +929,6 @@ def _() -> None:
          6 | C:p
          7 | C:d
     """)
-    beside(tale.drawn(), wanted, LETTERS)
 
 
 @check(
@@ -950,10 +959,14 @@ def _() -> None:
     equal("who is admitted first under the policy short", tale.sched._admit(0.0), [short])
 
 
+def new_runner() -> Runner:
+    return Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
+
+
 def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> None:
     """By step and slot: what is said."""
-    model, text = demo()
-    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    _, text = demo()
+    runner = new_runner()
     start = runner._start
     starts: list[int] = []  # the numbers of orders
     for number, (order, said) in enumerate(zip(orders, wanted, strict=True), 1):
@@ -980,9 +993,8 @@ def order(
     5, "prompts of different lengths go in side by side, then a token of each", "_forward, _choose"
 )
 def _() -> None:
-    _, text = demo()
-    one = tuple(text.ask(SUM))
-    two = tuple(text.ask("Count from 5 to 9."))
+    one = ids_of()
+    two = ids_of("Count from 5 to 9.")
     prompts = [Prefill(2, one, 0, None, True), Prefill(0, two, 0, None, True)]
     rows = [(0, len(two)), (2, len(one))]
     later = [(slot, row + 1) for slot, row in rows]
@@ -992,9 +1004,8 @@ def _() -> None:
 
 @check(5, "who asks for log probabilities gets them", "_choose")
 def _() -> None:
-    model, text = demo()
-    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
-    ids = tuple(text.ask(SUM))
+    runner = new_runner()
+    ids = ids_of()
     picks = {2: [Pick(2, Sampling(logprobs=2), 0, 0)]}
     asks = Order((), (Prefill(2, ids, 0, None, True),), (), picks)
     tokens, logprobs = runner.run(asks).read()
@@ -1009,9 +1020,8 @@ def _() -> None:
     "_forward, _choose",
 )
 def _() -> None:
-    _, text = demo()
-    one = tuple(text.ask(SUM))
-    two = tuple(text.ask("Count from 5 to 9."))
+    one = ids_of()
+    two = ids_of("Count from 5 to 9.")
     orders = [
         order([Prefill(1, one[:4], 0, None, False)]),
         order([Prefill(0, two, 0, None, True), Prefill(1, one[4:7], 4, None, False)]),
@@ -1043,18 +1053,15 @@ def _() -> None:
 @check(6, "the timeline at the top of sched.py comes out", "plan, commit, finish")
 def _() -> None:
     tale = Tale(slots=2)
-    for tokens in (3, 5, 2):
-        tale.submit(3, tokens)
-    wanted = timeline("""
+    tale.submit_all((3, 3), (3, 5), (3, 2))
+    tale.should_be("""
          1 | A:p B:p
          2 | A:d B:d
          3 | A:d B:d
          4 | B:d C:p
          5 | B:d C:d
     """)
-    came = tale.drawn()
-    beside(came, wanted, LETTERS)
-    for line in came:
+    for line in tale.lines():
         tell(line)
 
 
@@ -1062,12 +1069,11 @@ def _() -> None:
 def _() -> None:
     tale = Tale(slots=3, budget=20)
     requests = [tale.submit(3, 9, eos=2), tale.submit(2, 1), tale.submit(4, 3), tale.submit(1, 2)]
-    wanted = timeline("""
+    tale.should_be("""
          1 | A:p B:p C:p
          2 | A:d C:d D:p
          3 | C:d D:d
     """)
-    beside(tale.drawn(), wanted, LETTERS)
     reasons = [request.finish_reason for request in requests]
     equal("why they ended", reasons, ["stop", "length", "length", "length"])
     if not all(request.ended for request in requests):
@@ -1090,8 +1096,7 @@ def _() -> None:
     equal("those admitted", [name(r) for r in plan.admitted], ["A"])
     equal("those who emit", [name(each.request) for each in plan.emitters], ["A"])
     tale = Tale(slots=3, chunk=4, budget=4)
-    for tokens in (6, 3, 3):
-        tale.submit(tokens, 2)
+    tale.submit_all((6, 2), (3, 2), (3, 2))
     held = [name(request) for request in tale.sched.plan(0.0).held]
     equal("those in prefill without a chunk", held, ["B", "C"])
     equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
@@ -1167,7 +1172,7 @@ def _() -> None:
     equal("reasons", [first.finish_reason, second.finish_reason], ["cancelled"] * 2)
     equal("the moment of the second's end", second.ended, 1.0)
     equal("those who wait", [*tale.sched.waiting], [third.id])
-    wanted = timeline("""
+    tale.should_be("""
          1 | A:p
          2 | C:p
          3 | C:d
@@ -1175,7 +1180,6 @@ def _() -> None:
          5 | C:d
          6 | C:d
     """)
-    beside(tale.drawn(), wanted, LETTERS)
 
 
 @check(
@@ -1186,14 +1190,13 @@ def _() -> None:
     failing = tale.submit(6, 4)
     tale.fails.add(failing.id)
     tale.submit(3, 3)
-    wanted = timeline("""
+    tale.should_be("""
          1 | A:P
          2 | A:p
          3 | B:p
          4 | B:d
          5 | B:d
     """)
-    beside(tale.drawn(), wanted, LETTERS)
     equal("why A ended", failing.finish_reason, "error")
     # One is cancelled in mid-prompt: no token has shown that its rows are numbers
     tale = Tale(slots=1, chunk=4)
@@ -1347,12 +1350,11 @@ def _() -> None:
     tale = Tale(slots=2)
     tale.submit(3, 1).begins = 3
     tale.submit(3, 3)
-    wanted = timeline("""
+    tale.should_be("""
          1 | B:p
          2 | B:d
          3 | A:p B:d
     """)
-    beside(tale.drawn(), wanted, LETTERS)
 
 
 @check(7, "a long prompt in chunks says what it says as a whole")
@@ -1381,47 +1383,32 @@ def _() -> None:
 # --- 8: run-ahead -------------------------------------------------------------------------------
 
 
-class Diary(Runner):
-    """A runner that writes down when steps are started, and when they are read."""
-
-    def __init__(self, *rest):
-        super().__init__(*rest)
-        self.lines: list[str] = []
-
-    def finish(self, begun, masks=None):
-        flight = super().finish(begun, masks)
-        number = 1 + sum(line.startswith("start") for line in self.lines)
-        self.lines.append(f"start {number}")
-        return Page(flight, self.lines, number)
-
-
-class Page:
-    def __init__(self, flight, lines: list[str], number: int):
-        self.flight = flight
-        self.lines = lines
-        self.number = number
-
-    def read(self):
-        self.lines.append(f"read {self.number}")
-        return self.flight.read()
-
-    def __getattr__(self, name: str):
-        return getattr(self.flight, name)
-
-
 def diary(run_ahead: bool, hurries: bool) -> list[str]:
-    model, text = demo()
-    sizes = Sizes(slots=2, max_len=128, chunk=32, budget=64)
-    runner = Diary(model, sizes)
-    ours = Engine(
-        model, text, sizes=sizes, runner=runner, run_ahead=run_ahead, reuse=False, guesses=0
-    )
-    with ours:
+    """When steps are started, and when they are read."""
+    lines: list[str] = []
+
+    def note(what: str) -> None:
+        lines.append(f"{what} {1 + sum(line.startswith(what) for line in lines)}")
+
+    class Noted(Flight):
+        def read(self) -> tuple:
+            note("read")
+            return super().read()
+
+    with engine(slots=2, run_ahead=run_ahead) as ours:
+        finish = ours.runner.finish
+
+        def finished(*rest) -> Noted:
+            flight = Noted(*finish(*rest))
+            note("start")
+            return flight
+
+        ours.runner.finish = finished
         ours.hurries = hurries
         handle = ask(ours, max_tokens=4)
         run_all(ours)
         equal("its tokens", len(handle.tokens), 4)
-    return runner.lines
+    return lines
 
 
 @check(8, "without run-ahead, a step is read before the next one starts", "_may_fly, step")
@@ -1446,9 +1433,8 @@ def _() -> None:
 
 @check(8, "a flight holds what was asked of it: tokens, and -1 for the others", "finish")
 def _() -> None:
-    model, text = demo()
-    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
-    ids = tuple(text.ask(SUM))
+    runner = new_runner()
+    ids = ids_of()
     started: list[object] = []
     enqueue = runner._enqueue
 
@@ -1476,16 +1462,13 @@ def _() -> None:
     tale = Tale(slots=1, lag=1)
     first = tale.submit(3, 9, eos=2)
     tale.submit(3, 2)
-    wanted = timeline("""
+    tale.should_be("""
          1 | A:p
          2 | A:d
          3 | A:d
          4 | B:p
          5 | B:d
-    """)
-    beside(
-        tale.drawn(), wanted, f"{LETTERS}; A ends with its 2nd token, and runs once more as a ghost"
-    )
+    """)  # A ends with its 2nd token, and runs once more as a ghost
     equal("what A said", len(first.answer), 2)
     # A ghost whose numbers are not finite
     tale = Tale(slots=1, lag=1)
