@@ -145,8 +145,8 @@ class Order(NamedTuple):
                 written.clear()
             passes[-1].append(prefill)
             written.add(prefill.slot)
-        last = len(passes) - 1
-        return [(prefills, self.decodes if i == last else ()) for i, prefills in enumerate(passes)]
+        *before, last = passes
+        return [*((prefills, ()) for prefills in before), (last, self.decodes)]
 
 
 def picks_of(member: Chunk | Decode, handle: Handle) -> list[Pick]:
@@ -258,7 +258,7 @@ class Runner:
 
     def run(self, order: Order) -> Flight:
         """Both halves of a step, one after the other. No row has a mask."""
-        return self.finish(self.begin(order))
+        return self.finish(self.begin(order), masks={})
 
     def begin(self, order: Order) -> Begun:
         """The first half of a step: start each forward pass as soon as it is built."""
@@ -266,19 +266,20 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(pack(order))
+            # Without picks, since ranks that follow choose no token
+            self.ranks.tell([order.scrubs, order.prefills, order.decodes])
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         logits, slots, vectors = self._forward(order)
         return Begun(order, logits, slots, vectors, began, took=self.clock() - began)
 
-    def finish(self, begun: Begun, masks: Mapping[int, Sequence[bytes]] | None = None) -> Flight:
+    def finish(self, begun: Begun, masks: Mapping[int, Sequence[bytes]]) -> Flight:
         """The second half: choose a token for each row, and start that, too.
 
         `masks`: by slot, which tokens a grammar allows (`Grammar.masks`). The others allow all.
         """
         resumed = self.clock()
-        emitted, logprobs = self._choose(begun, masks or {})
+        emitted, logprobs = self._choose(begun, masks)
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         # With guesses, Python alone will know which token is the newest, and hand it in.
         first = emitted[:, 0]
@@ -309,7 +310,6 @@ class Runner:
             count = 0  # tokens of this pass so far
             for prefill in prefills:
                 self._copy_prefix(prefill)
-            for prefill in prefills:
                 padded = self._padded(prefill)
                 ids.append(mx.array(padded))
                 windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
@@ -418,18 +418,9 @@ class Runner:
         more."""
         with device_lock, device_stream():
             while message := self.ranks.hear():
-                self.run(unpack(message)).read()
-
-
-def pack(order: Order) -> list[Any]:
-    """An order as it travels: lists, and no picks, since ranks that follow choose no token."""
-    return [order.scrubs, order.prefills, order.decodes]
-
-
-def unpack(message: Sequence[Any]) -> Order:
-    scrubs, prefills, decodes = message
-    prefills = [Prefill(*each) for each in prefills]
-    return Order(scrubs, prefills, decodes, picks={})
+                scrubs, prefills, decodes = message
+                prefills = [Prefill(*each) for each in prefills]
+                self.run(Order(scrubs, prefills, decodes, picks={})).read()
 
 
 # --- the engine ---------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def _() -> None:
     compare("the logits of tokens 3 and 7", few, plain_logits(ids)[mx.array([3, 7])], 1e-3)
 
 
-@check(1, "a token's position is its window's, whatever else goes in", "forward")
+@check(1, "positions are those of the windows, wherever these begin", "forward")
 def _() -> None:
     ids = ids_of()
     slab = new_slab()

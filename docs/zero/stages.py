@@ -518,13 +518,13 @@ if request.prefilled:
                 `self._enqueue(...)`: the tokens, the newest ones, `self._slot_state.history` and the log
                 probabilities. Return a `Flight`. Its `build_s` is what this half and `begun.took` took together,
                 without `self._device_s` and `self._wait_s`. (Leave `masks` and ranks aside: hand
-                `masks or {}` on.)""",
+                `masks` on.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
                     "With `first = emitted[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
-emitted, logprobs = self._choose(begun, masks or {})
+emitted, logprobs = self._choose(begun, masks)
 self._newest = mx.where(...)
 self._enqueue(emitted, self._newest, self._slot_state.history, logprobs)
 took = begun.took + self.clock() - resumed

@@ -130,7 +130,7 @@ MISTAKES = [
         "llama.forward",
         "mx.concatenate([window.positions for window in windows])",
         "mx.arange(ids.size)",
-        "position is its window's",
+        "positions are those of the windows",
     ),
     Mistake(
         3,

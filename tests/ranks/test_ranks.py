@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from doors import free_ports, hail
 from harness import random_asks, run_schedule
 from rank import SIZES, again, live
 
-from nanobatch import Engine, Prefill, pack, unpack
+from nanobatch import Engine, Prefill, Runner
 from parts import program
 from parts.device import rows
 from parts.device.mlx import mx
@@ -221,13 +222,30 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 # --- orders -------------------------------------------------------------------------------------
 
 
+class Wire(Ranks):
+    """The lines between a leader and one who follows, in one process."""
+
+    leads = True
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def tell(self, message):
+        self.told.append(json.dumps(message))
+
+    def hear(self):
+        return json.loads(self.told.pop(0)) if self.told else None
+
+
 @pytest.mark.parametrize("budget", [32, 100, 1000])
 def test_orders_survive_the_wire(parts, budget):
     """What a rank that follows hears is what the leader ran, but for how tokens are chosen."""
-    orders, rng = [], np.random.default_rng(budget)
+    orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
     options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
     with Engine(*parts, **options) as engine:
         engine.sched.guess = again
+        engine.runner.ranks = wire
         begin = engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)
         run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
@@ -236,10 +254,13 @@ def test_orders_survive_the_wire(parts, budget):
     assert sum(len(order.prefills) > 1 for order in orders) > 0
     assert any(prefill.source is not None for order in orders for prefill in order.prefills)
     assert any(len(ids) > 1 for order in orders for *_, ids in order.decodes)
-    for order in orders:
-        heard = unpack(json.loads(json.dumps(pack(order))))
-        assert all(isinstance(prefill, Prefill) for prefill in heard.prefills)
-        assert json.dumps(heard) == json.dumps(order._replace(picks={}))
+    follower = Runner.__new__(Runner)
+    follower.ranks = wire
+    follower.run = lambda order: heard.append(order) or SimpleNamespace(read=list)
+    follower.follow()
+    assert all(isinstance(prefill, Prefill) for order in heard for prefill in order.prefills)
+    for order, same in zip(orders, heard, strict=True):
+        assert json.dumps(same) == json.dumps(order._replace(picks={}))
 
 
 # --- how they find each other -------------------------------------------------------------------
