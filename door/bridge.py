@@ -222,15 +222,17 @@ class Answer:
 
     def look(self) -> None:
         """Note the choices' news since the last look. A client that keeps up gets them at once."""
-        news = [choice for choice in self.choices if choice.has_news]
-        for choice in news:
-            choice.look()
-            self.left -= choice.has_ended
-        has_ended = any(choice.has_ended for choice in news)
-        if self._straight and not (has_ended or self._straight.connection.is_blocked):
+        left = self.left
+        has_news = False
+        for choice in self.choices:
+            if choice.has_news:
+                has_news = True
+                choice.look()
+                self.left -= choice.has_ended
+        if self._straight and self.left == left and not self._straight.connection.is_blocked:
             if said := self._take():
                 self._straight.push(said)
-        elif news:
+        elif has_news:
             self._news.set()
 
     @property

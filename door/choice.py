@@ -99,19 +99,18 @@ class Choice:
         return "".join(item.text for item in self.items if item.kind == kind)
 
     @property
-    def _new_pieces(self) -> int:
-        return self._is_streamed and len(self.handle.pieces) - len(self.times)
-
-    @property
     def has_news(self) -> bool:
         """Would `look` see anything new?"""
-        has_come = self._new_pieces or self.handle.finish_reason is not None
-        return bool(has_come and not self.has_ended)
+        if self.has_ended:
+            return False
+        has_come = self._is_streamed and len(self.handle.pieces) > len(self.times)
+        return has_come or self.handle.finish_reason is not None
 
     def look(self) -> None:
         """Note what has come since the last look."""
         self.has_ended = self.handle.finish_reason is not None  # at first: then no piece is missing
-        self.times += [time.perf_counter()] * self._new_pieces
+        while self._is_streamed and len(self.times) < len(self.handle.pieces):
+            self.times.append(time.perf_counter())
 
     @property
     def waiting(self) -> int:
