@@ -31,7 +31,7 @@ from parts.api.views import Limits, Metrics, RequestView, SlotView, Snapshot, St
 
 # The fields of a frame of `/watch`, by the names of the types: the page reads frames by names.
 VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
-SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
+SHAPE = {view.__name__: wire.names_of(view) for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.
 MODULES = (

@@ -50,15 +50,18 @@ ENCODE = json.JSONEncoder(separators=(",", ":"), default=packed).encode
 
 @cache
 def names_of(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    """The fields of a dataclass or a NamedTuple, in order; empty for any other type."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return getattr(kind, "_fields", ())
 
 
 @cache
 def hints_of(kind: type) -> tuple[Any, ...]:
-    """The types of the fields of a dataclass or a NamedTuple, in order; empty for any other type."""
-    is_view = is_dataclass(kind) or (isinstance(kind, type) and hasattr(kind, "_fields"))
-    hints = get_type_hints(kind) if is_view else {}
-    return tuple(hints[name] for name in (names_of(kind) or getattr(kind, "_fields", ())))
+    """The types of these fields."""
+    names = names_of(kind)
+    hints = get_type_hints(kind) if names else {}
+    return tuple(hints[name] for name in names)
 
 
 def unpack(kind: Any, data: Any) -> Any:
@@ -78,7 +81,7 @@ def _shape(kind: Any) -> Any:
     inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
     return (
         str(getattr(kind, "__name__", kind)),
-        names_of(kind) if isinstance(kind, type) else (),
+        names_of(kind) if is_dataclass(kind) else (),
         inner,
     )
 
@@ -163,30 +166,31 @@ class Receiver:
 def joined(before: Frame | None, frame: Frame) -> Frame:
     """Two frames as one: the state of the later one, and what happened up to it since the earlier
     one began."""
-    new, door = frame.engine, frame.door
-    requests, ended = new.requests, new.ended
+    new = frame.engine
     if before is None:  # what was over long before is no news
-        new, door = replace(new, missed=0, missed_ends=0, faults=()), replace(door, missed=0)
-    else:
-        old = before.engine
-        ended = (*old.ended, *ended)
-        over = {request.id for request in ended}
-        requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
-        counts = {
-            "missed": old.missed + new.missed,
-            "missed_ends": old.missed_ends + new.missed_ends,
-        }
-        steps = (*old.steps, *new.steps)
-        faults = (*old.faults, *new.faults)
-        calls = (*before.door.ended, *door.ended)
-        # A screen whose terminal is stopped does not look, and all this would pile up
-        counts["missed"] += len(steps[:-STEPS])
-        counts["missed_ends"] += len(ended[:-ENDS])
-        missed = before.door.missed + door.missed + len(calls[:-ENDS])
-        ended = ended[-ENDS:]
-        new = replace(new, steps=steps[-STEPS:], faults=faults[-ENDS:], **counts)
-        door = replace(door, ended=calls[-ENDS:], missed=missed)
-    return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
+        new = replace(new, missed=0, missed_ends=0, faults=())
+        return frame._replace(engine=new, door=replace(frame.door, missed=0))
+    old = before.engine
+    steps = (*old.steps, *new.steps)
+    faults = (*old.faults, *new.faults)
+    ended = (*old.ended, *new.ended)
+    calls = (*before.door.ended, *frame.door.ended)
+    requests = {request.id: request for request in (*old.requests, *new.requests)}
+    for request in ended:
+        requests.pop(request.id, None)
+    # A screen whose terminal is stopped does not look, and all this would pile up
+    engine = replace(
+        new,
+        requests=tuple(requests.values()),
+        ended=ended[-ENDS:],
+        steps=steps[-STEPS:],
+        faults=faults[-ENDS:],
+        missed=old.missed + new.missed + len(steps[:-STEPS]),
+        missed_ends=old.missed_ends + new.missed_ends + len(ended[:-ENDS]),
+    )
+    missed = before.door.missed + frame.door.missed + len(calls[:-ENDS])
+    door = replace(frame.door, ended=calls[-ENDS:], missed=missed)
+    return frame._replace(engine=engine, door=door)
 
 
 def told(frame: Frame) -> Frame:
