@@ -432,10 +432,8 @@ class Answer:
 
 def check_tools(speech: Speech, chat: Chat, param: str) -> None:
     """Refuse tools, unless we know how this model calls them."""
-    has_calls = False
-    for message in chat.messages:
-        has_calls |= message["role"] == "tool" or "tool_calls" in message
-    if (chat.tools or has_calls) and not speech.format:
+    called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
+    if (chat.tools or called) and not speech.format:
         field = "tools" if chat.tools else param
         raise invalid(field, speech.why, "unsupported_parameter")
 

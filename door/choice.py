@@ -69,7 +69,11 @@ class Choice:
     """
 
     def __init__(
-        self, handle: Handle, parser: Parser, words: Words | None, is_streamed: bool = True
+        self,
+        handle: Handle,
+        parser: Parser,
+        words: Words | None,
+        is_streamed: bool = True,
     ):
         self.handle = handle
         self.items: list[Item] = []
@@ -103,13 +107,16 @@ class Choice:
         """Would `look` see anything new?"""
         if self.has_ended:
             return False
-        has_come = self._is_streamed and len(self.handle.pieces) > len(self.times)
-        return has_come or self.handle.finish_reason is not None
+        return self._has_grown or self.handle.finish_reason is not None
+
+    @property
+    def _has_grown(self) -> bool:
+        return self._is_streamed and len(self.handle.pieces) > len(self.times)
 
     def look(self) -> None:
         """Note what has come since the last look."""
         self.has_ended = self.handle.finish_reason is not None  # at first: then no piece is missing
-        while self._is_streamed and len(self.times) < len(self.handle.pieces):
+        while self._has_grown:
             self.times.append(time.perf_counter())
 
     @property

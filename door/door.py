@@ -225,13 +225,11 @@ class Door:
         del visit.request.scope["state"]["visit"]  # each refers to the other
         visit.connection.end_visit(visit)
         visit.note(latency_s=time.perf_counter() - began)
+        call = self.journal.end(visit.number, is_kept=visit.is_news)
         if visit.is_news:
-            call = self.journal.end(visit.number)
             self.figures.count(call)
             if self.log:
                 self.log(call.line)
-        else:
-            self.journal.forget(visit.number)
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
         """An exception on a request's way becomes the answer. `send` adds the headers for pages of

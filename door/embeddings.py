@@ -54,8 +54,9 @@ class Embedding:
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
             # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
-            is_packed = self._asked["form"] == "base64"
-            written = base64.b64encode(vector).decode() if is_packed else vector.tolist()
+            written = vector.tolist()
+            if self._asked["form"] == "base64":
+                written = base64.b64encode(vector).decode()
             data.append({"object": "embedding", "index": index, "embedding": written})
         counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
         return {"object": "list", "data": data, "model": self._model, "usage": counts}

@@ -39,10 +39,17 @@ from parts.api.ledger import Log
 from parts.api.views import Snapshot, percentile
 from parts.files import LineFile
 
-# Of a call's figures those in its log line
-COUNTED = ("prompt_tokens", "cached_tokens", "tokens")
-GUESSED = ("guessed", "right")
-TIMED = ("ttft_s", "prompt_tps", "generation_tps")
+# The figures of a call that its log line has, too; there without their unit
+FIGURES = (
+    "prompt_tokens",
+    "cached_tokens",
+    "tokens",
+    "guessed",
+    "right",
+    "ttft_s",
+    "prompt_tps",
+    "generation_tps",
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,9 @@ class Call:
             "hung_up": "true" if self.hung_up else "",
         }
         if self.requests:
-            names = [*COUNTED, *GUESSED, *TIMED] if self.guessed else [*COUNTED, *TIMED]
-            values |= {name.removesuffix("_s"): getattr(self, name) for name in names}
+            values |= {name.removesuffix("_s"): getattr(self, name) for name in FIGURES}
+            if not self.guessed:
+                del values["guessed"], values["right"]
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
         told = [
@@ -148,18 +156,14 @@ class Journal:
             self.open[number] = replace(self.open[number], **changes)
             self.changes += 1
 
-    def end(self, number: int) -> Call:
+    def end(self, number: int, is_kept: bool = True) -> Call:
+        """`is_kept`: not so a look at /health."""
         with self._lock:
             call = self.open.pop(number)
-            self.ended.add(call)
+            if is_kept:
+                self.ended.add(call)
             self.changes += 1
             return call
-
-    def forget(self, number: int) -> None:
-        """A look at /health is no news."""
-        with self._lock:
-            self.open.pop(number, None)
-            self.changes += 1
 
     def look(self, since: int = 0) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
         """The open calls, the calls that have ended since, and how many have ended in all."""
