@@ -22,4 +22,6 @@ def unit(state: Sequence[float], dimensions: int | None = None) -> array:
     if dimensions is not None:
         state = state[: whole("dimensions", dimensions, 1, len(state))]
     length = math.sqrt(math.fsum(x * x for x in state))
+    if not math.isfinite(length):
+        raise RuntimeError("the model computed a vector with a number that is not finite")
     return array("f", [x / length for x in state] if length else state)

@@ -1,5 +1,6 @@
 """Vectors over HTTP: `/v1/embeddings`, as OpenAI's clients ask for them."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from doors import CHAT
 from parrot import Taught
 
 from nanobatch import Sampling
+from parts.api.handle import Handle
 from parts.api.vectors import unit
 
 EMBED = Sampling(embeds=True)
@@ -155,6 +157,15 @@ def test_a_model_that_was_not_made_for_them_is_a_400(here, monkeypatch):
     assert reply.status == 400
     assert "not made for embeddings: its folder has no 1_Pooling" in reply.error["message"]
     assert "--embeddings" in reply.error["message"]
+
+
+def test_a_vector_with_a_number_that_json_has_not_is_a_500(here, monkeypatch):
+    """A text with a chat's answer fails there, too. This one came as a list of NaN, with a 200."""
+    monkeypatch.setattr(
+        Handle, "vector", property(lambda _: [1.0, math.nan], lambda *_: None), False
+    )
+    reply = here.ask(PATH, {"input": "a"})
+    assert reply.status == 500 and "not finite" in reply.error["message"], reply.body
 
 
 def test_a_client_that_hangs_up_leaves_nothing_in_line(here):
