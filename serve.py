@@ -122,7 +122,7 @@ def follow(args: argparse.Namespace) -> int:
     try:
         return load(args).follow()
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        say(one_line(error))
         return 2
 
 
@@ -141,14 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         door = Door(options)
     except OSError as error:  # the port is taken
-        print(
-            f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}",
-            file=sys.stderr,
-        )
+        say(f"--host {args.host} --port {args.port}: {error.strerror or error}")
         return 2
 
     if door.warning:
-        print(f"nanobatch: {door.warning}", file=sys.stderr, flush=True)
+        say(door.warning)
     with AccessLog(args.log) as log:
         door.log = log.add
         return serve(door, args)
