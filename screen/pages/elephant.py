@@ -15,7 +15,7 @@ What this file keeps. All times are the engine's, and each gap knows the number 
 elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
 earlier one would be taken over, and cost nothing. All changes of the trial are put back.
 
-Where next: `session.py`, the start of every trial.
+Where next: `screen/trial.py`, what all trials do alike.
 """
 
 from __future__ import annotations
@@ -279,7 +279,9 @@ class Herd(Trial):
             if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
                 budgets.append(sched.budget)
             yield self.tell(so_far=reading(handle.request), newest=handle.id)
-        drop = measured(engine.snapshot(mark).steps, handle, budgets) if handle.tokens else None
+        drop = None
+        if handle.tokens:
+            drop = measured(engine.snapshot(mark).steps, handle, budgets)
         line = f"r{handle.id}, an elephant, met no chat, or was cancelled"
         if drop:
             self.tell(drops=(*self.found.drops, drop))
@@ -482,11 +484,15 @@ def draw_trace(
             pen.put(f"{slot:>3} {'' if chat is None else f'r{chat}'}")
         pen.to(LEFT)
         for gap in trace:
-            part = gap.seconds / top if gap else None
-            if gap and row == tall - 1 and part > BEYOND:
+            if gap is None:
+                pen.put(" ")
+                continue
+            part = gap.seconds / top
+            hue = on.bad if gap.tokens else on.p.fill(chat)
+            if row == tall - 1 and part > BEYOND:
                 pen.put("↑")
             else:
-                pen.bar(gap and part * tall, row, on.bad if gap and gap.tokens else on.p.fill(chat))
+                pen.bar(part * tall, row, hue)
         pen.put("" if row else f"{figure:>{RIGHT - 1}}")
 
 

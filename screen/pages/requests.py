@@ -89,8 +89,11 @@ def guessed_of(metrics: Metrics) -> str:
 def steps_of(state: State, request: RequestView, now: float) -> str:
     """In which slot and in which steps a request was up to a moment, as far as they are
     remembered."""
-    columns = [state.history[i] for i in state.steps_of(request)]
-    steps = [column for column in columns if column.ended <= now]
+    steps = []
+    for i in state.steps_of(request):
+        step = state.history[i]
+        if step.ended <= now:
+            steps.append(step)
     if not steps:
         return ""
     kinds = Counter(column.cells[request.slot].kind for column in steps)

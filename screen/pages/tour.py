@@ -175,9 +175,10 @@ class Tour:
             self.seen.late = self.seen.late or spent >= LONGEST
             if spent >= HURRY and not self.seen.hurries:
                 self.go_on()
-            said = self.seen.found.so_far if self._phase == "run" and self.seen.found else ""
-            if said:
-                self.state.tour = self.state.tour._replace(hint=f"{said} · {RUNS}")
+            found = self.seen.found
+            if found and self._phase == "run":
+                hint = f"{found.so_far} · {RUNS}"
+                self.state.tour = self.state.tour._replace(hint=hint)
             try:
                 self._go_on()
             except ValueError as error:
@@ -291,9 +292,14 @@ class Tour:
         self.state.tour = self.state.tour._replace(title="the end")
 
     def _say(self, text: str, hint: str, **more: object) -> None:
-        number = self._number + 1
-        told = Telling(number, len(self._scenes), self.scene.title, text, hint=hint, **more)
-        self.state.tour = told
+        self.state.tour = Telling(
+            self._number + 1,
+            len(self._scenes),
+            self.scene.title,
+            text,
+            hint=hint,
+            **more,
+        )
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
