@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from parts.api.views import ExpertsView, ModelView, Roof, StepView
 from parts.bill import Bill, Part, Work, bill_of, expected, floors_of, of_rows
@@ -87,7 +88,7 @@ def usual_length(state: State) -> int:
     """Of the decoding sequences in the step; else half a slot."""
     column = state.here
     lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
-    return round(sum(lengths) / len(lengths)) if lengths else state.view.engine.limits.max_len // 2
+    return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
 
 
 # --- in words -----------------------------------------------------------------------------------
@@ -182,25 +183,22 @@ def draw(state: State, on: Paper) -> None:
     column = state.here
     model = state.view.engine.model
     length = usual_length(state)
-    is_seen = column is not None and not column.lost
+    lost = column.lost if column else "Nothing has run yet. b fires a burst."
     keys = "←→ steps  Esc"
     if on.width >= 100:
         step = "" if state.view.watches else "  s takes one"
         keys = f"←→ other steps{step}  Esc back"
-    on.title(f"The bill of step {column.step:,}" if is_seen else "The bill of a step", keys)
-    if column is None:
-        on.say("Nothing has run yet. b fires a burst.", on.muted)
-    elif is_seen:
+    on.title("The bill of a step" if lost else f"The bill of step {column.step:,}", keys)
+    on.say(lost, on.muted)
+    if not lost:
         draw_entries(state, on, column)
-    else:
-        on.say(column.lost, on.muted)
     on.entry("roof", roof_of(state))
-    if is_seen:
+    if not lost:
         draw_floors(state, on, column)
     draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
     roof = state.view.engine.roof
     on.say(f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}")
-    if is_seen:
+    if not lost:
         draw_experts(state, on, column)
 
 
@@ -247,8 +245,8 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
     words = f"{model.taken} of {model.experts:,} a token and layer"
     chance = expected(model, bill.tokens)
     if seen:
-        mean = sum(map(len, seen)) / len(seen)
-        return f"{words}; read: {number(mean)} a layer (by chance {number(chance)})"
+        mean = number(fmean(map(len, seen)))
+        return f"{words}; read: {mean} a layer (by chance {number(chance)})"
     which = " (only its own screen knows which)" if state.view.watches else ""
     return f"{words}; expected: {number(chance)} a layer{which}"
 

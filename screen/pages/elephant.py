@@ -357,29 +357,26 @@ FIGURES = (
 )
 
 
-class Scope(NamedTuple):
+def scope_of(
+    state: State, elephant: int | None, width: int
+) -> tuple[Sequence[Column], int, int | None]:
     """The steps of the picture. As on an oscilloscope, the picture begins a little before the
-    newest elephant, and stands still when it is full."""
+    newest elephant, and stands still when it is full.
 
-    columns: Sequence[Column]
-    zoom: int  # steps in a cell: the longest gap is drawn
-    elephant: int | None
-    before: int  # so many cells stand before the elephant's first chunk
-
-
-def scope_of(state: State, found: Found | None, width: int) -> Scope:
+    Also: how many steps a cell has (the longest gap is drawn), and how many cells stand before the
+    elephant's first chunk; None: no chunk has been read.
+    """
     history = state.history
-    elephant = found.newest if found else None
     request = state.requests.get(elephant)
     steps = state.steps_of(request) if request else []
     reads = [i for i in steps if read_of(history[i].view, elephant)]
     if not reads:
-        return Scope(history[-width:], 1, None, 0)
+        return history[-width:], 1, None
     lead = width // 4
     zoom = -(-len(range(reads[0], reads[-1] + 1)) // (width - lead - 4))
     start = max(0, reads[0] - lead * zoom)
     columns = history[start : start + width * zoom]
-    return Scope(columns, zoom, elephant, (reads[0] - start) // zoom)
+    return columns, zoom, (reads[0] - start) // zoom
 
 
 def draw(state: State, on: Paper) -> None:
@@ -395,7 +392,7 @@ def draw(state: State, on: Paper) -> None:
     below.say(truth(drops), on.muted)
     room = on.room - len(below.lines) - 1
     rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
-    draw_traces(state, on, room - rows, scope_of(state, found, on.width - LEFT - RIGHT))
+    draw_traces(state, on, room - rows, found.newest if found else None)
     draw_drops(on, drops[-rows:] if rows else ())
     on.lines += below.lines
 
@@ -428,37 +425,39 @@ def truth(drops: Sequence[Drop]) -> str:
     return f"{words}Leaving this page turns the budget back."
 
 
-def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
+def draw_traces(state: State, on: Paper, height: int, elephant: int | None) -> None:
     """A trace for each slot, on one scale, and under all traces the axis."""
     cells = on.width - LEFT - RIGHT
+    columns, zoom, before = scope_of(state, elephant, cells)
     lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
-    is_whole = not any(column.unseen for column in scope.columns)
-    for i, slot, gap in gaps_of([column.view for column in scope.columns], scope.elephant):
+    is_whole = not any(column.unseen for column in columns)
+    for i, slot, gap in gaps_of([column.view for column in columns], elephant):
         if gap.steps == 1 or is_whole:
             lane = lanes[slot]
-            x = i // scope.zoom
+            x = i // zoom
             lane[x] = max(gap, lane.get(x, gap))
     gaps = [gap for lane in lanes.values() for gap in lane.values()]
     slots = fit_slots(state, max(1, height - 1))
     tall = max(1, min(TALLEST, (height - 2) // max(1, len(slots) - 1)))
     top = top_of(gaps)
     for slot in slots:
-        owners = [column.cells[slot].request for column in reversed(scope.columns)]
-        if scope.elephant and scope.elephant in owners:
+        owners = [column.cells[slot].request for column in reversed(columns)]
+        if before is not None and elephant in owners:
             busy = {x for lane in lanes.values() for x, gap in lane.items() if gap.tokens}
-            draw_chunks(on, slot, scope.elephant, busy, cells)
+            draw_chunks(on, slot, elephant, busy, cells)
         else:
             chat = next(filter(None, owners), None)
             draw_trace(on, slot, chat, [lanes[slot].get(x) for x in range(cells)], top, tall)
     label = ""
-    if scope.elephant is not None:
-        comes = scope.columns[scope.before * scope.zoom].step
-        label = f"▲ r{scope.elephant} comes in step {comes:,}"
-    unit = "1 cell = 1 step" if scope.zoom == 1 else f"1 cell = {scope.zoom} steps, the longest gap"
+    left = LEFT
+    if before is not None:
+        left += before
+        label = f"▲ r{elephant} comes in step {columns[before * zoom].step:,}"
+    unit = "1 cell = 1 step" if zoom == 1 else f"1 cell = {zoom} steps, the longest gap"
     is_cut = any(gap.seconds / top > BEYOND for gap in gaps)
     scale = f"0–{1000 * top:g} ms{', ↑ more' if is_cut else ''}"
-    labels = [(1, scale), (max(len(scale) + 2, LEFT + scope.before), label)]
-    end = max(LEFT + scope.before + len(label) + 2, on.width - 1 - len(unit))
+    labels = [(1, scale), (max(len(scale) + 2, left), label)]
+    end = max(left + len(label) + 2, on.width - 1 - len(unit))
     if end + len(unit) < on.width:
         labels.append((end, unit))
     on.axis(*labels)

@@ -23,6 +23,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 from parts.api.answer import Answer, Difference, difference
@@ -129,8 +130,8 @@ class Company(NamedTuple):
 
     @property
     def company(self) -> str:
-        mean = sum(run.beside for run in self.runs) / max(1, len(self.runs))
-        met = sum(run.met for run in self.runs) / max(1, len(self.runs))
+        mean = fmean(run.beside for run in self.runs)
+        met = fmean(run.met for run in self.runs)
         beside = f"{number(mean)} others beside a run at a time ({self.beside} at most)"
         return (
             f"{beside}, {number(met)} until its end. {self.came:,} random neighbours came; "
@@ -153,8 +154,7 @@ class Company(NamedTuple):
         computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
         if not taken:
             return f"{computed}; no run found a beginning of it in a slot"
-        mean = sum(taken) / len(taken)
-        of = f"{number(mean)} of {self.prompt_tokens:,}"
+        of = f"{number(fmean(taken))} of {self.prompt_tokens:,}"
         return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
 
 
@@ -370,7 +370,7 @@ def draw_kinds(on: Paper, found: Company) -> None:
     room = max(3, (on.height - 12) // 4)
     for i, kind in enumerate(kinds[:room]):
         pen = on.pen().put(f" {kind.answer.digest} ", bold=True).put(f"{kind.count:>6,} ")
-        cells = -(-kind.count * bar // most) if most else 0
+        cells = -(-kind.count * bar // most)
         pen.put("█▒"[i > 0] * cells, on.p.fill(i + 1)).to(18 + bar)
         words = kind.difference.words if kind.difference else "as it is alone"
         pen.put(shorten(words, on.width - pen.width - 1), on.bad if kind.difference else "")

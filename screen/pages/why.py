@@ -104,10 +104,10 @@ def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
     started = 0.0
     for part, spent in parts.items():
         pen = on.pen().put(f" {part:<{NAMES - 1}}").put(f"{spent:>{FIGURES[0] - 3},.1f} ms")
-        pen.put(f"{100 * spent / (whole or 1):>{FIGURES[1] - 2}.0f} %  ", on.muted)
-        cells = [round(moment / (whole or 1) * room) for moment in (started, started + spent)]
+        pen.put(f"{100 * spent / whole:>{FIGURES[1] - 2}.0f} %  ", on.muted)
+        cells = [round(moment / whole * room) for moment in (started, started + spent)]
         wide = max(1, cells[1] - cells[0])
-        before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / (spent or 1)))
+        before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / spent))
         pen.to(pen.width + min(cells[0], room - 1))
         ink = ink_of(on.p, part, r.id)
         pen.put(SOON * before, style(ink, ink)).put(LATE * (wide - before), ink)
