@@ -96,6 +96,14 @@ class Breakage(NamedTuple):
         return [each for each in self.witnesses if each.reason and not each.went_on]
 
     @property
+    def compared(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.alike is not None]
+
+    @property
+    def changed(self) -> list[Witness]:
+        return [each for each in self.compared if not each.alike]
+
+    @property
     def so_far(self) -> str:
         if self.stage == "gathers":
             return "Requests come, to have somebody to disturb."
@@ -104,17 +112,16 @@ class Breakage(NamedTuple):
         words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
         if left:
             return f"{words}, {left:,} still run"
-        compared = [each for each in self.witnesses if each.alike is not None]
-        changed = sum(not each.alike for each in compared)
-        if len(compared) < len(self.witnesses):
-            return f"{words}; {len(compared):,} compared so far, {changed:,} changed"
+        changed = len(self.changed)
+        if len(self.compared) < len(self.witnesses):
+            return f"{words}; {len(self.compared):,} compared so far, {changed:,} changed"
         return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
 
     @property
-    def compared(self) -> str:
+    def receipt(self) -> str:
         """The numbers behind "no bit changed"."""
-        tokens = sum(each.tokens for each in self.witnesses if each.alike is not None)
-        numbers = sum(each.covers for each in self.witnesses if each.alike is not None)
+        tokens = sum(each.tokens for each in self.compared)
+        numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
         return f"{words} with those of the same requests alone, all bits"
 
@@ -292,10 +299,9 @@ class Breaking(Trial):
     def _tell_the_end(self) -> None:
         self.tell(stage="over")
         ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
-        changed = [each for each in self.found.witnesses if not each.alike]
-        words = f"changed: {ids(changed)}"
-        self.tell(*ended, self.found.so_far, f"compared: {self.found.compared}")
-        if changed:
+        self.tell(*ended, self.found.so_far, f"compared: {self.found.receipt}")
+        if self.found.changed:
+            words = f"changed: {ids(self.found.changed)}"
             self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
 
 
@@ -342,7 +348,6 @@ def draw(state: State, on: Paper) -> None:
         on.say(words, on.muted)
         return
     on.heading(f"What came of it: {BREAKS[found.what][0]}")
-    changed = any(each.alike is False for each in found.witnesses)
     words = found.so_far
     if found.stage != "over" and not state.view.trying:
         words += ", and then it was ended"
@@ -350,9 +355,9 @@ def draw(state: State, on: Paper) -> None:
     on.entry("done", found.did)
     for how, some in by_end(found.ended):
         on.entry("ended", f"{ids(some)}: {how}", on.bad)
-    if any(each.alike is not None for each in found.witnesses):
-        on.entry("compared", found.compared, on.muted)
-    if changed and not found.exact:
+    if found.compared:
+        on.entry("compared", found.receipt, on.muted)
+    if found.changed and not found.exact:
         on.entry("but", UNPROMISED, on.muted)
     if found.what == "step" and found.ended:
         on.entry("errors", "E shows its traceback: Planted", on.muted)

@@ -114,13 +114,13 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
     columns = on.columns(COLUMNS, REASON + 3, "  end")
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
-    for call in (*opened, *ended):
+    calls = [*opened, *ended]
+    for call in calls if whole else calls[: on.room]:
         message = call.message if call.is_refused else ""
         draw_call(on, so_far(state, call), columns, "" if whole else message)
-        on.entry("", clean(message) if whole else "", on.bad, names=5)
-        if on.room <= 0 and not whole:
-            break
-    if len(on.lines) == 2:
+        if whole:
+            on.entry("", clean(message), on.bad, names=5)
+    if not calls:
         on.entry("", "Nothing has been asked yet.", on.muted)
 
 

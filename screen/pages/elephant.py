@@ -198,13 +198,12 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
 class Herd(Trial):
     """Drops elephants among chats.
 
-    `before`: the drops of earlier trials, to be compared with.
+    `before`: its drops are compared with.
     `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
     """
 
-    def __init__(self, before: Sequence[Drop], stays: bool):
-        newest = before[-1].request if before else None
-        super().__init__(Found("", newest, tuple(before[-KEPT:])))
+    def __init__(self, before: Found, stays: bool):
+        super().__init__(Found("", before.newest, before.drops[-KEPT:]))
         self.is_over = False
         # The budgets of drops to come, from any thread; None: no change
         self.wanted: deque[int | None] = deque()
@@ -381,28 +380,27 @@ def scope_of(
 
 def draw(state: State, on: Paper) -> None:
     """A trace for each chat, a line for each elephant, and the trade of the budget."""
-    found = state.found.get(NAME)
-    runs = found and state.view.trying and state.view.trial is found
+    found = state.found.get(NAME, Found())
+    runs = state.view.trying and state.view.trial is found
     keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
     on.title("The elephant: gaps between two tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, runs), on.width - 2)}")
-    drops = found.drops if found else ()
+    drops = found.drops
     below = Paper(on.p, on.width, on.height)
     below.say(sentence(drops) if drops else "", bold=True)
     below.say(truth(drops), on.muted)
     room = on.room - len(below.lines) - 1
     rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
-    draw_traces(state, on, room - rows, found.newest if found else None)
+    draw_traces(state, on, room - rows, found.newest)
     draw_drops(on, drops[-rows:] if rows else ())
     on.lines += below.lines
 
 
-def doing(state: State, found: Found | None, runs: bool) -> str:
+def doing(state: State, found: Found, runs: bool) -> str:
     """The work of the moment, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
-    is_empty = found is None or not found.drops
-    words = "no elephant has been read yet" if is_empty else "over, all is as before"
+    words = "over, all is as before" if found.drops else "no elephant has been read yet"
     if runs:
         words = found.so_far
     if state.view.paused:
@@ -540,8 +538,7 @@ def obey(desk: Desk, rest: str) -> None:
     if is_running(desk):
         state.kept[NAME].wanted.extend(budgets or [None])
         return
-    found = state.found.get(NAME)
-    herd = Herd(found.drops if found else (), desk.stays)
+    herd = Herd(state.found.get(NAME, Found()), desk.stays)
     herd.wanted.extend(budgets or [None])
     desk.try_out("elephant", herd.run)
     state.kept[NAME] = herd

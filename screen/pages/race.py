@@ -137,7 +137,7 @@ def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
                 number, text = found
                 pen.put(f"r{number:<3}", bold=True)
                 room = (i + 1) * wide - pen.width - 2
-                pen.put((wrap(clean(text), room) or [""])[-1])
+                pen.put(wrap(clean(text), room)[-1])
 
 
 # --- comparing policies -------------------------------------------------------------------------

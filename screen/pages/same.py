@@ -20,7 +20,7 @@ Where next: `breakage.py`, the same question beside a failing neighbour.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
@@ -84,7 +84,7 @@ class Company(NamedTuple):
     alone: Answer | None = None
     prompt_tokens: int = 0
     runs: tuple[Run, ...] = ()
-    kinds: tuple[Kind, ...] = ()  # the one alone first
+    kinds: Sequence[Kind] = ()  # the one alone first
     came: int = 0  # neighbours
     cancelled: int = 0
     beside: int = 0  # of others in one step, at most
@@ -120,11 +120,7 @@ class Company(NamedTuple):
     @property
     def covers(self) -> str:
         """The numbers inside a hash."""
-        if self.alone is None:
-            return ""
         tokens = count(len(self.alone.tokens), "token")
-        if not self.alone.numbers:
-            return tokens
         what = f"their log probabilities and those of the {LIKELIEST} likeliest"
         return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
 
@@ -265,10 +261,10 @@ class Gathering(Trial):
                 self.tell(beside=max(self.found.beside, len(running) - 1))
         for handle, left in list(self.others.items()):
             self.others[handle] = left - 1
-            if handle.finish_reason is None and left == 0:
+            if left == 0 and not handle.finish_reason:
                 handle.cancel()
                 self.tell(cancelled=self.found.cancelled + 1)
-            if handle.finish_reason is not None:
+            if handle.finish_reason:
                 del self.others[handle]
 
     def _collect(self) -> None:
@@ -287,13 +283,14 @@ class Gathering(Trial):
             if done % 50 == 0 and done < self.found.wanted:
                 self.tell(self.found.so_far)
 
-    def _counted(self, answer: Answer) -> tuple[Kind, ...]:
-        kinds = list(self.found.kinds)
-        for i, kind in enumerate(kinds):
-            if kind.answer.digest == answer.digest:
-                kinds[i] = kind._replace(count=kind.count + 1)
-                return tuple(kinds)
-        return (*kinds, Kind(answer, 1, difference(self.found.alone, answer)))
+    def _counted(self, answer: Answer) -> list[Kind]:
+        kinds = [*self.found.kinds]
+        known = [kind.answer.digest for kind in kinds]
+        if answer.digest not in known:
+            return [*kinds, Kind(answer, 1, difference(self.found.alone, answer))]
+        i = known.index(answer.digest)
+        kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
+        return kinds
 
     def _tell_the_end(self) -> None:
         found = self.found

@@ -517,13 +517,12 @@ def tell_broken(seen: Seen) -> Story:
     ended = len(done["step"].ended)
     right = 1 if ended == len(done["step"].witnesses) else 3 if ended <= 1 else 2
     said = []
-    compared = []
+    changed = tokens = 0
     for what, found in done.items():
         on = sum(each.went_on for each in found.witnesses)
         said.append(f"{names[what]}: {len(found.ended):,} ended, {on:,} went on to their end.")
-        compared += [each for each in found.witnesses if each.alike is not None]
-    changed = sum(not each.alike for each in compared)
-    tokens = sum(each.tokens for each in compared)
+        changed += len(found.changed)
+        tokens += sum(each.tokens for each in found.compared)
     told = f"{changed:,} answers changed" if changed else "No bit changed"
     words = f"{told}, in {count(tokens, 'token')} compared with the same requests alone."
     yield Explanation(right, f"{' '.join(said)} {words} /break nan does worse.")
