@@ -165,7 +165,10 @@ export class Chat {
       write(turn.figures, facts);
       this.#draw(turn);
     }
-    if (kept.lost) write(this.parts.note, `too long to keep, so the model is not told: ${count(kept.lost, "older turn")}`);
+    const { log, note } = this.parts;
+    log.scrollTop = log.scrollHeight;
+    const lost = `too long to keep, so the model is not told: ${count(kept.lost, "older turn")}`;
+    write(note, kept.lost ? lost : "");
     this.#show();
   }
 
@@ -185,6 +188,7 @@ export class Chat {
     const max_tokens = this.parts.length.valueAsNumber;
     const body = JSON.stringify({ messages, temperature, max_tokens, ...OPTIONS });
     const turn = this.#begin(question);
+    turn.element.scrollIntoView({ block: "nearest" });
     this.left = new AbortController();
     const { signal } = this.left;
     this.#show();
@@ -212,7 +216,6 @@ export class Chat {
     write(asked, question);
     this.parts.log.append(element);
     this.sizes.observe(element);
-    element.scrollIntoView({ block: "nearest" });
     this.turns.push(turn);
     return turn;
   }
@@ -256,9 +259,9 @@ export class Chat {
     const room = length - total - turn.tokens;
     const [before, slot] = this.turns.slice(-2).map(({ number }) => lane()?.requests.get(number)?.slot);
     const whose = slot !== undefined && slot === before ? "its" : "a";
-    const [all, read, known] = [total, total - cache, cache].map((number) => number.toLocaleString("en"));
-    const said = [cache ? `read ${read} of ${all} tokens` : `read ${all} tokens`];
-    if (cache) said.push(`${known} were still in ${whose} slot`);
+    const of = cache ? ` of ${total.toLocaleString("en")}` : "";
+    const said = [`read ${(total - cache).toLocaleString("en")}${of} tokens`];
+    if (cache) said.push(`${cache.toLocaleString("en")} were still in ${whose} slot`);
     said.push(`first token after ${span((turn.first - turn.asked) / 1000)}`);
     const rate = Math.round((1000 * (turn.tokens - 1)) / (turn.last - turn.first));
     said.push(count(turn.tokens, "token") + (isFinite(rate) ? `, ${rate} tokens/s` : ""));

@@ -218,10 +218,12 @@ export class RequestsView {
     this.rest = make("span", "rest");
     const answer = make("bdi", "answer", this.said, this.rest);
     this.detail.replaceChildren(head, ...lives, answer, make("p", "facts", factsOf(known)));
-    const proof = proofOf(known);
-    if (proof) this.detail.append(make("details", "", make("summary", "", "proof"), make("p", "facts", proof)));
+    const hashes = [...hashesOf(known)];
+    const proof = make("p", "facts", `The sha256 of the answer begins with ${hashes.join(" or ")}.`);
+    if (hashes.length) this.detail.append(make("details", "", make("summary", "", "proof"), proof));
     const { start, end } = this.player;
-    known.forEach(({ lane, request: own }, i) => drawLife(canvases[i], lane, own, { start, end, now: end }, 16, true));
+    const whole = { start, end, now: end };
+    known.forEach(({ lane, request: own }, i) => drawLife(canvases[i], lane, own, whole, 16, true));
   }
 }
 
@@ -233,12 +235,7 @@ function factsOf(known) {
   return `${said.join("; ")}.`;
 }
 
+// They show that two runs gave the same answer.
 function hashesOf(known) {
   return new Set(known.map((one) => one.request.hash).filter(Boolean));
-}
-
-// What shows that two runs gave the same answer.
-function proofOf(known) {
-  const hashes = [...hashesOf(known)];
-  return hashes.length ? `The sha256 of the answer begins with ${hashes.join(" or ")}.` : "";
 }

@@ -119,12 +119,13 @@ export function scaleOf(width, { start, end }) {
   };
 }
 
-// Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is drawn in full, and
-// what lies before it and has been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none.
-// `mine`: requests whose slots have a mark.
+// Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is
+// drawn in full, and what lies before it and has been seen already (`seen`) faintly. `chosen`: a request
+// that is to stand out; 0 for none. `mine`: requests whose slots have a mark.
 export function drawTimeline(canvas, lane, player) {
   const { now, seen, end, mine } = player;
-  const row = lane.slots > 16 ? 8 : canvas.clientWidth < 560 ? 15 : 14;
+  const narrow = canvas.clientWidth < 560;
+  const row = lane.slots > 16 ? 8 : narrow ? 15 : 14;
   const { pen, width, height } = prepared(canvas, lane.slots * row);
   const colours = inks();
   const scale = scaleOf(width, player);
@@ -132,7 +133,8 @@ export function drawTimeline(canvas, lane, player) {
     const y = slot * row;
     const isMine = mine?.has(lane.ownerBefore(slot, lane.stepAt(now)));
     if (isMine) fill(pen, colours.now, 0, y + 1, LEFT - 3, row - 2);
-    print(pen, row - 3, isMine ? colours.paper : colours.muted, "right", slot, LEFT - 6, y + row / 2);
+    const ink = isMine ? colours.paper : colours.muted;
+    print(pen, row - 3, ink, "right", slot, LEFT - 6, y + row / 2);
     fill(pen, colours.line, LEFT, y + row / 2 - 0.5, width - LEFT, 1);
   }
   const paint = (until, alpha) => {
@@ -166,7 +168,8 @@ function drawStretch(pen, lane, stretch, { scale, row, alpha, until, player: { s
   if (stretch.kind === DECODE) {
     const isFirst = lane.requests.get(stretch.request)?.tokenSteps[1] === stretch.from;
     if (isFirst || width > 60) label(pen, stretch.request, x, y, width, row);
-    fill(pen, inks().paper, x + width - 0.75, y, 0.75, row - 2); // a seam where the next request begins
+    const seam = x + width - 0.75; // where the next request begins
+    fill(pen, inks().paper, seam, y, 0.75, row - 2);
   }
   pen.globalAlpha = 1;
 }
@@ -200,9 +203,10 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       if (cell.kind === DECODE || cell.kind === PREFILL) {
         pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
         const ink = cell.kind === DECODE && at <= index ? "#16181d" : colours.ink;
-        print(pen, 9, ink, "center", cell.request, x + column / 2, slot * row + row / 2 + 0.5);
+        const y = slot * row;
+        print(pen, 9, ink, "center", cell.request, x + column / 2, y + row / 2 + 0.5);
         // Where some were guessed: so many came
-        if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, slot * row + 5);
+        if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, y + 5);
       }
     });
     pen.globalAlpha = 1;
@@ -221,7 +225,10 @@ export function drawLife(canvas, lane, request, { start, end, now }, height, tic
   const { pen, width } = prepared(canvas, height);
   const x = (time) => ((Math.min(time, now) - start) / (end - start || 1)) * width;
   // What it was from one moment to another
-  const cell = (kind, from, to) => drawCell(pen, kind, request.id, x(from), 1, Math.max(1, x(to) - x(from)), height - 2);
+  const cell = (kind, from, to) => {
+    const wide = Math.max(1, x(to) - x(from));
+    drawCell(pen, kind, request.id, x(from), 1, wide, height - 2);
+  };
   const admitted = Math.min(lane.admittedAt(request), now);
   const came = x(request.arrived);
   fill(pen, inks().muted, came, height / 2 - 0.5, x(admitted) - came, 1);
@@ -233,6 +240,7 @@ export function drawLife(canvas, lane, request, { start, end, now }, height, tic
   const apart = (x(request.last) - x(first)) / request.tokenSteps.length;
   if (!ticks || apart < 2) return; // ticks side by side would hide the bar
   for (const index of request.tokenSteps) {
-    if (lane.ended[index] <= now) fill(pen, inks().paper, x(lane.ended[index]) - 0.5, 1, 0.5, height - 2);
+    const at = lane.ended[index];
+    if (at <= now) fill(pen, inks().paper, x(at) - 0.5, 1, 0.5, height - 2);
   }
 }

@@ -122,15 +122,13 @@ export class Lab {
     for (const input of this.place.querySelectorAll("input, select, textarea")) {
       input.oninput = () => this.#soon();
     }
-    this.find("reset").onclick = () => this.#reset();
+    this.find("reset").onclick = () => {
+      this.find("lines").value = this.lines;
+      this.#soon();
+    };
     this.find("copy").onclick = () => this.#copy();
     window.addEventListener("resize", () => this.#draw());
     this.#showValues();
-  }
-
-  #reset() {
-    this.find("lines").value = this.lines;
-    this.#soon();
   }
 
   // What a reader takes along to the checkout, where the first exercise waits.

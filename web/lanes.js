@@ -57,9 +57,8 @@ export class LaneView {
   }
 
   #makeRow(slot) {
-    const row = { label: make("span", "slot", slot), chip: make("span", "owner"), text: make("bdi", "text") };
-    row.request = -1;
-    row.element = make("div", "row", row.label, row.chip, row.text);
+    const row = { request: -1, chip: make("span", "owner"), text: make("bdi", "text") };
+    row.element = make("div", "row", make("span", "slot", slot), row.chip, row.text);
     // A finger hits the row more easily than the number in it
     row.element.onclick = () => row.request > 0 && this.choose(row.request);
     this.slots.append(row.element);
@@ -116,21 +115,20 @@ export class LaneView {
       row.element.classList.toggle("mine", this.player.mine.has(owner));
       row.element.classList.toggle("left", isLeft);
       row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
-      const text = request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "";
+      const said = request ? this.lane.textAt(request, now) : "";
+      const text = request ? this.#textOf(request, cell, said) : isShut ? "free, but shut" : "";
       write(row.text, inOneLine(text));
       // Of the whole text: what is in sight of it may begin with a word of the other direction
-      const direction = text && request ? directionOf(this.lane.textAt(request, now) || text) : "ltr";
+      const direction = directionOf(said || text);
       if (row.text.dir !== direction) row.text.dir = direction;
     });
   }
 
   // The prompt while it is read, then the end of the answer, which is where it grows.
-  #textOf(request, cell, now) {
-    const text = this.lane.textAt(request, now);
+  #textOf(request, cell, said) {
     if (cell.kind === GHOST) return "a ghost: this token is dropped";
-    if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, now), "token");
-    if (!text) return shorten(request.prompt || "…", TAIL);
-    return endOf(text, TAIL);
+    if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, this.player.now), "token");
+    return said ? endOf(said, TAIL) : shorten(request.prompt || "…", TAIL);
   }
 
   #drawQueue(now) {

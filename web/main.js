@@ -41,12 +41,9 @@ class Page {
 
   // What nobody sees is not drawn.
   #watchSight() {
-    this.inSight = new Set();
+    this.inSight = new Map();
     const observer = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        if (isIntersecting) this.inSight.add(target);
-        else this.inSight.delete(target);
-      }
+      for (const { target, isIntersecting } of entries) this.inSight.set(target, isIntersecting);
       this.player.change();
     }, { rootMargin: "200px" });
     for (const section of [$("step"), $("all")]) observer.observe(section);
@@ -57,7 +54,7 @@ class Page {
   #wire() {
     const { player } = this;
     this.acts = {
-      play: () => this.toggle(),
+      play: () => (player.playing ? player.pause() : player.play()),
       back: () => player.goBy(-1),
       on: () => player.goBy(1),
       slower: () => player.changePace(1),
@@ -76,12 +73,6 @@ class Page {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAnew);
   }
 
-  toggle() {
-    const { player } = this;
-    if (player.playing) player.pause();
-    else player.play();
-  }
-
   // Another lane in place of the only one: a server's history was cut, or the server began anew.
   replace(lane) {
     this.player.lanes[0] = lane;
@@ -94,9 +85,9 @@ class Page {
   key(event) {
     // The arrows on the scrubber are single steps, too
     const isScrub = event.target === $("scrub");
-    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) && !isScrub;
+    const { tagName } = event.target;
+    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(tagName) && !isScrub;
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-    const isButton = event.target.tagName === "BUTTON" || event.target.tagName === "A";
     const { player, acts } = this;
     const keys = {
       " ": acts.play,
@@ -111,7 +102,7 @@ class Page {
       p: () => player.change({ lane: player.lanes.find((lane) => lane !== player.lane) ?? player.lane }),
       Escape: () => this.choose(0),
     };
-    if (!keys[event.key] || (isButton && event.key === " ")) return;
+    if (!keys[event.key] || (event.key === " " && /^(BUTTON|A)$/.test(tagName))) return;
     event.preventDefault();
     keys[event.key]();
   }
@@ -121,8 +112,8 @@ class Page {
   draw() {
     const { player } = this;
     for (const view of this.views) view.draw();
-    if (this.inSight.has($("step")) || !this.step.shown) this.step.draw();
-    if (this.inSight.has($("all")) || this.requests.isStale) this.requests.draw();
+    if (this.inSight.get($("step")) || !this.step.shown) this.step.draw();
+    if (this.inSight.get($("all")) || this.requests.isStale) this.requests.draw();
     this.requests.drawDetail();
     write($("play"), player.playing ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
     write($("pace"), player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);

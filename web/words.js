@@ -61,6 +61,7 @@ export function directionOf(text) {
 }
 
 const r = (number) => `r${number}`;
+const namesOf = (pairs) => listed(pairs.map(([, request]) => r(request)));
 const slotsNamed = (slots) => `${slots.length > 1 ? "slots" : "slot"} ${listed(slots)}`;
 
 // The plan of a step, in sentences.
@@ -70,9 +71,8 @@ export function planInWords(lane, index) {
   said.push(...admissionsInWords(step), ...chunksInWords(lane, step, index));
   const decoding = step.decode.filter(([slot]) => !step.ghosts.includes(slot));
   if (decoding.length) {
-    const names = listed(decoding.map(([, request]) => r(request)));
     const get = decoding.length > 1 ? "requests get" : "request gets";
-    said.push(`${decoding.length} ${get} one more token: ${names}.`);
+    said.push(`${decoding.length} ${get} one more token: ${namesOf(decoding)}.`);
   }
   const guessed = guessedIn(step);
   if (guessed) {
@@ -80,12 +80,11 @@ export function planInWords(lane, index) {
     said.push(`Behind that, guessed ${guessed}, ${right} right: so many more tokens came in the same step.`);
   }
   if (step.held.length) {
-    const names = listed(step.held.map(([, request]) => r(request)));
     const is = step.held.length > 1 ? "are" : "is";
     // A step that stops for want of budget has less than the price of a token left, which is 4 at most
     const isSpent = step.cost > Math.max(lane.limits.budget, step.decode.length + lane.limits.chunk) - 4;
     const why = isSpent ? "the budget of this step is spent" : "another prompt that begins alike is being read, and its rows can be copied";
-    said.push(`${names} ${is} held: ${why}.`);
+    said.push(`${namesOf(step.held)} ${is} held: ${why}.`);
   }
   for (const slot of step.ghosts) {
     said.push(`Slot ${slot} runs a ghost: its request had ended, but the engine did not know that yet when it planned this step. The token is thrown away.`);
@@ -105,8 +104,7 @@ const FEW = 2; // so many are told one by one
 
 function admissionsInWords(step) {
   if (step.admitted.length > FEW) {
-    const names = listed(step.admitted.map(([, request]) => r(request)));
-    return [`${names} are admitted, to ${slotsNamed(step.admitted.map(([slot]) => slot))}.`];
+    return [`${namesOf(step.admitted)} are admitted, to ${slotsNamed(step.admitted.map(([slot]) => slot))}.`];
   }
   return step.admitted.map(([slot, request], i) => {
     const why = step.why[i] ? ` (${step.why[i]})` : "";
@@ -128,18 +126,12 @@ function chunksInWords(lane, step, index) {
     const length = lengthOf(request);
     const of = length ? ` of ${length}` : "";
     const which = start ? `Tokens ${start + 1} to ${stop}` : `The first ${stop}${of} tokens`;
-    const copied = start && isFirstChunk(lane, request, index) ? copiedWords(start) : "";
+    const isCopied = start && lane.requests.get(request)?.chunks[0]?.index === index;
+    const words = `The first ${start} were known already, because another prompt began alike.`;
+    const copied = isCopied ? ` ${words}` : "";
     said.push(`${which} of ${r(request)}'s prompt are read.${copied}`);
   }
   return said;
-}
-
-function isFirstChunk(lane, request, index) {
-  return lane.requests.get(request)?.chunks[0]?.index === index;
-}
-
-function copiedWords(rows) {
-  return ` The first ${rows} were known already, because another prompt began alike.`;
 }
 
 export function capital(text) {

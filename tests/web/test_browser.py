@@ -294,7 +294,7 @@ def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
     height = tab.evaluate("document.documentElement.scrollHeight")
     tab.locator("#run").scroll_into_view_if_needed()
     tab.locator("#h-all").scroll_into_view_if_needed()
-    until(tab, "nanobatch.inSight.size > 0")
+    until(tab, "[...nanobatch.inSight.values()].includes(true)")
     assert tab.evaluate("document.documentElement.scrollHeight") == height
 
 

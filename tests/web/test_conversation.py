@@ -22,6 +22,10 @@ from screen.room import Settings
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
 STOPPED = "document.querySelector('[data-chat-part=stop]').hidden"
+# So much of the conversation lies below what is in sight
+BELOW = (
+    "((log) => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('.log'))"
+)
 # The watch may tell of a slot a moment after the answer has ended: then it is "a slot".
 FACTS = re.compile(
     r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in (?:its|a) slot; "
@@ -119,18 +123,14 @@ def test_the_newest_line_stays_in_sight_when_the_window_changes(talks):
     """On a narrower window the same text is longer, and its end was below what one sees."""
     tab = talks(viewport={"width": 1280, "height": 800})
     hear(tab, "and so on " * 300)
-    below = (
-        "(() => { const { scrollHeight, scrollTop, clientHeight } = document.querySelector('.log');"
-    )
-    below += " return scrollHeight - scrollTop - clientHeight; })()"
     for viewport in (PHONE, {"width": 700, "height": 500}, {"width": 1280, "height": 800}):
         tab.set_viewport_size(viewport)
-        until(tab, f"{below} < 2")
+        until(tab, f"{BELOW} < 2")
     tab.evaluate("document.querySelector('.log').scrollTop = 0")
     tab.wait_for_timeout(50)  # who reads above stays there
     tab.set_viewport_size(PHONE)
     tab.wait_for_timeout(100)
-    assert tab.evaluate(below) > 300
+    assert tab.evaluate(BELOW) > 300
 
 
 def test_a_question_that_is_asked_meanwhile_waits_for_the_answer_above(talks, parrots):
@@ -168,7 +168,7 @@ def test_a_reload_brings_the_conversation_back_in_its_own_tab(talks, parrots):
     say(tab, "say: two", waits=False)
     tab.reload()
     parrot.loop.slow = 0.0
-    until(tab, "document.querySelectorAll('.turn').length === 2")
+    until(tab, f"document.querySelectorAll('.turn').length === 2 && {BELOW} < 2")
     assert tab.inner_text(".turn > .reply strong") == "one"
     assert tab.locator(".turn:first-child .facts").inner_text().startswith("read ")
     assert facts(tab).startswith("broken off")
@@ -199,7 +199,7 @@ def test_what_is_kept_for_a_reload_is_bounded_and_what_is_lost_is_said(talks):
     assert tab.evaluate("sessionStorage[sessionStorage.key(0)].length") < 500_000
 
 
-def test_a_browser_that_keeps_nothing_has_a_conversation_all_the_same(talks, browser):
+def test_a_browser_that_keeps_nothing_has_a_conversation_all_the_same(talks):
     tab = talks()
     script = (
         "Object.defineProperty(window, 'sessionStorage', { get() { throw new Error('off'); } })"
@@ -273,9 +273,10 @@ def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, pa
     tab.said.clear()  # the browser's own line about a refusal
     part(tab, "drop").click()
     until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
-    assert "is not told this question and its answer" in tab.inner_text(
-        ".turn.dropped >> nth=0 >> .facts"
-    )
+    mark = tab.locator(".turn.dropped .facts").first
+    assert "is not told this question and its answer" in mark.inner_text()
+    dropped_question = tab.locator(".turn.dropped .asked").first
+    assert mark.bounding_box()["y"] < dropped_question.bounding_box()["y"], "what is it about?"
     told = [m["content"] for m in sent(tab)[-1]["messages"]]
     dropped = tab.locator(".turn.dropped").count()
     assert len(told) == 5 - 2 * dropped and told[-1] == question
