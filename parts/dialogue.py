@@ -280,7 +280,8 @@ class History:
     def add(self, question: str) -> None:
         if question.strip() and question not in self.questions[-1:]:
             self.questions.append(question)
-            self._write(os.O_APPEND, [question])
+            if not question.startswith("/"):  # another program has other commands
+                self._write(os.O_APPEND, [question])
 
     def _write(self, how: int, questions: Sequence[str]) -> None:
         lines = "".join(question.replace("\n", NEWLINE) + "\n" for question in questions)

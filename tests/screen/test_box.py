@@ -82,6 +82,15 @@ def test_a_history_is_the_users_alone_and_grows_by_each_question_at_once(tmp_pat
     assert [stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)] == [0o600, 0o700]
 
 
+def test_a_command_is_brought_back_today_and_is_no_question_of_tomorrow(tmp_path):
+    """The screen and `ask.py --chat` have one history, and neither knows the other's commands."""
+    history = History(tmp_path / "history")
+    for line in ("/burst 24", "Why?"):
+        history.add(line)
+    assert history.questions == ["/burst 24", "Why?"]
+    assert History(tmp_path / "history").questions == ["Why?"]
+
+
 def test_of_a_history_the_newest_thousand_are_kept_and_a_broken_one_does_no_harm(tmp_path):
     file = tmp_path / "history"
     file.write_bytes(b"".join(b"%d\n" % i for i in range(1500)) + b"\xff\n")
