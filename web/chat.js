@@ -5,7 +5,7 @@
 // and how little of a second question has to be read.
 //
 // The way out. The page asks as any client does, at `/v1/chat/completions`. The answer's name has the number of its
-// request, so the page knows whose row is whose. The figures under an answer are those that the server tells.
+// request, so the page knows whose row is whose. Under an answer stand the server's counts and the page's own times.
 //
 // What this file keeps. What was said stays in this tab: a reload brings the texts back, and no other tab has them.
 // Nothing is left out of a conversation unless the reader says so, and what is left out is marked. A question that was

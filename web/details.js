@@ -112,7 +112,6 @@ export class RequestsView {
     this.player = player;
     this.choose = choose;
     this.list = place.querySelector("[data-requests]");
-    this.home = home;
     this.detail = home.querySelector("[data-request]");
     this.every = place.querySelector("[data-every]");
     this.isWhole = false; // all are listed

@@ -71,8 +71,8 @@ export class LiveLane {
       if (this.lane.requests.has(id)) continue; // of the others only the number is told
       this.lane.know({ id, prompt: "", text: "", lengths: [], came: engine.now - waited });
     }
-    for (const packed of engine.steps) {
-      const step = named(this.shape.StepView, packed);
+    for (const values of engine.steps) {
+      const step = named(this.shape.StepView, values);
       this.lane.add(step, ...this.#timesOf(step));
     }
     for (const request of this.lane.requests.values()) request.arrived ??= this.#moment(request.came);

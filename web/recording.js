@@ -188,7 +188,7 @@ export class Lane {
 
   waitingAt(time) {
     const all = [...this.requests.values()];
-    return all.filter((r) => r.arrived <= time && this.admittedAt(r) > time && !r.gone);
+    return all.filter((r) => r.arrived <= time && this.admittedAt(r) > time);
   }
 
   // The figures of a lane up to a moment.
@@ -244,8 +244,8 @@ export function requestOf(fields, packed, more = {}) {
 
 // The lanes of a recording: one for each run, on the clock that interruptions do not reach.
 export function lanesOf(recording) {
-  const fields = recording.fields;
-  return recording.runs.map((run) => {
+  const { fields, runs } = recording;
+  return runs.map((run) => {
     const lane = new Lane(run.policy, named(fields.Limits, run.limits));
     run.requests.forEach((packed, i) => {
       lane.know(requestOf(fields, packed, { arrived: run.arrivals[i], hash: run.hashes[i] }));

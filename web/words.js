@@ -164,16 +164,12 @@ export function fateInWords(lane, request) {
   const queued = lane.began[request.admittedStep] - request.arrived;
   const waited = queued < 0.0005 ? "had a slot at once" : `waited ${span(queued)} for a slot`;
   if (request.first === undefined) return `It ${waited}.`;
-  const gaps = gapsOf(lane, request);
+  const times = request.tokenSteps.map((index) => lane.ended[index]);
+  const gaps = times.slice(1).map((time, i) => time - times[i]);
   const longest = gaps.length ? `; the longest gap between two tokens was ${span(Math.max(...gaps))}` : "";
   const first = span(request.first - request.arrived);
   const last = span(request.last - request.arrived);
   return `It ${waited}, had its first token after ${first} and its last after ${last}${longest}.`;
-}
-
-function gapsOf(lane, request) {
-  const times = request.tokenSteps.map((index) => lane.ended[index]);
-  return times.slice(1).map((time, i) => time - times[i]);
 }
 
 // One sentence that compares two lanes.
