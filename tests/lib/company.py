@@ -109,7 +109,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
 
 
 # In the suite. A form that this machine can run, but does not take, gets fewer.
-SCHEDULES = 30
+SCHEDULES = 20
 ELSEWHERE = SCHEDULES * 2 // 5
 
 

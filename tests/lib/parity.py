@@ -14,7 +14,7 @@ from llama import forward
 from nanobatch import Engine, Model
 from parts.device.mlx import mx
 
-PROMPTS, TOKENS = 16, 32  # of each configuration
+PROMPTS, TOKENS = 16, 20  # of each configuration
 # Prompts where a family differs little from a Llama
 FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))
 # Logits may differ by this much, and where the best two are nearer than this, either may win

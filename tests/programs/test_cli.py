@@ -699,7 +699,7 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
+def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compiler, tmp_path):
     """A ctypes that finds no library, as on a machine that has none. The line stands in every
     engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -709,7 +709,7 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
         "import nanobatch; from parts.device import mlx as device; print(device.blas)",
         PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
         NANOBATCH_BLAS="",
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        **quick_compiler,
     )
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     assert done.stdout.startswith("mlx, so bits may differ with the company: ")
@@ -745,7 +745,9 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
 # --- environments -------------------------------------------------------------------------------
 
 
-def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(model, tmp_path):
+def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(
+    model, quick_compiler, tmp_path
+):
     arguments = ("--model", model, "--prompt", "hello", "--max-tokens", "8", "--ignore-eos")
     expected = answer(run(*arguments))
     broken = tmp_path / "bin"
@@ -758,7 +760,7 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
         {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"},
         {"PATH": "/nowhere"} | empty,
         {"PATH": str(broken)} | empty,
-        {"TMPDIR": "/proc", "HOME": "/proc/nowhere"} | empty,
+        {"TMPDIR": "/proc", "HOME": "/proc/nowhere"} | quick_compiler,
     ]
     for environment in environments:
         done = run(*arguments, **environment)

@@ -1,5 +1,6 @@
 """A page is a record: its key, its command, completion, help, footer, palette and log follow."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def test_a_new_page_is_a_file_and_its_name_in_the_table_of_keys(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", USED],
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{tmp_path / 'tests' / 'lib'}", "HOME": str(Path.home())},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'tests' / 'lib'}"},
         capture_output=True,
         text=True,
     )

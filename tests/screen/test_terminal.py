@@ -82,15 +82,16 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_even_then(model, tmp_path
 
 
 @pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
-def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path):
+def test_a_first_start_shows_among_its_stages_that_it_compiles(model, quick_compiler, tmp_path):
     """Printed, the line would stand in the middle of the picture, and two seconds would pass
     without a word."""
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    (tmp_path / "compiler" / "go").unlink()
     serves = ("--model", model, "--serve", "0")
-    with Terminal(*serves, size=(80, 24), environment=cache) as terminal:
+    with Terminal(*serves, size=(80, 24), environment=quick_compiler) as terminal:
         terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in seconds", "q quits")
+        (tmp_path / "compiler" / "go").touch()
         terminal.sees("Slots", "idle", without="compiling")
-        assert list(tmp_path.glob("nanobatch/rows-*.so"))
+        assert list(tmp_path.glob("cache/nanobatch/rows-*.so"))
         terminal.type("q")
         terminal.ends(0)
     command = [
@@ -105,7 +106,7 @@ def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path):
     done = subprocess.run(
         command,
         input=b"hello\n",
-        env=os.environ | cache,
+        env=os.environ | quick_compiler,
         capture_output=True,
         timeout=120,
         cwd="/",
