@@ -17,7 +17,7 @@ from screen.pages import why
 from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
 
-REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 8))  # runs of each kind
+REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
 
 
 class EndsAfter:
@@ -35,9 +35,9 @@ EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike be
 
 
 def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = False) -> Stage:
-    """Some crowds of several clients, one behind the other, under a random policy."""
+    """Some crowds of several clients, one behind the other, under each policy in turn."""
     dice = random.Random(seed)
-    stage = Stage(policy=dice.choice(list(POLICIES)), slots=dice.randint(1, 5)).load()
+    stage = Stage(policy=list(POLICIES)[seed % len(POLICIES)], slots=dice.randint(1, 5)).load()
     engine = stage.engine
     engine.reuse = shares
     engine.sched.chunk = dice.choice([16, 32])
@@ -98,7 +98,7 @@ def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
             seen += 1
         seed += 1
     assert {*life.PARTS} - {"unseen"} == {*parts}, parts
-    assert min(parts.values()) >= 10, parts
+    assert min(parts.values()) >= 5, parts
 
 
 def outcomes(state: State, id: int) -> list[life.Outcome]:
