@@ -20,6 +20,7 @@ from nanobatch import Engine, Model, Text
 from parts.device import rows
 from parts.model.load import read_model
 
+LONG = ("ranks", "device/test_rows", "book/test_exact", "book/test_schemas", "docs/test_exercises")
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 
@@ -67,11 +68,15 @@ def is_small(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks those of `quick.py`. The longest come first, since workers share what is left: no
+    worker ends long after the others."""
     here = f"{Path(__file__).parent.name}/"
     beginnings = tuple(here + each for each in QUICK)
+    long = tuple(here + each for each in LONG)
     for item in items:
         if item.nodeid.startswith(beginnings):
             item.add_marker("quick")
+    items.sort(key=lambda item: not item.nodeid.startswith(long))
 
 
 @pytest.hookimpl(hookwrapper=True)

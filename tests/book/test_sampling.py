@@ -152,10 +152,7 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ],
 )
-@pytest.mark.parametrize("run_ahead", [True, False])
-def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(
-    folder, parts, options, run_ahead
-):
+def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(folder, parts, options):
     """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
     and `presence_penalty` once. The prompt does not count."""
     prompt = [7, 7, 9]
@@ -175,16 +172,18 @@ def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(
         x -= options.get("frequency_penalty", 0) * counts
         tokens.append(int(x.argmax()))
     plain = Sampling(max_tokens=90, ignore_eos=True)
-    with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-        neighbours = [
-            engine.submit([1, 2], Sampling(max_tokens=n, frequency_penalty=1)) for n in (5, 70)
-        ]
-        handle = engine.submit(prompt, Sampling(max_tokens=90, ignore_eos=True, **options))
-        again = engine.submit(prompt, Sampling(max_tokens=90, ignore_eos=True, **options))
-        assert handle.result().tokens == tokens
-        assert again.result().tokens == tokens  # in a slot that another answer had
-        assert engine.submit(prompt, plain).result().tokens != tokens
-        assert all(neighbour.result().finish_reason for neighbour in neighbours)
+    asked = Sampling(max_tokens=90, ignore_eos=True, **options)
+    for run_ahead in (True, False):
+        with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+            neighbours = [
+                engine.submit([1, 2], Sampling(max_tokens=n, frequency_penalty=1)) for n in (5, 70)
+            ]
+            handle = engine.submit(prompt, asked)
+            again = engine.submit(prompt, asked)
+            assert handle.result().tokens == tokens
+            assert again.result().tokens == tokens  # in a slot that another answer had
+            assert engine.submit(prompt, plain).result().tokens != tokens
+            assert all(neighbour.result().finish_reason for neighbour in neighbours)
 
 
 # --- large vocabularies, ties, and what is not finite -------------------------------------------
