@@ -237,14 +237,14 @@ def choose_tools(
         kind = choice.get("type")
         name = choice.inner(inner).get("name")
     kind = words.get(str(kind), kind)
-    wanted = tools
-    if kind == "function":
-        wanted = [tool for tool in tools if tool["function"]["name"] == name]
     if kind == "none":
         return [], []
     if kind == "auto":
         return tools, []
-    if kind not in ("required", "function") or not wanted:
+    wanted = tools if kind == "required" else []
+    if kind == "function":
+        wanted = [tool for tool in tools if tool["function"]["name"] == name]
+    if not wanted:
         raise asked.bad("tool_choice", "none, auto, required, or the name of one of the tools")
     return tools, wanted
 
