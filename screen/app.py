@@ -296,7 +296,6 @@ class Screen(App):
         """Without news nothing is painted; charts and the step are painted less often than the
         rest."""
         before = self.state.view
-        told = self.state.tour
         news = self._tracebacks.count - self._told
         self._told += news
         blocks = self.state.tracebacks[-news:] if news else []
@@ -304,9 +303,9 @@ class Screen(App):
         has_news = self.session.look()
         for page in (self.page, self.strip) if self.screen_stack else ():
             if page and page.look:
-                page.look(self.session)
+                has_news |= page.look(self.session)
         self.note_offer()
-        if not has_news and self.state.tour is told:
+        if not has_news:
             return
         view = self.state.view
         self._looks += 1

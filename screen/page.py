@@ -84,7 +84,8 @@ class Page(NamedTuple):
     # More keys while the page is open: each with an action of the screen, or with a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     take: Callable[[State, View], None] | None = None  # after each new view, with the view before
-    look: Callable[[Desk], None] | None = None  # ten times a second, while the page is open
+    # Ten times a second, while the page is open. True: it is another picture now
+    look: Callable[[Desk], bool] | None = None
     leave: Callable[[Desk], None] | None = None  # when the page is closed
     # On the open page, the key runs the command again; else the key closes the page
     repeats: bool = False

@@ -402,7 +402,7 @@ def obey(desk: Desk, rest: str) -> None:
         desk.room.measure_roof()
 
 
-def look(desk: Desk) -> None:
+def look(desk: Desk) -> bool:
     """The experts of the newest step: one question at a time, and one for each step."""
     engine = desk.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
@@ -410,6 +410,7 @@ def look(desk: Desk) -> None:
     if newest and desk.heard and newest not in known:
         known[newest] = None
         desk.room.ask_experts()
+    return False  # the answer is news
 
 
 def take(state: State, before: View) -> None:

@@ -338,11 +338,12 @@ def take(state: State, before: View) -> None:
         shown.is_new = True
 
 
-def look(desk: Desk) -> None:
+def look(desk: Desk) -> bool:
     """An ended race is shown once more: both legs side by side, on one clock; but not if a
     comparison is wanted meanwhile."""
     shown = shown_in(desk.state)
     now = time.monotonic()
+    was = shown.film
     if shown.is_new and shown.contest is None:
         show_again(desk.state)
     elif shown.film is not None:
@@ -353,6 +354,7 @@ def look(desk: Desk) -> None:
             shown.film = None
     shown.is_new = False
     shown.looked = now
+    return shown.film != was
 
 
 def to_the_end(state: State) -> None:

@@ -377,10 +377,11 @@ def obey(desk: Desk, rest: str) -> str | None:
     return COMES
 
 
-def look(desk: Desk) -> None:
+def look(desk: Desk) -> bool:
     """A tour that was wished for while the model loaded begins now; any other goes on."""
     state = desk.state
     tour = state.kept.get("tour")
+    told = state.tour
     if state.view.stage == "failed":
         state.tour = None
     elif tour:
@@ -391,6 +392,7 @@ def look(desk: Desk) -> None:
         except ValueError as error:
             state.tour = None
             state.faults.append(Fault(str(error)))
+    return state.tour is not told
 
 
 def press(state: State, act: Callable[[Tour], None]) -> None:

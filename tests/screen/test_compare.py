@@ -477,6 +477,28 @@ def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
     show(scenario)
 
 
+def test_a_film_plays_although_the_engine_has_no_news():
+    """It stood still at its beginning for as long as nothing else happened."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.turns()
+        assert "of" in it.text() and race.shown_in(it.stage.state).film is not None
+        for _ in range(3):
+            seen = it.text()
+            race.shown_in(it.stage.state).looked -= 1.0
+            it.app.look()
+            await it.pilot.pause()
+            assert it.text() != seen
+        race.shown_in(it.stage.state).looked -= 60.0
+        it.app.look()
+        await it.pilot.pause()
+        assert "continuous takes" in it.text()
+
+    show(scenario)
+
+
 def test_a_race_that_was_cut_short_has_no_film():
     async def scenario(it):
         await it.press("r", turns=20)
