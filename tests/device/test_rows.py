@@ -637,11 +637,18 @@ def test_a_program_that_ends_while_it_compiles_leaves_neither_compiler_nor_folde
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "TMPDIR": str(folder),
     }
+
+    def as_in_a_terminal() -> (
+        None
+    ):  # a background job ignores one, and what `nohup` starts the other
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ask.py"), "x"],
         env=os.environ | environment,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     )
     wait_for(lambda: mark.exists() and len(mark.read_text().split()) == 2)
     compiler, started = map(int, mark.read_text().split())
