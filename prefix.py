@@ -75,7 +75,9 @@ class Prefixes:
 
     def trail(self, prompt: Sequence[int], reuse: bool) -> Trail:
         """A prompt and its path. A prompt without reuse has no path."""
-        return Trail(prompt, self._walk(prompt, self._root) if reuse else ())
+        if not reuse:
+            return Trail(prompt)
+        return Trail(prompt, self._walk(prompt, self._root))
 
     def _walk(self, tokens: Sequence[int], last: Node) -> list[Node]:
         """The nodes behind `last`, along these tokens."""
@@ -148,7 +150,9 @@ class Prefixes:
         """
         near, _ = self.match(trail, (slot,))
         most, source = self.match(trail, range(len(self.rows)))
-        return (most, source) if most >= near + worth else (near, None)
+        if most < near + worth:
+            return near, None
+        return most, source
 
     def begin_alike(self, one: Trail, other: Trail, rows: int) -> bool:
         """Do two prompts begin with the same `rows` rows, as far as whole segments tell?"""
@@ -179,7 +183,8 @@ class Prefixes:
         rest = tokens[len(trail.nodes) * self.segment :]
         last = trail.nodes[-1] if trail.nodes else self._root
         longer = self._walk(rest, last)
-        self.hold(slot, Trail(tokens, [*trail.nodes, *longer]), len(tokens))
+        whole = Trail(tokens, [*trail.nodes, *longer])
+        self.hold(slot, whole, len(tokens))
 
     def use(self, slot: int) -> None:
         """The slot was used just now: of all slots, this one is written over last."""

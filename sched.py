@@ -152,7 +152,8 @@ class Plan:
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
         """The chunks and decodes with a token for each row."""
-        return (*(chunk for chunk in self.chunks if chunk.emits), *self.decodes)
+        asked = [chunk for chunk in self.chunks if chunk.emits]
+        return (*asked, *self.decodes)
 
     @property
     def guessed(self) -> int:
@@ -161,14 +162,17 @@ class Plan:
     @property
     def cost(self) -> int:
         """How much of the budget it takes."""
-        return len(self.decodes) + self.guessed + sum(chunk.cost for chunk in self.chunks)
+        rows = len(self.decodes) + self.guessed
+        return rows + sum(chunk.cost for chunk in self.chunks)
 
     def is_due(self, hurries: bool) -> bool:
         """Must its tokens be read before the next step is planned? With guesses, they must.
 
         `hurries`: also if one of them is the first of an answer.
         """
-        return self.guessed > 0 or (hurries and any(chunk.emits for chunk in self.chunks))
+        if self.guessed:
+            return True
+        return hurries and any(chunk.emits for chunk in self.chunks)
 
 
 class Committed(NamedTuple):
@@ -399,13 +403,14 @@ class Scheduler:
         owner.
         """
         ended = []
-        ghosts = [each.slot for each in plan.emitters if each.request.finish_reason is not None]
+        ghosts = []
         right: Counter[int] = Counter()  # by slot
         for member in plan.emitters:
             request = member.request
             said = tokens[member.slot][: 1 + len(member.guess)]
-            if member.slot in ghosts:
-                continue  # the request ended after this step had been planned
+            if request.finish_reason is not None:
+                ghosts.append(member.slot)  # it ended after this step had been planned
+                continue
             request.guessed += len(member.guess)
             if member.guess and min(said) < 0:
                 self._begin_again(member)

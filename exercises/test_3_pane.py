@@ -21,8 +21,8 @@ Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Paper` in `s
 which it draws, and `Pen` in `screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
 
 Where: a function `draw_memory` in `screen/charts.py`; in `screen/app.py` its name in `PANES`; in
-`screen/places.py` a stack of its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is
-made of the stacks, has it too, and `v` leads there.
+`screen/places.py` its name in `CHARTS`. Then `LOWER`, which is made of them, has it too, and `v`
+leads there.
 
 How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that
 folder takes minutes). One of these compares each pane with a picture, and there is none of yours
@@ -114,12 +114,10 @@ def test_the_pane_is_empty_handed_before_anything_ran():
 
 def test_v_leads_to_the_pane():
     check_there_is_a_pane()
-    if places.STACKS.get("memory") != ("memory",):
-        not_done("""screen/places.py: STACKS has no entry "memory": ("memory",)""")
+    if "memory" not in places.CHARTS:
+        not_done('screen/places.py: CHARTS has no "memory"')
     if "memory" not in places.LOWER:
-        not_done(
-            "screen/places.py: STACKS has 'memory', but LOWER, made of its names, has not: v does not lead there"
-        )
+        not_done("screen/places.py: LOWER has no longer the names of CHARTS: v does not lead there")
     assert "memory" in places.arrange(80, 24, 4, "memory") and "memory" in places.arrange(
         160, 50, 4, "memory"
     )

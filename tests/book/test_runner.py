@@ -102,14 +102,14 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
         "no pass in which only some chunks end their prompts"
     )
     assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
-    assert {pick.sampling.group for order in orders for (pick,) in order.picks.values()} >= {
+    assert {picks[0].sampling.group for order in orders for picks in order.picks.values()} >= {
         "greedy",
         "edited",
         "open",
         "short list",
         "long list",
     }
-    assert sum(bool(pick.before) for order in orders for (pick,) in order.picks.values()) > 3
+    assert sum(bool(picks[0].before) for order in orders for picks in order.picks.values()) > 3
 
 
 def test_an_order_says_who_samples_and_nothing_else_does(record):

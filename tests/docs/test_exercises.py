@@ -118,14 +118,12 @@ def exercise_of(name: str, monkeypatch) -> dict:
 
 
 def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):
-    """With a right stack and no name in LOWER, it was told that it had no stack."""
+    """With a name in CHARTS and none in LOWER, it was told that it had none in CHARTS."""
     test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
     monkeypatch.setitem(app.PANES, "memory", None)
-    for stack in ((), ("cost",)):
-        monkeypatch.setitem(places.STACKS, "memory", stack)
-        with pytest.raises(pytest.fail.Exception, match="STACKS has no entry"):
-            test()
-    monkeypatch.setitem(places.STACKS, "memory", ("memory",))
+    with pytest.raises(pytest.fail.Exception, match="CHARTS has no"):
+        test()
+    monkeypatch.setattr(places, "CHARTS", (*places.CHARTS, "memory"))
     with pytest.raises(pytest.fail.Exception, match="LOWER"):
         test()
     monkeypatch.setattr(places, "LOWER", (*places.LOWER, "memory"))

@@ -995,10 +995,10 @@ class Talk(Replay):
         return request
 
     def run(self, plan):
-        places = [each.request.planned - 1 for each in plan.emitters]
-        return [
-            self.answer[min(place, len(self.answer) - 1)] for place in places
-        ]  # a ghost has none
+        last = len(self.answer) - 1
+        return {
+            each.slot: [self.answer[min(each.request.planned - 1, last)]] for each in plan.emitters
+        }  # a ghost has none
 
 
 @pytest.mark.parametrize("name", READS)
