@@ -500,7 +500,7 @@ class Connection(HttpToolsProtocol):
     def end_slow(self) -> None:
         """Without a last word: a last word would wait behind all bytes before."""
         if self._visit:
-            self._visit.note(reason="too_slow")
+            self._visit.note(reason="too_slow", hung_up=True)
         self.transport.abort()
 
 
