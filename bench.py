@@ -12,7 +12,6 @@ how many requests there are, and when they come. (Here, a row is one sequence of
     chat      a conversation's fifth turn: how long does it take to read what was said before, if a slot remembers it?
     idle      one request runs: how much longer are its steps in an engine of 32 slots than in an engine of one?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
-    plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
     guesses   answers that are dictated, in which much has stood before or little: what do guesses gain, or cost?
     busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
@@ -191,8 +190,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         ours = our_column(args.policy, args.guesses)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(setup.columns) for setup in plan)
-        for record in take_all(plan, args.samples, progress(total)):
-            data["records"].append(record)
+        for _ in take_all(plan, args.samples, data["records"], progress(total)):
             # After each sample, so that an interrupted run is not lost
             if args.json and not program.rank():
                 write_whole(args.json, json.dumps(data, indent=1))

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from door.door import Door
 from door.http import Options
 from measure.figures import Figures
+from measure.peers import Ask
 from measure.turns import beside, in_turn, processes
 from nanobatch import Engine, Sampling
 
@@ -65,20 +66,20 @@ while news.read1(65536): pass
 Times = tuple[float, list[float]]  # of all prompts together, and to each first token
 
 
-def door_figures(engine: Engine, prompts: Callable[[], list[list[int]]], tokens: int) -> Figures:
-    """`prompts` makes new ones, and each answer has so many tokens."""
+def door_figures(engine: Engine, asks: Callable[[], list[Ask]], tokens: int) -> Figures:
+    """`asks` makes new ones, and each answer has so many tokens."""
     settings = {"max_tokens": tokens, "ignore_eos": True}
     door = Door(Options(port=0)).start()
 
     def generate() -> Times:
         began = time.perf_counter()
-        results = engine.generate(prompts(), Sampling(**settings))
+        results = engine.generate([ask.prompt for ask in asks()], Sampling(**settings))
         seconds = time.perf_counter() - began
         return seconds, [result.metrics.ttft_s for result in results]
 
     def stream() -> Times:
         same = settings | {"temperature": 0, "stream": True}
-        bodies = [{"prompt": prompt, **same} for prompt in prompts()]
+        bodies = [{"prompt": ask.prompt, **same} for ask in asks()]
         done = subprocess.run(
             [sys.executable, "-c", CLIENTS],
             input=json.dumps([urlsplit(door.address).port, bodies]),
@@ -104,7 +105,7 @@ def door_figures(engine: Engine, prompts: Callable[[], list[list[int]]], tokens:
     rates = []
     for name, found in zip(("generate", "HTTP", "watched HTTP"), bursts, strict=True):
         seconds, first_s, cpu_s = map(median, zip(*found, strict=True))
-        many = len(prompts()) * tokens
+        many = len(asks()) * tokens
         rates.append(many / seconds)
         figures[f"{name} tokens/s"] = rates[-1]
         figures[f"{name} first token ms"] = 1e3 * first_s

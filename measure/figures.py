@@ -15,13 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nanobatch import Engine, Handle
-from parts.api.views import Roof, StepView, percentile
+from parts.api.views import StepView, percentile
 from parts.bill import floors_of, of_rows
-from parts.device.roof import measure
-from parts.model.fit import usual_budget
-from parts.replay import Guest, Replay
-from policies import POLICIES
-from sched import Plan, Request, Scheduler
 
 
 @dataclass
@@ -152,33 +147,6 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
-def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
-    """How long planning takes where most is to be compared: all prompts are alike but for the last
-    thousand tokens.
-
-    Of five times for each plan the shortest counts, because other programs only make a plan slower.
-    """
-
-    class Timed(Scheduler):
-        def plan(self, now: float) -> Plan | None:
-            began = time.perf_counter()
-            plan = super().plan(now)
-            seconds[-1].append(time.perf_counter() - began)
-            return plan
-
-    seconds: list[list[float]] = []
-    prompts = [(*range(length - 1000), *[id] * 1000) for id in range(slots)]
-    for _ in range(5):
-        seconds.append([])
-        budget = usual_budget(slots, 64)
-        sched = Timed(slots, length + 1, POLICIES["continuous"], budget=budget)
-        requests = [Request(id, prompt, 1, arrived=0.0) for id, prompt in enumerate(prompts)]
-        for _ in Replay(sched, [Guest(request, 1, comes=0.0) for request in requests]):
-            pass
-    fastest = list(map(min, *seconds))
-    return {"plan median ms": 1e3 * statistics.median(fastest), "plan max ms": 1e3 * max(fastest)}
-
-
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """How long the machine needs at best for a step of so many rows, each `length` tokens long.
 
@@ -186,7 +154,8 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     machine's roof, measured here and now. The longer of the two times is the floor.
     """
     view = engine.model.view
-    roof = Roof(*measure(view.nbytes, engine.model.dtype))
+    engine.measure_roof()
+    roof = engine.snapshot().roof
     floors = floors_of(of_rows(view, rows, length), roof)
     return {
         "reading ms": 1e3 * floors.reading,

@@ -26,7 +26,6 @@ from parts.device.mlx import mx
 from parts.model.config import read_config
 from policies import POLICIES
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
@@ -36,7 +35,6 @@ PARTS = {  # the name of a part, and the caption of its table
     "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
     "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
-    "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
     "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages once more",
     "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
@@ -48,38 +46,12 @@ PARTS = {  # the name of a part, and the caption of its table
 # The policies that `open` compares. The others differ only where several clients ask, or prompts
 # of very different lengths.
 OF_ONE_CLIENT = ("continuous", "static", "serial")
-HOT = {"temperature": 1.0}
-SETTINGS = {  # for `sampling`
-    "logprobs=0": {"logprobs": 0},
-    "logprobs=20": {"logprobs": 20},
-    "logit_bias of 100,000 tokens": {"logit_bias": dict.fromkeys(range(100_000), 0.25)},
-    "repetition_penalty=1.3": {"repetition_penalty": 1.3},
-    "temperature=1": HOT,
-    "top_k=40": {"top_k": 40, **HOT},
-    "top_k=1000": {"top_k": 1000, **HOT},
-    "min_p=0.1": {"min_p": 0.1, **HOT},
-    "top_p=0.9": {"top_p": 0.9, **HOT},
-    "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
-}
-SETTINGS["all of them"] = {
-    name: value for settings in SETTINGS.values() for name, value in settings.items()
-}
 # A peer does not say what its steps are made of
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 # Of `guesses`: what is dictated, and to how many rows
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
-GUESSED = 3  # texts, or for several rows as many at a time
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        f"is_the_{name}_of_this_order_known": {"type": "boolean"}
-        for name in ("customer", "address", "shipment", "supplier", "warehouse", "discount")
-    },
-    "additionalProperties": False,
-}
-SCHEMA["required"] = list(SCHEMA["properties"])
 ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
 LONGEST = 256  # tokens of their longest answer; the shortest has 16
@@ -87,10 +59,6 @@ LONGEST = 256  # tokens of their longest answer; the shortest has 16
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
 TURNS = 5  # of `chat`
 CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
-CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
-MANY = 32  # slots of `idle`
-BURST = 24  # prompts of `busy`, as many as a burst of the screen has
-PATIENCE_S = 1800  # for one sample
 
 
 class Spec(NamedTuple):
@@ -143,9 +111,6 @@ class Column:
     checkout: Path | None = None
     dtype: str = "auto"
     guesses: str = "0"  # as for `--guesses`
-
-    def can(self, part: str) -> bool:
-        return self.engine not in PEERS or part in PARTS_OF_A_PEER
 
 
 WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
@@ -217,7 +182,8 @@ def make_plan(
 
 def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
     """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
-    able = [rival for rival in rivals if rival.can(part)]
+    of_all = part in PARTS_OF_A_PEER
+    able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
     if part in ("open", "fair"):
         policies = map(our_column, OF_ONE_CLIENT if part == "open" else POLICIES)
         others = [column for column in policies if column != ours]
@@ -249,7 +215,6 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
             **{f"slab {n}": {"rows": 4, "length": n} for n in (512, 1_024, 4_096, 16_384)},
             **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
         },
-        "plan": {"slots 64": {}},
         "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
         "guesses": {
             f"{text} rows {n}": {"rows": n, "text": text, "length": 2 * LENGTH}

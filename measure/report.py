@@ -45,11 +45,9 @@ def load_data(path: str) -> dict:
     try:
         data = json.loads(Path(path).read_text())
         summarise(data["records"])
-        return {
-            "command": str(data["command"]),
-            "machine": dict(data["machine"]),
-            "records": data["records"],
-        }
+        data["machine"] = dict(data["machine"])
+        data["command"] = str(data["command"])
+        return data
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):

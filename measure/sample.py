@@ -38,20 +38,11 @@ from measure.figures import (
     guess_figures,
     long_figures,
     open_figures,
-    plan_figures,
     step_figures,
     sums_of,
 )
 from measure.peers import PEERS, Ask, LlamaCpp, MlxLm, News
 from measure.plan import (
-    BURST,
-    CHUNK,
-    GUESSED,
-    MANY,
-    PATIENCE_S,
-    ROOT,
-    SCHEMA,
-    SETTINGS,
     TURNS,
     Column,
     Setup,
@@ -68,6 +59,37 @@ from parts.api.views import Metrics, StepView
 from parts.device import mlx as device
 from parts.device.mlx import mx
 from parts.ranks.meet import join
+
+HOT = {"temperature": 1.0}
+SETTINGS = {  # for `sampling`
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=20": {"logprobs": 20},
+    "logit_bias of 100,000 tokens": {"logit_bias": dict.fromkeys(range(100_000), 0.25)},
+    "repetition_penalty=1.3": {"repetition_penalty": 1.3},
+    "temperature=1": HOT,
+    "top_k=40": {"top_k": 40, **HOT},
+    "top_k=1000": {"top_k": 1000, **HOT},
+    "min_p=0.1": {"min_p": 0.1, **HOT},
+    "top_p=0.9": {"top_p": 0.9, **HOT},
+    "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
+}
+SETTINGS["all of them"] = {
+    name: value for settings in SETTINGS.values() for name, value in settings.items()
+}
+GUESSED = 3  # texts, or for several rows as many at a time
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        f"is_the_{name}_of_this_order_known": {"type": "boolean"}
+        for name in ("customer", "address", "shipment", "supplier", "warehouse", "discount")
+    },
+    "additionalProperties": False,
+}
+SCHEMA["required"] = list(SCHEMA["properties"])
+CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
+MANY = 32  # slots of `idle`
+BURST = 24  # prompts of `busy`, as many as a burst of the screen has
+PATIENCE_S = 1800  # for one sample
 
 
 class Nanobatch:
@@ -162,8 +184,7 @@ class Sample:
         if spec.contestant.startswith("nanobatch"):
             self.contestant = Nanobatch(spec, slots or spec.rows, self.longest)
         else:
-            peer = PEERS[spec.contestant]
-            self.contestant = peer(spec.folder, spec.rows, self.longest)
+            self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
         if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
             self.contestant.engine.follow()
             return
@@ -263,8 +284,8 @@ class Sample:
         return [result.metrics]
 
     def lone_chunk(self) -> list[Metrics]:
-        """Of a prompt about as long as that of the last turn. All rows are in the slab, but for as many as a turn has
-        new tokens."""
+        """Of a prompt about as long as that of the last turn. All rows are in the slab, but for as
+        many as a turn has new tokens."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK
@@ -320,10 +341,8 @@ class Sample:
     def door(self) -> Figures:
         from measure.door_price import door_figures  # and with it the packages of the door
 
-        def prompts() -> list[list[int]]:
-            return [ask.prompt for ask in self.asks(self.spec.rows)]
-
-        return door_figures(self.contestant.engine, prompts, self.spec.output)
+        asks = partial(self.asks, self.spec.rows)
+        return door_figures(self.contestant.engine, asks, self.spec.output)
 
     def busy(self) -> Figures:
         figures = {}
@@ -375,8 +394,6 @@ class Failure(RuntimeError):
 
 def take(spec: Spec) -> Figures:
     policy = spec.contestant.split()[-1]
-    if spec.part == "plan":
-        return plan_figures()
     if spec.part == "fair":
         return fair_figures(policy)
     if spec.part == "screen":
@@ -422,14 +439,14 @@ def measure(spec: Spec, column: Column) -> dict:
     spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
     if program.backend():
         return {"figures": take(spec)}
-    program_file = (column.checkout or ROOT) / "bench.py"
+    program_file = os.path.join(column.checkout or program.ROOT, "bench.py")
     # Another checkout may not know what is new, and has defaults of its own
     usual = Spec._field_defaults
     wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
     theirs, ours = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, str(program_file), "--sample", json.dumps(wanted)],
+            [sys.executable, program_file, "--sample", json.dumps(wanted)],
             stdin=theirs,
             capture_output=True,
             text=True,
@@ -455,9 +472,10 @@ def measure(spec: Spec, column: Column) -> dict:
     return answer
 
 
-def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None]) -> Iterator[dict]:
-    """The record of each sample; `report` is told the next one before."""
-    records = []
+def take_all(
+    plan: Sequence[Setup], samples: int, records: list[dict], report: Callable[[str], None]
+) -> Iterator[None]:
+    """The record of each sample joins the others; `report` is told the next one before."""
     for setup in plan:
         for number in range(samples):
             for column in setup.columns[:: -1 if number % 2 else 1]:
@@ -473,7 +491,7 @@ def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None])
                     **measure(spec, column),
                 }
                 records.append(record)
-                yield record
+                yield
 
 
 def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
@@ -483,7 +501,7 @@ def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
         "version": program.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "device": device.named(),
-        "commit": commit_of(ROOT),
+        "commit": commit_of(program.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -494,7 +512,7 @@ def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
     return machine
 
 
-def commit_of(folder: Path) -> str:
+def commit_of(folder: str | Path) -> str:
     """Where there is no git, nothing is said."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.TimeoutExpired):

@@ -25,7 +25,6 @@ from measure.figures import (
     closed_figures,
     decode_figures,
     long_figures,
-    plan_figures,
     step_figures,
 )
 from measure.peers import PEERS, Ask, News, obstacle
@@ -252,7 +251,8 @@ def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, mo
 
     monkeypatch.setattr(samples, "measure", measure)
     plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
-    records = list(take_all(plan, samples=3, report=lambda stage: None))
+    records = []
+    list(take_all(plan, 3, records, report=lambda stage: None))
     there = ["nanobatch", "mlx-lm", "llama.cpp"]
     assert order == [*there, *reversed(there), *there]
     assert len(records) == 9
@@ -267,7 +267,7 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
         return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
     monkeypatch.setattr(samples, "measure", measure)
-    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, report=lambda stage: None))
+    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, [], report=lambda stage: None))
     mean = sum(crowd_lengths(256)) / CROWD
     assert list(rates) == pytest.approx(
         [float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))]
@@ -304,7 +304,8 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
     setup = plan[0]._replace(columns=plan[0].columns[1:])
-    records = list(take_all([setup], samples=1, report=lambda stage: None))
+    records = []
+    list(take_all([setup], 1, records, report=lambda stage: None))
     assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
     assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
     plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
@@ -395,7 +396,7 @@ SMALL = {
 
 def test_every_part_is_tried_here():
     """Those that take no contestant have tests of their own."""
-    assert SMALL.keys() == PARTS.keys() - {"plan", "fair", "screen"}
+    assert SMALL.keys() == PARTS.keys() - {"fair", "screen"}
 
 
 @pytest.mark.parametrize(
@@ -474,11 +475,6 @@ def test_a_screen_is_measured_on_an_engine_of_its_own_with_requests_in_line(spec
     figures = samples.measure(spec._replace(part="screen", rows=1, queue=3), column)["figures"]
     assert set(figures) == {"token ms", "token with the screen ms", "token with the screen / token"}
     assert min(figures.values()) > 0
-
-
-def test_planning_is_measured_without_a_model():
-    figures = plan_figures(slots=4, length=2000)
-    assert 0 < figures["plan median ms"] <= figures["plan max ms"]
 
 
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
