@@ -107,9 +107,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--bits", type=int, choices=(4, 8, 16, 32), default=32, help="of a weight of --shape")
     add("--vs", default="", metavar="NAME,...", help=says)
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
-    add("--policy", default=DEFAULT, choices=POLICIES, help="for every part but open: it has all")
+    add(
+        "--policy",
+        default=DEFAULT,
+        choices=POLICIES,
+        help="for all parts but open and fair, which compare them",
+    )
     add("--guesses", default="0", metavar="N", help="as in ask.py (default: 0, as in peers)")
-    add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
+    add(
+        "--rows",
+        default="1,4,8,16",
+        help="rows of decode, users of closed and door (default: 1,4,8,16)",
+    )
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
     add("--samples", default="3", help="processes for each figure (default: 3)")
@@ -222,9 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         data = load_data(args.source) if args.source else measure_all(args)
-        if program.rank():
-            return 0
-        show(data)
+        if not program.rank():
+            show(data)
     except (ValueError, Failure, OSError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

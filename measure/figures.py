@@ -153,10 +153,9 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     What the step reads and multiplies is its bill (`parts/bill.py`), and both rates are this
     machine's roof, measured here and now. The longer of the two times is the floor.
     """
-    view = engine.model.view
     engine.measure_roof()
     roof = engine.snapshot().roof
-    floors = floors_of(of_rows(view, rows, length), roof)
+    floors = floors_of(of_rows(engine.model.view, rows, length), roof)
     return {
         "reading ms": 1e3 * floors.reading,
         "arithmetic ms": 1e3 * floors.multiplying,

@@ -171,13 +171,11 @@ def make_plan(
     rivals: Sequence[Column],
 ) -> list[Setup]:
     """All setups of these parts."""
-    plan = []
-    for part in parts:
-        columns = columns_of(part, ours, rivals)
-        for x, change in lines_of(part, rows).items():
-            spec = usual._replace(part=part, **change)
-            plan.append(Setup(x, spec, columns))
-    return plan
+    return [
+        Setup(x, usual._replace(part=part, **change), columns_of(part, ours, rivals))
+        for part in parts
+        for x, change in lines_of(part, rows).items()
+    ]
 
 
 def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
@@ -186,8 +184,7 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
     if part in ("open", "fair"):
         policies = map(our_column, OF_ONE_CLIENT if part == "open" else POLICIES)
-        others = [column for column in policies if column != ours]
-        return [ours, *others, *able]
+        return [ours, *(column for column in policies if column != ours), *able]
     if part == "guesses":
         policy = ours.engine.split()[1]
         return [our_column(policy), our_column(policy, "auto")]
@@ -228,10 +225,11 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
 
 def capacity(records: Sequence[dict]) -> float:
     """Requests a second that static batching can do, as measured when all of them come at once."""
-    rates = []
-    for record in records:
-        if record["x"] == "load inf" and record["contestant"] == "nanobatch static":
-            rates.append(record["figures"]["total tokens/s"])
+    rates = [
+        record["figures"]["total tokens/s"]
+        for record in records
+        if record["x"] == "load inf" and record["contestant"] == "nanobatch static"
+    ]
     return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
 
 
@@ -285,9 +283,8 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
         weights[name] = (mx.ones(size) if is_norm else 0.02 * mx.random.normal(size)).astype(dtype)
         if bits < 16 and not is_norm:
             module = name.removesuffix(".weight")
-            packed = mx.quantize(weights[name], group_size=GROUP, bits=bits)
-            names = (name, f"{module}.scales", f"{module}.biases")
-            weights |= dict(zip(names, packed, strict=True))
+            weight, scales, biases = mx.quantize(weights[name], group_size=GROUP, bits=bits)
+            weights |= {name: weight, f"{module}.scales": scales, f"{module}.biases": biases}
         mx.eval(weights)  # one by one: whole, a large model would not fit the memory
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     del weights

@@ -234,8 +234,7 @@ class Sample:
         spec = self.spec
         asks = self.asks(spec.rows)
         usual = spec._replace(contestant="nanobatch continuous")
-        ours = Nanobatch(usual, spec.rows, self.longest)
-        with closing(ours):
+        with closing(Nanobatch(usual, spec.rows, self.longest)) as ours:
             mine = [answer.tokens for answer in drive(ours, asks)]
         theirs = [answer.tokens for answer in drive(self.contestant, asks)]
         tokens = spec.rows * spec.output
@@ -300,9 +299,12 @@ class Sample:
     def idle(self) -> Figures:
         roomy = Sample(self.spec, slots=MANY)
         with closing(roomy.contestant):
-            ways = {"step of 1 slot": self.step_seconds}
-            ways[f"step of {MANY} slots"] = roomy.step_seconds
-            return compared(ways)
+            return compared(
+                {
+                    "step of 1 slot": self.step_seconds,
+                    f"step of {MANY} slots": roomy.step_seconds,
+                }
+            )
 
     def sampling(self) -> Figures:
         ways = {"greedy": self.step_seconds}
