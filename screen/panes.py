@@ -120,7 +120,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
     yield f"{rate:>5} tok/s", on.text
     if view.busy and not past:
         yield others_of(view), on.bad, True
-    yield f"{state.finished:,} ended", on.text, False, "open"
+    yield f"{state.finished:,} ended", on.text, False, "page('requests')"
     if view.door:
         clients = sum(bool(call.requests) for call in view.door.open)
         address = view.door.address.partition("//")[2]

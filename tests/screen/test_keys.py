@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from stage import Stage, at_every_size, drawn, like_golden, plain, show
@@ -970,3 +971,23 @@ def test_json_begins_paused_where_a_user_looks_on_and_nothing_else_runs(
     stage.turns(1)
     assert asked[0].schema
     assert stage.state.view.paused == (looks_on and not runs)
+
+
+def test_every_click_leads_to_what_is_there():
+    """A click on the number of ended requests led to an action that had gone."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(60)
+    stage.state.offers_tour = True
+    pictures = [*app.PANES.values(), *(page.draw for page in keys.PAGES.values())]
+    clicks = set()
+    for draw, width in product(pictures, (80, 200)):
+        for line in drawn(draw, stage.state, width, 30):
+            clicks |= {segment.style.meta.get("do") for segment in line if segment.style}
+    clicks -= {None}
+    assert len(clicks) > 40
+    for click in clicks:
+        name, _, rest = click.partition("(")
+        where, _, name = name.rpartition(".")
+        assert hasattr(app.Sheet if where else app.Screen, f"action_{name}"), click
+        assert name != "page" or rest.strip("()'") in keys.PAGES, click
