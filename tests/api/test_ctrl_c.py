@@ -2,21 +2,18 @@
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import interrupt
+from processes import python
 
 import nanobatch
 from nanobatch import Engine, Sampling
 from parts.api.ctrl_c import Held
 
-ROOT = Path(__file__).parents[2]
 LONG = Sampling(max_tokens=30, ignore_eos=True)
 FEW = Sampling(max_tokens=6, ignore_eos=True)
 PROMPTS = ([1], [2] * 30, [3] * 60)
@@ -94,8 +91,8 @@ def test_another_thread_leaves_the_signal_alone():
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once():
-    code = f"""
-import signal, sys; sys.path.insert(0, {str(ROOT)!r})
+    code = """
+import signal
 from parts.api.ctrl_c import Held
 with Held():
     signal.raise_signal(signal.SIGINT)
@@ -103,7 +100,7 @@ with Held():
     signal.raise_signal(signal.SIGINT)
     print("goes on after the second", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "")
 
 

@@ -3,7 +3,6 @@ stays where it is."""
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from processes import python
 
 import nanobatch
 from nanobatch import Engine, QueueFull, Runner, Sampling, Text
 from parts.device.mlx import mx
 from parts.model.load import read_model
 
-ROOT = Path(__file__).parents[2]
 LONG = Sampling(max_tokens=60, ignore_eos=True)
 FEW = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -380,13 +379,13 @@ STATES = {
 def test_a_process_exits_cleanly_in_every_state(tmp_path_factory, state):
     folder = make_checkpoint(tmp_path_factory.mktemp("exit"), hidden_size=128, num_hidden_layers=4)
     code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
+import sys
 from nanobatch import Engine, Sampling
 LONG = Sampling(max_tokens=100, ignore_eos=True)
 engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 {STATES[state]}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    done = python(code)
     expected = {"in a fault": 1, "by sys.exit while serving": 7}.get(state, 0)
     assert done.returncode == expected, done.stderr
 

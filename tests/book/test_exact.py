@@ -4,7 +4,6 @@ taken over from another. And the bugs that would break this are planted, one by 
 caught."""
 
 import math
-import os
 from pathlib import Path
 
 import company
@@ -14,6 +13,7 @@ from checkpoints import Reference, make_checkpoint
 from company import ELSEWHERE, SCHEDULES
 from harness import Ask, Tap, random_asks, run_schedule
 from plants import plant, poisoned
+from processes import python
 
 import kv
 import llama
@@ -66,14 +66,7 @@ WHAT = (
 def test_the_form_that_was_asked_for_computes():
     for form in rows.forms_here():
         code = "from parts.device import mlx as device; print(device.blas.kernels)"
-        environment = os.environ | {"NANOBATCH_BLAS": f"rows:{form}", "NANOBATCH_THREADS": "3"}
-        done = company.subprocess.run(
-            [company.sys.executable, "-c", code],
-            cwd=company.ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
         assert done.stdout.strip() == f"{form}, 3 threads", done
 
 

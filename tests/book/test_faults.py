@@ -3,13 +3,11 @@ possible end."""
 
 import gc
 import re
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from processes import python
 
 import nanobatch
 from nanobatch import Engine, Order, QueueFull, Runner, Sampling
@@ -18,7 +16,6 @@ from parts.api.handle import Handle
 from policies import POLICIES
 from sched import Scheduler
 
-ROOT = Path(__file__).parents[2]
 LONG = Sampling(max_tokens=30, ignore_eos=True)
 FEW = Sampling(max_tokens=6, ignore_eos=True)
 # Each part of a step: the function that raises.
@@ -213,14 +210,13 @@ def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
         "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
     )
     code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
 import hacked, nanobatch
 from nanobatch import Engine, Sampling
 nanobatch.forward = hacked.forward
 with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     print(engine.submit([1], Sampling(max_tokens=3)).result().error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    done = python(code, PYTHONPATH=str(tmp_path))
     error = "AttributeError: 'list' object has no attribute 'nothing'"
     assert (done.returncode, done.stdout) == (0, f"{error}\n"), done.stderr
     first, *block = done.stderr.rstrip().splitlines()
@@ -237,12 +233,11 @@ def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path,
         f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
     )
     code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-import hacked, nanobatch, serve
+import sys, hacked, nanobatch, serve
 nanobatch.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    done = python(code, PYTHONPATH=str(tmp_path))
     assert done.returncode == (2 if error == "ValueError" else 1)
     assert (
         f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr

@@ -1,20 +1,18 @@
 """Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody
 else's affair."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import soak
 from checkpoints import make_checkpoint
 from plants import poisoned
+from processes import python
 
 import nanobatch
 from nanobatch import POLICIES, Engine, Sampling
 from parts.device.mlx import mx
 
-ROOT = Path(__file__).parents[2]
 LONG = Sampling(max_tokens=30, ignore_eos=True)
 FEW = Sampling(max_tokens=6, ignore_eos=True)
 
@@ -211,12 +209,12 @@ def large(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
 def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(large, delay):
     code = f"""
-import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
+import threading, time
 from nanobatch import Engine
 threading.Thread(target=Engine.load, args=({str(large)!r},), daemon=True).start()
 time.sleep({delay})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    done = python(code)
     assert done.returncode == 0, done.stderr
 
 

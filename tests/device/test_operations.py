@@ -3,12 +3,11 @@ one, and no memory goes before its last use. (`tests/model/test_ops.py` holds th
 formulas.)"""
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import python
 
 from parts.device import mlx as device
 from parts.device.mlx import mx
@@ -84,7 +83,6 @@ def test_an_operation_that_is_multiplied_as_a_matrix_ends_the_process_in_one_lin
         "memory = operations.named(rows.SOFTMAX, 1.0)._memory\n"
         "mx.eval(mx.ones((2, 8)) @ mx.as_strided(memory, (8, 2), (1, 8)))\n"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python(code)
     assert done.returncode == -6, done
     assert "an operation of 0 x 0 is multiplied as 2 x 8" in done.stderr

@@ -4,15 +4,13 @@ what it is not, and none is kept."""
 import ctypes
 import gc
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from parity import CONFIGS, seed_of, whole
+from processes import python
 
 from nanobatch import Engine, Sampling
 from parts.device import mlx as device
@@ -26,7 +24,6 @@ from parts.ranks.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not device.is_exact(), reason="our own product does not run here")
 
-ROOT = Path(__file__).parents[2]
 TURNS = int(os.environ.get("NANOBATCH_LOADS", "12"))
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -241,9 +238,7 @@ def test_a_matrix_that_is_multiplied_as_another_ends_the_process_in_one_line():
         "matrix = Packed.of([quantized(1, (64, 64), 8, 32)], claims=True)\n"
         "mx.eval(normal(1, 2, 64) @ matrix.claim._claimed[:, :32])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = python(code)
     assert done.returncode == -6, done
     assert "a packed matrix of 64 x 64 is multiplied as 32 x 64" in done.stderr
 
@@ -327,10 +322,6 @@ def test_without_our_product_weights_are_widened_and_the_first_line_says_so(tmp_
     )
     said = {}
     for choice in ("rows", "openblas"):
-        environment = os.environ | {"NANOBATCH_BLAS": choice}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        said[choice] = done.stdout.splitlines()
+        said[choice] = python(code, NANOBATCH_BLAS=choice).stdout.splitlines()
     assert "; 4 bits in groups of 32, " in said["rows"][0] and said["rows"][1] == "True"
     assert "; float32, widened, " in said["openblas"][0] and said["openblas"][1] == "False"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from parts.device import blas, rows
 
@@ -204,9 +205,7 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
     )
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True
-        )
+        done = python(code)
         assert done.returncode == 0, done
 
 
@@ -216,12 +215,10 @@ def test_mlx_calls_our_product_or_says_that_it_does_not():
         "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); "
         + code
     )
-    here = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    here = python(code)
     if COMPILER:
         assert here.stdout == "rows \n", here
-        deaf = subprocess.run(
-            [sys.executable, "-c", late], cwd=ROOT, capture_output=True, text=True
-        )
+        deaf = python(late)
         assert deaf.stdout.startswith("mlx this version of MLX does not"), deaf
 
 
@@ -814,10 +811,7 @@ def test_what_was_asked_for_and_cannot_be_had_is_an_error_in_one_line(tmp_path):
 def test_an_engine_says_whether_it_is_exact(tmp_path):
     code = "from nanobatch import Engine; print(Engine.load('demo').exact)"
     for choice, exact in (("rows", bool(COMPILER)), ("openblas", False), ("off", False)):
-        environment = os.environ | {"NANOBATCH_BLAS": choice}
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        done = python(code, NANOBATCH_BLAS=choice)
         assert done.stdout == f"{exact}\n", done
 
 

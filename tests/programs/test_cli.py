@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from doors import COMPLETIONS, Line, free_ports
+from processes import python
 from tokenizers import Tokenizer, models
 
 import ask
@@ -649,13 +650,6 @@ def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
 # --- what lies under MLX ------------------------------------------------------------------------
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=120, env=environment, text=True
-    )
-
-
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
     done = python(
         "import nanobatch; from parts.device import mlx as device; print(device.blas)",
@@ -707,7 +701,7 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compile
     )
     done = python(
         "import nanobatch; from parts.device import mlx as device; print(device.blas)",
-        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+        PYTHONPATH=str(tmp_path),
         NANOBATCH_BLAS="",
         **quick_compiler,
     )
@@ -736,9 +730,7 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
     )
     assert watched.returncode == 2
     assert len(lines(watched.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(watched.stderr)[0]
-    imported = python(
-        "import nanobatch", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", NANOBATCH_BLAS="off"
-    )
+    imported = python("import nanobatch", PYTHONPATH=str(tmp_path), NANOBATCH_BLAS="off")
     assert imported.returncode == 1 and "ImportError: MLX has no backend here" in imported.stderr
 
 
