@@ -79,45 +79,64 @@ def pack(parts: Sequence[Matrix]) -> Kept:
     first = parts[0]
     group = first.group
     K = first.scales.shape[-1] * group
-    N = sum(part.scales.shape[-2] for part in parts)
     bits = WIDER.get(first.bits, first.bits)
     form = {4: rows.FOUR_BITS, 8: rows.EIGHT_BITS}.get(bits) or FORMS[first.weight.dtype]
-    many = first.weight.shape[:-2]  # (experts,), or ()
-    arrays = [(part.weight, part.scales, part.offsets) for part in parts]
-    widths = [row_nbytes(K, bits) // first.weight.dtype.size, K // group, K // group]
+    weight = below_each_other([part.weight for part in parts])
+    arrays = [weight, below_each_other([part.scales for part in parts])]
+    if first.offsets is not None:
+        arrays.append(below_each_other([part.offsets for part in parts]))
+    *many, N, _ = weight.shape
+    count = math.prod(many)  # of matrices: one, or one for each expert
+    row = row_nbytes(K, bits)
+    sizes = [N * row, *(array.nbytes // count for array in arrays[1:])]
     places = [1]  # of weights, scales and offsets, counted in lines from a matrix's beginning
-    for width, array in zip(widths, arrays[0], strict=True):
-        nbytes = 0 if array is None else N * width * array.dtype.size
+    for nbytes in sizes:
         places.append(places[-1] + -(-nbytes // LINE))
-    lines = places.pop()  # of a matrix
+    lines = places[-1]  # of a matrix
     # A line before, to begin at one, and one behind, since whole vectors are read
-    memory = mx.zeros((math.prod(many) * lines + 2) * LINE // 4, mx.uint32)
-    start = -address(memory) % LINE
+    memory = mx.zeros((count * lines + 2) * LINE // 4, mx.uint32)
+    begin = address(memory)
+    start = -begin % LINE
 
     def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
         """Of each matrix what begins in this line, as an array of such numbers."""
-        to_next, first = (nbytes // dtype.size for nbytes in (lines * LINE, start + line * LINE))
+        to_next = lines * LINE // dtype.size
+        first = (start + line * LINE) // dtype.size
         strides = [to_next] * len(many) + [*strides]
         return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
 
-    count = math.prod(many)
-    sources = [[Source.of(array, count) for array in part if array is not None] for part in arrays]
+    said = (form, FORMS[first.scales.dtype], N, K, group, *places[1:3])
+    sources = [address(array) for array in arrays]
     for index in range(count):
-        at = address(memory) + start + index * lines * LINE
-        said = (form, FORMS[first.scales.dtype], N, K, group, *places[1:])
+        at = begin + start + index * lines * LINE
         device.blas.library.rows_pack(ctypes.c_void_p(at), *said)
-        ends = [at + place * LINE for place in places]
-        for weight, *factors in sources:
-            ends[0] += lay(ends[0], weight, index, first.bits, bits, K)
-            for n, factor in enumerate(factors, start=1):
-                ends[n] += copy(ends[n], factor, index)
-    kept = [
-        None if array is None else view(array.dtype, place, (N, width), (width, 1))
-        for array, place, width in zip(arrays[0], places, widths, strict=True)
-    ]
+        for n, array in enumerate(arrays):
+            nbytes = array.nbytes // count
+            source = sources[n] + index * nbytes
+            target = at + places[n] * LINE
+            if n or first.bits == 16:
+                ctypes.memmove(target, source, nbytes)
+            else:
+                lay(source, first.bits, target, form, N, K)
+    kept = []
+    widths = [row // weight.dtype.size, K // group, K // group]
+    for n, array in enumerate(arrays):
+        kept.append(view(array.dtype, places[n], (N, widths[n]), (widths[n], 1)))
     claimed = view(mx.float32, 0, (K, N), (1, K))
     mx.eval(kept, claimed)
-    return Kept(*kept, bits, group, Claim(claimed))
+    weight, scales, *offsets = kept
+    return Kept(weight, scales, offsets[0] if offsets else None, bits, group, Claim(claimed))
+
+
+def below_each_other(arrays: Sequence[mx.array]) -> mx.array:
+    """The rows of several matrices as one, side by side in memory."""
+    return mx.contiguous(mx.concatenate(arrays, axis=-2) if len(arrays) > 1 else arrays[0])
+
+
+def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:
+    """Write weights of so many bits in a file as our product reads them."""
+    places = ctypes.c_void_p(source), bits, ctypes.c_void_p(target), form
+    device.blas.library.rows_lay(*places, ctypes.c_long(N), ctypes.c_long(K))
 
 
 def row_nbytes(K: int, bits: int) -> int:
@@ -129,37 +148,8 @@ def row_nbytes(K: int, bits: int) -> int:
 
 def address(array: mx.array) -> int:
     """Where the numbers of an array lie, side by side."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
-
-
-class Source(NamedTuple):
-    """An array from which a part is copied for each matrix."""
-
-    bytes: mx.array  # holds the memory
-    start: int  # where it lies
-    each: int  # how many bytes a matrix has
-
-    @classmethod
-    def of(cls, array: mx.array, count: int) -> Source:
-        numbers = mx.contiguous(array).view(mx.uint8)  # a memoryview knows no bfloat16
-        return cls(numbers, address(numbers), numbers.nbytes // count)
-
-
-def copy(to: int, source: Source, index: int) -> int:
-    """Copy the numbers of one matrix. Answers with the bytes written."""
-    ctypes.memmove(to, source.start + index * source.each, source.each)
-    return source.each
-
-
-def lay(to: int, source: Source, index: int, bits: int, kept: int, K: int) -> int:
-    """Write the weights of one matrix as our product reads them. Answers with the bytes written."""
-    if bits == 16:
-        return copy(to, source, index)
-    count = source.each * 8 // bits // K
-    form = rows.FOUR_BITS if kept == 4 else rows.EIGHT_BITS
-    places = ctypes.c_void_p(source.start + index * source.each), bits, ctypes.c_void_p(to), form
-    device.blas.library.rows_lay(*places, ctypes.c_long(count), ctypes.c_long(K))
-    return count * row_nbytes(K, kept)
+    numbers = array.view(mx.uint8)  # a memoryview knows no bfloat16
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 
 
 def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
