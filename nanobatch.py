@@ -99,6 +99,14 @@ class Prefill(NamedTuple):
     asked: bool  # the chunk ends its prompt: a token is sampled from its last one
 
 
+class Decoding(NamedTuple):
+    """A sequence whose newest token goes into a row, and guesses into the rows behind."""
+
+    slot: int
+    row: int
+    ids: tuple[int, ...]  # of these tokens; empty: the device alone knows the newest one
+
+
 class Order(NamedTuple):
     """A plan without its requests: numbers and sampling settings.
 
@@ -109,9 +117,7 @@ class Order(NamedTuple):
 
     scrubs: Sequence[tuple[int, int, int]]  # (slot, start, stop): rows to be zeroed first
     prefills: Sequence[Prefill]
-    # (slot, row, ids): the slot's newest token goes into this row, and guesses go into the rows
-    # behind. Without ids, the device alone knows the newest token.
-    decodes: Sequence[tuple[int, int, tuple[int, ...]]]
+    decodes: Sequence[Decoding]
     picks: Mapping[int, Sequence[Pick]]  # by slot: how a token is chosen for each of its rows
 
     @staticmethod
@@ -127,11 +133,11 @@ class Order(NamedTuple):
         for request, slot, row, guess in plan.decodes:
             is_known = picks[slot][0].index == request.committed  # nothing of it is in flight
             ids = (request.answer[-1], *guess) if is_known else ()
-            decodes.append((slot, row, ids))
+            decodes.append(Decoding(slot, row, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
         return Order(plan.scrubs, prefills, decodes, picks)
 
-    def passes(self) -> list[tuple[list[Prefill], Sequence[tuple]]]:
+    def passes(self) -> list[tuple[list[Prefill], Sequence[Decoding]]]:
         """The chunks and the decoding sequences of each forward pass.
 
         In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
@@ -168,13 +174,13 @@ def picks_of(member: Chunk | Decode, handle: Handle) -> list[Pick]:
 # --- the runner: an order becomes tokens --------------------------------------------------------
 
 
-def alike(decodes: Sequence[tuple]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+def alike(decodes: Sequence[Decoding]) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Those that decode, by how many tokens are known of each: slots, rows, and all these tokens."""
 
-    def width(decode: tuple) -> int:
-        return len(decode[2])
+    def known(decode: Decoding) -> int:
+        return len(decode.ids)
 
-    for _, group in groupby(sorted(decodes, key=width), key=width):
+    for _, group in groupby(sorted(decodes, key=known), key=known):
         slots, rows, ids = zip(*group, strict=True)
         yield list(slots), list(rows), list(chain(*ids))
 
@@ -253,7 +259,7 @@ class Runner:
             picks = {0: [Pick(0, Sampling(), 0, 0)]}
             prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
             self.run(Order((), (prompt,), (), picks)).read()
-            self.run(Order((), (), ((0, 1, ()),), picks)).read()
+            self.run(Order((), (), [Decoding(0, 1, ())], picks)).read()
             self.reset()
 
     def run(self, order: Order) -> Flight:
@@ -358,7 +364,7 @@ class Runner:
     ) -> tuple[mx.array, list[Logprobs]]:
         """A token for each row that asks, -1 for the others. On a rank that follows, all are -1."""
         order = begun.order
-        most = max([1, *(len(ids) for *_, ids in order.decodes)])
+        most = max([1, *(len(decode.ids) for decode in order.decodes)])
         emitted = mx.full((self.slab.slots, most), -1, mx.int32)
         if not begun.slots or self.ranks.rank:
             return emitted, []
@@ -420,6 +426,7 @@ class Runner:
             while message := self.ranks.hear():
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
+                decodes = [Decoding(*each) for each in decodes]
                 self.run(Order(scrubs, prefills, decodes, picks={})).read()
 
 

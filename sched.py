@@ -44,7 +44,7 @@ which slot suits a new prompt, and which slot holds the rows of its beginning.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -194,9 +194,9 @@ class Policy(NamedTuple):
     next: Callable[[Scheduler], Iterator[Request]]
 
 
-# Those who decode, and how many rows are left in the budget -> by request: what may follow its newest
-# token, if all tokens up to that one have been read. Never more than the answer may still have
-# behind the next token: so no guess gets a row beyond the slot's end.
+# Called with the decoding requests and the rows that are left in the budget. Returns guessed tokens by
+# request id, where all tokens of an answer have been read: never so many that the answer would grow
+# beyond `max_tokens`, so no guess gets a row beyond the slot's end.
 Guess = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
@@ -404,18 +404,19 @@ class Scheduler:
         """
         ended = []
         ghosts = []
-        right: Counter[int] = Counter()  # by slot
+        guesses = []
         for member in plan.emitters:
             request = member.request
-            said = tokens[member.slot][: 1 + len(member.guess)]
+            guess = member.guess
+            before = request.committed
+            said = tokens[member.slot][: 1 + len(guess)]
             if request.finish_reason is not None:
                 ghosts.append(member.slot)  # it ended after this step had been planned
-                continue
-            request.guessed += len(member.guess)
-            if member.guess and min(said) < 0:
+                said = []
+            elif guess and min(said) < 0:
                 self._begin_again(member)
                 said = []
-            for token, guessed in zip(said, (*member.guess, None), strict=False):
+            for token, guessed in zip(said, (*guess, None), strict=False):
                 if token >= 0:  # -1: the logits were not finite
                     request.answer.append(token)
                 reason = accept(request, token)
@@ -426,20 +427,22 @@ class Scheduler:
                     ended.append(request)
                 if reason or token != guessed:
                     break
-                right[member.slot] += 1
-            request.right += right[member.slot]
-            if member.guess:
+            if guess:
+                # The last of its tokens is new. Those before were guessed.
+                right = max(0, request.committed - before - 1)
+                guesses.append((member.slot, len(guess), right))
+                request.guessed += len(guess)
+                request.right += right
                 request.planned = request.committed
-        guesses = [(d.slot, len(d.guess), right[d.slot]) for d in plan.decodes if d.guess]
         return Committed(ended, tuple(ghosts), tuple(guesses))
 
     def _begin_again(self, decode: Decode) -> None:
-        """A row of this piece is not finite, and nothing that it said is taken.
+        """A row of this decode is not finite, and none of its tokens is taken.
 
         subtle: a row does not see the guesses behind it: their weight is 0. But 0 x NaN is NaN. So
-        a wrong guess whose keys are not finite spoils the right rows before it, as soon as they are
-        in one piece. All its rows are zeroed, and the request goes on without guesses. If the
-        newest token itself is to blame, it will be seen in the next step.
+        a wrong guess whose keys are not finite spoils the right rows before it, if they share a
+        window. All rows of this decode are zeroed, and the request goes on without guesses. If the
+        newest token itself is to blame, that shows in the next step.
         """
         decode.request.hints = None
         self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)

@@ -29,7 +29,7 @@ import kv
 import llama
 import sampling
 import sched
-from nanobatch import Engine, Flight, Handle, Order, Pick, Prefill, Runner, Sampling
+from nanobatch import Decoding, Engine, Flight, Handle, Order, Pick, Prefill, Runner, Sampling
 from parts.api.faults import LOG
 from parts.device.mlx import device_lock, mx
 from parts.model import ops, rope
@@ -995,7 +995,7 @@ def order(
     slots = [prefill.slot for prefill in prefills if prefill.asked]
     slots += [slot for slot, _ in decodes]
     picks = {slot: [Pick(slot, Sampling(**settings), 0, index)] for slot in slots}
-    return Order((), tuple(prefills), [(*each, ()) for each in decodes], picks)
+    return Order((), tuple(prefills), [Decoding(*each, ()) for each in decodes], picks)
 
 
 @check(

@@ -325,7 +325,7 @@ and back from places to ids""",
             Task(
                 "nanobatch.Runner._forward",
                 """One forward pass for all that the order names: first each of `order.prefills`, with
-                a window of its own; then all of `order.decodes`, (slot, row, ()) each, in one window.
+                a window of its own; then all of `order.decodes`, a slot and a row each, in one window.
                 The newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
                 the last token of each prefill that is `asked`, and each token that decodes.
                 What `self.model.head` makes of their states are the logits. Start the pass:
@@ -341,7 +341,7 @@ and back from places to ids""",
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
     if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
 if order.decodes:
-    decoding = [slot for slot, _, _ in order.decodes]; rows = ...
+    decoding = [each.slot for each in order.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
 states = forward(self.model, mx.concatenate(ids), windows, asked)

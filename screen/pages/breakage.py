@@ -234,7 +234,7 @@ class Breaking(Trial):
                 return ""
             slot = victim.request.slot
             first = len(victim.request.prompt)
-            last = {taken: row for taken, row, _ in order.decodes}.get(slot, 0)
+            last = {decode.slot: decode.row for decode in order.decodes}.get(slot, 0)
             if last <= first:
                 return ""
             self._note_where()

@@ -314,8 +314,8 @@ class Runner:
                 asked.append(count - 1)
                 slots.append(prefill.slot)
         if order.decodes:
-            decoding = [slot for slot, _, _ in order.decodes]
-            rows = [row for _, row, _ in order.decodes]
+            decoding = [each.slot for each in order.decodes]
+            rows = [each.row for each in order.decodes]
             windows.append(Window(self.slab, decoding, rows, 1))
             ids.append(self._newest[mx.array(decoding)])
             asked += range(count, count + len(decoding))
