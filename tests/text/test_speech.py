@@ -11,6 +11,7 @@ import pytest
 from checkpoints import make_tokenizer
 from tokenizers import AddedToken
 
+from parts.text import speech
 from parts.text.grammar import Grammars
 from parts.text.speech import (
     FORMATS,
@@ -601,3 +602,10 @@ def test_a_watcher_is_told_that_the_prompt_has_opened_the_thought():
         assert marked(text, is_thinking=True) == [("thought", text)]
     parts = [("thought", "Hm.</think>"), ("answer", "Yes.")]
     assert marked("Hm.</think>\n\nYes.", is_thinking=True) == parts
+
+
+@pytest.mark.parametrize("marks", THOUGHTS)
+def test_the_page_of_a_conversation_shows_no_marks_of_a_thought(marks):
+    """Those of the third family stayed in the thought."""
+    opens, closes = marks
+    assert speech.apart(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
