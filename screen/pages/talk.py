@@ -50,7 +50,7 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
 
     hue = on.muted if turn.is_dropped else on.text
     if turn.is_dropped:
-        on.say("╌╌ forgotten: the model is not shown this any more", on.bad)
+        on.say("left out: the model is not told this question and its answer any more", on.bad)
     on.say(f"❯ {clean(turn.question)}\n", hue, True)
     r = turn.request
     if r is None:
