@@ -227,6 +227,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 # White space between the parts of JSON: a model that may write more could write nothing else
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY = "(?s:.*)"  # any text
 
 
 def grammar(
@@ -253,24 +254,33 @@ def grammar(
 
     rules = {}
 
-    def up_to(name: str, opens: str, closes: str) -> None:
-        """A rule for any text between two marks. It ends with the first that closes it."""
+    def up_to(name: str, opens: str, closes: str, form: str = ANY) -> None:
+        """A rule for a text of this form between two marks. It ends with the first that closes
+        it."""
         if any(mark in closes for mark in special):
-            rules[name] = f"{spelled(opens)} TEXT {spelled(closes)}"
-            rules["TEXT"] = "/(?s:.*)/"
+            rules[name] = f"{spelled(opens)} {name.upper()} {spelled(closes)}"
+            rules[name.upper()] = as_regex(form)
         else:
-            text = f"{re.escape(opens)}(?s:.*){re.escape(closes)}"
-            text = text.replace("/", r"\/").replace("\\\n", r"\n")
-            rules[f"{name}[lazy]"] = f"/{text}/"
+            end = re.escape(closes)
+            text = as_regex(re.escape(opens) + form + end)
+            rules[f"{name}[lazy]"] = f"{text} & ~{as_regex(f'{ANY}{end}(?s:.+)')}"
 
     if answer is not None:
         rules["answer"] = as_json(answer)
     if tools:
         tags = speech.format.tags
-        if tags:
-            up_to("value", "", tags.behind_value)
-        rule = tagged_rule if tags else body_rule
-        bodies = [rule(speech.format, tool["function"], spelled) for tool in tools]
+
+        def value(form: str) -> str:
+            name = "value" if form == ANY else f"value_{len(rules)}"
+            up_to(name, "", tags.behind_value, form)
+            return name
+
+        bodies = [
+            tagged_rule(tags, tool["function"], spelled, value)
+            if tags
+            else body_rule(speech.format, tool["function"], spelled)
+            for tool in tools
+        ]
         start, between, end = speech.format.layout
         more = f"({spelled(between)} body)*"
         if is_single or speech.format.is_bare:
@@ -302,10 +312,14 @@ def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[st
     return as_json({**body, "required": ["name", key], "additionalProperties": False})
 
 
-def tagged_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
+def tagged_rule(
+    tags: Tags,
+    function: Mapping[str, Any],
+    spelled: Callable[[str], str],
+    value: Callable[[str], str],
+) -> str:
     """The arguments stand in the order of the schema. Of a text, the schema says nothing here but
-    which texts there are."""
-    tags = format.tags
+    which texts there are, or their pattern. `value`: the name of the rule for a text of a form."""
     schema = function["parameters"]
     properties = schema.get("properties", {})
     required = schema.get("required", [])
@@ -314,17 +328,39 @@ def tagged_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[
     rules = [spelled(function["name"] + tags.behind_name)]
     for key in properties:
         kinds = kinds_of(schema, key)
-        texts = values_of(schema_of(schema, key))
+        own = schema_of(schema, key)
+        texts = values_of(own)
         if kinds == {"string"} and texts:
             texts = " | ".join(map(json.dumps, texts))
             said = f"({texts}) {spelled(tags.behind_value)}"
         elif not kinds or "string" in kinds:
-            said = "value"
+            said = value(form_of(own) if kinds == {"string"} else ANY)
         else:
             said = f"{as_json(alone(schema, key))} {spelled(tags.behind_value)}"
         rule = f"{spelled(tags.before_key + key + tags.behind_key)} {said}"
         rules.append(rule if key in required else f"({rule})?")
     return " ".join([*rules, spelled(tags.end)])
+
+
+# A pattern whose anchors stand at its ends, if it has any
+ANCHORED = re.compile(r"(\^?)((?:\\.|\[(?:\\.|[^]\\])*\]|[^\\[^$])*)(\$?)", re.DOTALL)
+
+
+def form_of(schema: Mapping[str, Any]) -> str:
+    """A schema's pattern, as that of a whole text. The library knows no anchors, so a pattern with
+    one in its middle, as in "^a$|b", is not kept."""
+    pattern = schema.get("pattern")
+    found = isinstance(pattern, str) and ANCHORED.fullmatch(pattern)
+    if not found:
+        return ANY
+    first, inner, last = found.groups()
+    return f"{'' if first else ANY}(?:{inner}){'' if last else ANY}"
+
+
+def as_regex(pattern: str) -> str:
+    """In the grammar's notation, in a line."""
+    pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
 
 
 def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:

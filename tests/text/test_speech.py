@@ -576,6 +576,41 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
     ]
 
 
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
+def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format, are_special):
+    """Where the arguments are JSON, a pattern was kept. In tags any text could be written."""
+    tokenizer = make_tokenizer()
+    marks = sorted(mark for mark in MARKS if are_special and mark in str(format.tags))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    special = {mark: tokenizer.token_to_id(mark) for mark in marks}
+    grammars = Grammars(tokenizer, 272, [257])
+    start, _, end = format.layout
+    start += "pay" + format.tags.behind_name
+    end = format.tags.end + end
+
+    def can_be(pattern: str, text: str) -> bool:
+        parameters = {"properties": {"a": {"type": "string", "pattern": pattern}}}
+        tool = {"function": {"name": "pay", "parameters": {**parameters, "required": ["a"]}}}
+        rules = grammar(Speech(format=format), [tool], is_single=True, special=special)
+        held = grammars.grammar({"lark": rules})
+        before = f"{start}{format.tags.before_key}a{format.tags.behind_key}"
+        whole = f"{before}{text}{format.tags.behind_value}{end}"
+        for token in tokenizer.encode(whole, add_special_tokens=False).ids:
+            if not int.from_bytes(held.mask(), "little") >> token & 1:
+                return False
+            held.accept(token)
+        return held.is_complete
+
+    assert can_be("^[A-Z]{3}$", "EUR") and not can_be("^[A-Z]{3}$", "EURO")
+    assert not can_be("^[A-Z]{3}$", "eur") and can_be("^[A-Z]{3}", "EUR, not USD")
+    assert can_be("[0-9]/[^$]", "from\n1/2 on") and not can_be("[0-9]/[^$]", "none")
+    assert can_be("a\\/\\$$", "in a/$") and not can_be("a\\/\\$$", "a/$ in")
+    assert can_be("^a$|b", "cbc"), "a pattern that cannot be said holds nothing up"
+    is_again = can_be("[0-9]", f"none{format.tags.behind_value}1")
+    assert not is_again, "the first mark ends the text"
+
+
 # --- for those who watch ------------------------------------------------------------------------
 
 
