@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
@@ -211,16 +211,6 @@ def with_layout(format: Format, call: str, place: int) -> Format:
         behind = behind or "]"
     key = format.key if f'"{format.key}"' in rest else "parameters"
     return format._replace(key=key, layout=(start, between, behind))
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbouring pieces of one kind as one. Each call stays a call of its own."""
-    whole = []
-    for kind, same in groupby(parts, key=lambda part: part.kind):
-        texts = [part.text for part in same]
-        texts = texts if kind == "call" else ["".join(texts)]
-        whole += [Part(kind, text) for text in texts]
-    return whole
 
 
 # --- calls that have to come --------------------------------------------------------------------
@@ -500,7 +490,7 @@ class Reader:
         """What has been understood since."""
         parts = self._parts
         self._parts = []
-        return joined(parts) if len(parts) > 1 else parts
+        return parts
 
     def read(self) -> Reading[None]:
         """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
@@ -594,8 +584,9 @@ class Reader:
         found = yield from self._wait(lambda text: named(text, name, *marks))
         if not found:
             return ""
-        self._text = self._text[found.length :]
-        return found.name
+        said, length = found
+        self._text = self._text[length:]
+        return said
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
         """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
@@ -724,9 +715,10 @@ class Reader:
         given = given if isinstance(given, dict) else {}
         name = given.get("name")
         arguments = given.get("arguments", given.get("parameters"))
-        if self._format.is_bare and (arguments is None or name not in self._tools):
-            return body
-        if not isinstance(name, str) or not name:
+        is_call = isinstance(name, str) and name
+        if self._format.is_bare:
+            is_call = is_call and name in self._tools and arguments is not None
+        if not is_call:
             return body
         self._begin(name)
         arguments = {} if arguments is None else arguments
@@ -736,17 +728,32 @@ class Reader:
         return ""
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
-        """Take a JSON object away. `depth`: so many of its braces have been taken. `kind`: as what
-        it is said as it comes, if at all."""
-        braces = Braces(depth)
+        """Take a JSON object away. Brackets are counted, but for those in texts. `depth`: so many of
+        its braces have been taken. `kind`: as what it is said as it comes, if at all."""
         taken = []
+        in_text = is_escaped = False
         while True:
-            end = braces.end(self._text)
+            end = 0
+            for character in self._text:
+                end += 1
+                if is_escaped:
+                    is_escaped = False
+                elif in_text:
+                    is_escaped = character == "\\"
+                    in_text = character != '"'
+                elif character == '"':
+                    in_text = True
+                elif character in "{[":
+                    depth += 1
+                elif character in "}]":
+                    depth -= 1
+                if depth == 0:
+                    break
             taken.append(self._text[:end])
             self._text = self._text[end:]
             if kind:
                 self._say(kind, taken[-1])
-            if braces.depth == 0 or self.is_complete:
+            if depth == 0 or self.is_complete:
                 return "".join(taken)
             yield
 
@@ -755,6 +762,9 @@ class Reader:
         self._say("call", tool)
 
     def _say(self, kind: str, text: str) -> None:
+        """Neighbouring pieces of one kind are one. Each call is a call of its own."""
+        if self._parts and self._parts[-1].kind == kind != "call":
+            text = self._parts.pop().text + text
         if text:
             self._parts.append(Part(kind, text))
 
@@ -768,11 +778,6 @@ def beginning(mark: str, text: str) -> str:
     return ""
 
 
-class Named(NamedTuple):
-    name: str
-    length: int  # of the name with its marks
-
-
 def begins(text: str, mark: str) -> bool | None:
     """Does a text begin with this mark? None, if it yet may."""
     if text.startswith(mark):
@@ -780,9 +785,9 @@ def begins(text: str, mark: str) -> bool | None:
     return None if mark.startswith(text) else False
 
 
-def named(text: str, name: str, before: str, behind: str) -> Named | bool | None:
-    """A name between two marks, at the beginning of a text. False, if there is none; None, if it may
-    yet come. Without a mark behind, any other tag ends the name."""
+def named(text: str, name: str, before: str, behind: str) -> tuple[str, int] | bool | None:
+    """A name between two marks, at the beginning of a text, and the length of all three. False, if
+    there is none; None, if it may yet come. Without a mark behind, any other tag ends the name."""
     rest = text.lstrip()
     is_there = begins(rest, before)
     if not is_there:
@@ -795,7 +800,7 @@ def named(text: str, name: str, before: str, behind: str) -> Named | bool | None
     is_there = begins(rest, behind or "<")
     if not is_there:
         return is_there
-    return Named(found[0], len(text) - len(rest) + len(behind))
+    return found[0], len(text) - len(rest) + len(behind)
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
@@ -813,33 +818,6 @@ def without_space(text: str) -> str:
     """Without the white space at its end, but for more than may belong to a mark: a model that
     writes nothing else would let all of it be looked at for each token."""
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
-
-
-class Braces:
-    """Finds the end of a JSON object. Brackets are counted, but for those in texts."""
-
-    def __init__(self, depth: int):
-        self.depth = depth  # so many are open
-        self._in_text = False
-        self._is_escaped = False
-
-    def end(self, text: str) -> int:
-        """How many of the next characters belong to the object."""
-        for place, character in enumerate(text, start=1):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_text:
-                self._is_escaped = character == "\\"
-                self._in_text = character != '"'
-            elif character == '"':
-                self._in_text = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-            if self.depth == 0:
-                return place
-        return len(text)
 
 
 # --- values in tags -----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from parts.text.speech import (
     Part,
     Speech,
     grammar,
-    joined,
     learn,
     marked,
 )
@@ -200,6 +199,16 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], Speech]:
         text += written(format, calls, dice)
         parts += [("call", *call) for call in calls]
     return text, parts, Speech(marks, format)
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Neighbouring pieces of one kind as one. Each call stays a call of its own."""
+    whole: list[Part] = []
+    for kind, text in parts:
+        if whole and whole[-1].kind == kind != "call":
+            text = whole.pop().text + text
+        whole.append(Part(kind, text))
+    return whole
 
 
 def apart(text: str | list[str], speech: Speech, **how) -> list[tuple]:
@@ -399,7 +408,9 @@ def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_pie
 
 def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
     speech = Speech(None, LLAMA)
-    for text in ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{"):
+    unnamed = '{"name": ["add"], "parameters": {}}'  # was a TypeError
+    others = ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{")
+    for text in (unnamed, *others):
         assert apart(text, speech) == [("answer", text)] == apart(list(text), speech)
 
 
