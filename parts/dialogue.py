@@ -183,20 +183,20 @@ class Dialogue:
             raise ValueError(outgrown(len(ids), length))
         most = min(self.sampling.max_tokens or room, room)
         handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
-        parts = []
+        thought = answer = ""
         try:
-            for part, text in spoken(handle, self.engine.text.speech):
-                parts.append(part)
-                self.write(text)
+            for part, said in spoken(handle, self.engine.text.speech):
+                if part.kind == "thought":
+                    thought += part.text
+                else:
+                    answer += part.text
+                self.write(said)
         except KeyboardInterrupt:
             handle.cancel()
         result = handle.result()
         if result.error:
             raise ValueError(result.error)
-        thought = "".join(part.text for part in parts if part.kind == "thought")
-        answer = "".join(part.text for part in parts if part.kind != "thought")
         self.talk.add(question, answer, thought)
-        length = self.engine.sched.max_len
         left = length - result.metrics.prompt_tokens - len(result.tokens)
         said = figures(result.metrics, result.finish_reason)
         self.say(f"\n    [{said}{room_left(left, length)}]")

@@ -177,9 +177,8 @@ def as_written(format: Format, text: str, place: int) -> Format | None:
     """The format, with all that is to be learned from a template's call; nothing, if the format
     does not read this call back. `place` is that of the name."""
     begin = text.rfind(format.opens, 0, place)
-    if format.is_bare and begin < 0:
+    if format.is_bare and begin < 0 and f'"{format.key}"' in text[place:]:
         begin = text.rfind("{", 0, place)
-        begin = begin if f'"{format.key}"' in text[place:] else -1
     if begin < 0:
         return None
     format = with_layout(format, text[begin:], place - begin)
@@ -195,16 +194,16 @@ def with_layout(format: Format, call: str, place: int) -> Format:
     rest = call[place + len("is_called") :]
     if format.is_named and not start.endswith('"'):
         return format._replace(layout=(start, start, ""), behind_name=rest.partition("{")[0])
-    has_end = format.closes and format.closes in rest
-    closes = format.closes if has_end else ""
-    rest = rest.partition(closes)[0] if has_end else rest
-    tagged = TAGGED.fullmatch(rest) if has_end else None
+    closes = ""
+    if format.closes:
+        rest, closes, _ = rest.partition(format.closes)
+    tagged = TAGGED.fullmatch(rest) if closes else None
     if tagged:
         tags = Tags(before_name=start.removeprefix(format.opens), **tagged.groupdict())
         line = "\n" if tags.before_name.startswith("\n") else ""
         return format._replace(tags=tags, layout=(start, closes + line + start, closes))
     start = start.partition("{")[0]
-    behind = rest.rpartition("}")[2] + closes if has_end else ""
+    behind = rest.rpartition("}")[2] + closes if closes else ""
     between = f"{behind}\n{start}"
     if start.rstrip().endswith("["):
         between = ", "
@@ -504,7 +503,7 @@ class Reader:
                 self.thought = self._length - len(self._text)
                 yield from self._skip_space()
             elif is_start and is_bare and (yield from self._begins_with("{")):
-                is_start = yield from self._call("")
+                is_start = yield from self._calls("")
             elif mark := (yield from self._say_up_to("answer", opens)):
                 is_start = yield from self._calls(mark)
             if self.calls and self._is_single:
@@ -560,23 +559,24 @@ class Reader:
 
     def _calls(self, mark: str) -> Reading[bool]:
         """Calls behind a mark. False if there is none: then the mark is text."""
-        if self._format.tags and not (yield from self._begins_with("{")):
-            return (yield from self._tagged(mark))
-        return (yield from self._call(mark))
-
-    def _tagged(self, mark: str) -> Reading[bool]:
-        """The same, for calls in tags."""
-        tags = self._format.tags
         count = self.calls
+        if self._format.tags and not (yield from self._begins_with("{")):
+            yield from self._calls_in_tags(mark)
+        else:
+            yield from self._calls_in_json(mark)
+        return self.calls > count
+
+    def _calls_in_tags(self, text: str) -> Reading[None]:
+        """`text`: what is told if there is none."""
+        tags = self._format.tags
         while name := (yield from self._named(NAME, tags.before_name, tags.behind_name)):
+            text = ""
             self._begin(name)
             yield from self._arguments(tags, self._tools.get(name, {}))
             yield from self._skip(tags.end.strip())
             if self._is_single or (yield from self._close()):
                 break
-        if self.calls == count:
-            self._say("answer", mark)
-        return self.calls > count
+        self._say("answer", text)
 
     def _named(self, name: str, before: str, behind: str) -> Reading[str]:
         """Take a name between two marks away. Nothing, if there is none. `name`: its pattern."""
@@ -652,10 +652,8 @@ class Reader:
                     return False
                 yield
 
-    def _call(self, mark: str) -> Reading[bool]:
-        """The same, for calls in JSON."""
-        count = self.calls
-        text = mark
+    def _calls_in_json(self, text: str) -> Reading[None]:
+        """`text`: what is told if there is none."""
         while before := (yield from self._find(BEFORE, "{")):
             if before[1] and not self._format.is_named:
                 break
@@ -665,7 +663,6 @@ class Reader:
             if body or self._is_single or (yield from self._close()):
                 break
         self._say("answer", text)
-        return self.calls > count
 
     def _close(self) -> Reading[bool]:
         """The mark behind a call. It may be missing, and the answer may be cut off in it. A list of
@@ -854,24 +851,19 @@ def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
     value = schema_of(schema, key)
     options = value.get("anyOf") or value.get("oneOf")
     options = options if isinstance(options, list) else [value]
-    kinds: set[str] = set()
-    for option in options[:OPTIONS]:
-        found = kinds_of_one(option)
-        if not found or len(options) > OPTIONS:
-            return set()
-        kinds |= found
-    return kinds
+    kinds = [kinds_of_one(option) for option in options[:OPTIONS]]
+    if len(options) > OPTIONS or not all(kinds):
+        return set()
+    return set().union(*kinds)
 
 
 def kinds_of_one(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     types = schema.get("type")
-    if isinstance(types, str):
-        return {types}
-    if isinstance(types, list):
-        return {name for name in types if isinstance(name, str)}
-    return {JSONS[type(value)] for value in values_of(schema)}
+    types = types if isinstance(types, list) else [types]
+    named = {name for name in types if isinstance(name, str)}
+    return named or {JSONS[type(value)] for value in values_of(schema)}
 
 
 def values_of(schema: Mapping[str, Any]) -> list:
