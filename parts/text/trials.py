@@ -208,7 +208,7 @@ def nurse(fileno: int) -> None:
     of its trials."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries its children
     with socket.socket(fileno=fileno) as line:
-        first = json.loads(receive(line, receive(line, HEAD)))
+        first = json.loads(receive(line, line.recv(HEAD, socket.MSG_WAITALL)))
         function = importlib.import_module(first["module"]).prepare(first["given"])
         limits = Limits(*first["limits"])
         line.sendall(b"!")  # ready
@@ -234,17 +234,13 @@ def watch(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -
     os._exit(0)
 
 
-def receive(line: socket.socket, size: int | bytes) -> bytes:
-    """So many bytes. `size`: their number, or the head of the message."""
-    left = int.from_bytes(size, "big") if isinstance(size, bytes) else size
-    parts = []
-    while left:
-        part = line.recv(min(left, 2**20))
-        if not part:
-            sys.exit()  # this nursery is not needed any more
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+def receive(line: socket.socket, head: bytes) -> bytes:
+    """The message behind this head."""
+    size = int.from_bytes(head, "big")
+    message = line.recv(size, socket.MSG_WAITALL)
+    if len(message) < size:
+        sys.exit()  # this nursery is not needed any more
+    return message
 
 
 def run(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> NoReturn:
