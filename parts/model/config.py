@@ -14,10 +14,10 @@ of both.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parts.checks import real, shown
+from parts.checks import shown
 from parts.files import ModelError, read_json
 from parts.model.families import FAMILIES, NORMS, Family
 from parts.model.fields import Fields
@@ -95,12 +95,9 @@ class Config:
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
-                shapes[f"{layer}self_attn.q_norm.weight"] = (
-                    q if self.qk_norm == "width" else self.Dh,
-                )
-                shapes[f"{layer}self_attn.k_norm.weight"] = (
-                    kv if self.qk_norm == "width" else self.Dh,
-                )
+                over_all = self.qk_norm == "width"
+                shapes[f"{layer}self_attn.q_norm.weight"] = (q if over_all else self.Dh,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (kv if over_all else self.Dh,)
         return shapes
 
     def factor(self, name: str) -> float:
@@ -171,7 +168,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         "Dh": Dh,
         "hidden": fields.number(family.width),
         "V": fields.number("vocab_size"),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6, real, 0),
+        "norm_eps": fields.real("rms_norm_eps", 1e-6, 0),
         "max_positions": max_positions,
         "tied": tied,
         "qkv_bias": attention_bias,
@@ -187,7 +184,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
 
 def _refuse(fields: Fields, family: Family) -> None:
     """Refuse what a field says if there is no place for it in a `Config`."""
-    get = fields.values.get
+    get = fields.get
     act, *known = family.activation
     if (get(act) or known[0]) not in known:
         raise fields.refuse(act, get(act), known[:1])
@@ -210,7 +207,7 @@ def _refuse(fields: Fields, family: Family) -> None:
 def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
     """The length of the sliding window, if any layer has one, and the layers that have none."""
     layers = fields.number("num_hidden_layers")
-    kinds = fields.values.get("layer_types")
+    kinds = fields.get("layer_types")
     if kinds is not None:
         known = {"full_attention", "sliding_attention"}
         if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
@@ -221,7 +218,7 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
         whole = family.whole(fields, layers)
     else:
         return None, ()
-    if len(whole) == layers or fields.values.get("sliding_window", 4096) is None:
+    if len(whole) == layers or fields.get("sliding_window", 4096) is None:
         return None, ()
     return fields.number("sliding_window", 4096), whole
 
@@ -229,8 +226,7 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
 def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and
     `rope_parameters` with all."""
-    raw = fields.values
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if family.two_ropes and isinstance(scaling, dict):
         full = scaling.get("full_attention")
         scaling = full if isinstance(full, dict) else scaling
@@ -244,84 +240,72 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
     inner = Fields(fields.path, scaling)
-    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, real, 1), real, 1)
-    part = inner.number(
-        "partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0
-    )
+    theta = inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1)
+    name = "partial_rotary_factor"
+    part = inner.real(name, fields.real(name, 1.0, 0), 0)
     turned = int(Dh * part)
     if part != 1 and not family.turns_a_part:
-        raise fields.refuse("partial_rotary_factor", part, ("1",))
+        raise fields.refuse(name, part, ("1",))
     if turned % 2 or not 4 <= turned <= Dh:
         choice = f"1, or what turns an even number, at least 4, of {Dh}"
-        raise fields.refuse("partial_rotary_factor", part, (choice,))
-    common = {
-        "turned": turned if turned < Dh else None,
-        "interleaved": bool(raw.get("rope_traditional")),
-    }
+        raise fields.refuse(name, part, (choice,))
+    rope = Rope(
+        kind,
+        theta,
+        turned=turned if turned < Dh else None,
+        interleaved=bool(fields.get("rope_traditional")),
+    )
     if kind == "default":
-        return Rope(kind, theta, **common)
+        return rope
     name = "original_max_position_embeddings"
     usual = 8192 if kind == "llama3" else max_positions
-    common["original_length"] = (fields if raw.get(name) is not None else inner).number(name, usual)
-    if kind == "longrope":
-        return _longrope(inner, theta, turned // 2, max_positions, common)
-    if kind == "yarn" and scaling.get("factor") is None:
-        scaling["factor"] = max_positions / common["original_length"]
-    factor = inner.number("factor", check=real, least=1e-6)
+    original = fields.number(name, inner.number(name, usual))
+    if kind in ("linear", "dynamic"):
+        return replace(rope, factor=inner.real("factor"), original_length=max_positions)
+    rope = replace(rope, original_length=original)
     if kind == "llama3":
-        low, high = (
-            inner.number(f"{end}_freq_factor", usual, real, 1e-6)
-            for end, usual in (("low", 1), ("high", 4))
+        return replace(
+            rope,
+            factor=inner.real("factor"),
+            low_freq_factor=inner.real("low_freq_factor", 1),
+            high_freq_factor=inner.real("high_freq_factor", 4),
         )
-        return Rope(kind, theta, factor, low, high, **common)
-    if kind == "yarn":
-        return _yarn(inner, theta, factor, common)
-    return Rope(kind, theta, factor, **common | {"original_length": max_positions})
+    stretch = max_positions / original
+    rope = replace(rope, factor=inner.real("factor", stretch))
+    return _yarn(inner, rope) if kind == "yarn" else _longrope(inner, rope, turned // 2)
 
 
-def _yarn(inner: Fields, theta: float, factor: float, common: dict) -> Rope:
+def _yarn(inner: Fields, rope: Rope) -> Rope:
     """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of
     two such."""
-    if not inner.values.get("truncate", True):
+    if not inner.get("truncate", True):
         raise inner.refuse("truncate", False, ("true",))
-    if theta == 1:
-        raise inner.refuse("rope_theta", theta, ("with yarn, more than 1",))
-    slow, fast = (
-        inner.number(f"beta_{end}", usual, real, 1e-6) for end, usual in (("slow", 1), ("fast", 32))
+    if rope.theta == 1:
+        raise inner.refuse("rope_theta", rope.theta, ("with yarn, more than 1",))
+    growth = math.log(max(rope.factor, 1))
+    over = inner.real("mscale", 0.0, 0)
+    under = inner.real("mscale_all_dim", 0.0, 0)
+    usual = 1 + 0.1 * growth
+    if over and under:
+        usual = (1 + 0.1 * over * growth) / (1 + 0.1 * under * growth)
+    return replace(
+        rope,
+        low_freq_factor=inner.real("beta_slow", 1),
+        high_freq_factor=inner.real("beta_fast", 32),
+        gain=inner.real("attention_factor", usual),
     )
-    scales = [inner.number(name, 0.0, real, 0) for name in ("mscale", "mscale_all_dim")]
-    over, under = (
-        1 + 0.1 * scale * math.log(max(factor, 1)) for scale in (scales if all(scales) else (1, 0))
-    )
-    return Rope("yarn", theta, factor, slow, fast, gain=_gain(inner, over / under), **common)
 
 
-def _longrope(inner: Fields, theta: float, planes: int, max_positions: int, common: dict) -> Rope:
-    short, long = (inner.values.get(f"{name}_factor") for name in ("short", "long"))
-    for name, factors in (("short", short), ("long", long)):
+def _longrope(inner: Fields, rope: Rope, planes: int) -> Rope:
+    found = []
+    for name in ("short_factor", "long_factor"):
+        factors = inner.get(name)
         if not isinstance(factors, list) or len(factors) != planes:
-            raise inner.refuse(
-                f"{name}_factor", factors, (f"a number for each of {planes} planes",)
-            )
-        for factor in factors:
-            Fields(inner.path, {f"{name}_factor": factor}).number(
-                f"{name}_factor", check=real, least=1e-6
-            )
-    original = common["original_length"]
-    factor = inner.number("factor", max_positions / original, real, 1e-6)
-    usual = (
-        math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    )
-    return Rope(
-        "longrope",
-        theta,
-        factor,
-        short=(*short,),
-        long=(*long,),
-        gain=_gain(inner, usual),
-        **common,
-    )
-
-
-def _gain(inner: Fields, usual: float) -> float:
-    return inner.number("attention_factor", usual, real, 1e-6)
+            raise inner.refuse(name, factors, (f"a number for each of {planes} planes",))
+        found.append(tuple(Fields(inner.path, {name: factor}).real(name) for factor in factors))
+    short, long = found
+    usual = 1.0
+    if rope.factor > 1 and rope.original_length > 1:
+        usual = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length))
+    gain = inner.real("attention_factor", usual)
+    return replace(rope, short=short, long=long, gain=gain)

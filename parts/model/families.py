@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parts.checks import real
 from parts.model.fields import Fields
 from parts.model.rope import Rope
 
@@ -64,7 +63,7 @@ def _none(fields: Fields, layers: int) -> Collection[int]:
 
 def _first(fields: Fields, layers: int) -> Collection[int]:
     """Qwen's first layers look back on all rows, unless a config asks for windows: then so many."""
-    if not fields.values.get("use_sliding_window"):
+    if not fields.get("use_sliding_window"):
         return range(layers)
     return range(min(layers, fields.number("max_window_layers", 28, least=0)))
 
@@ -97,7 +96,7 @@ def _gemma(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _gemma_scale(fields: Fields, Dh: int) -> float:
-    return fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5 * Dh**0.5
+    return fields.real("query_pre_attn_scalar", 256) ** -0.5 * Dh**0.5
 
 
 def _caps(fields: Fields, attn: float | None, final: float | None) -> dict[str, float | None]:
@@ -105,9 +104,9 @@ def _caps(fields: Fields, attn: float | None, final: float | None) -> dict[str, 
     one; a config that says null has none."""
 
     def cap(name: str, usual: float | None) -> float | None:
-        if fields.values.get(name, usual) is None:
+        if fields.get(name, usual) is None:
             return None
-        return fields.number(name, usual, real, 1e-6)
+        return fields.real(name, usual)
 
     return {
         "cap": cap("attn_logit_softcapping", attn),
@@ -127,11 +126,11 @@ def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     transformers' fifth release."""
     own = _gemma(fields, D, Dh, tied)
     own["multipliers"]["q_norm"] = _gemma_scale(fields, Dh)
-    theta = fields.number("rope_local_base_freq", 1e4, real, 1)
-    ropes = fields.values.get("rope_parameters")
+    theta = fields.real("rope_local_base_freq", 1e4, 1)
+    ropes = fields.get("rope_parameters")
     near = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
     if isinstance(near, dict):
-        theta = Fields(fields.path, near).number("rope_theta", theta, real, 1)
+        theta = Fields(fields.path, near).real("rope_theta", theta, 1)
     own["near"] = Rope("default", theta)
     own["qk_norm"] = "head"
     return own | _caps(fields, attn=None, final=None)
@@ -144,10 +143,10 @@ def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     quotient of the two. A tied head is the embedding, multiplied with it: so the last norm, which
     nothing but the head reads, divides.
     """
-    embedding = fields.number("embedding_multiplier", 1.0, real, 1e-6)
-    attention = fields.number("attention_multiplier", 1.0, real, 1e-6)
-    residual = fields.number("residual_multiplier", 1.0, real, 1e-6)
-    logits = fields.number("logits_scaling", 1.0, real, 1e-6)
+    embedding = fields.real("embedding_multiplier", 1.0)
+    attention = fields.real("attention_multiplier", 1.0)
+    residual = fields.real("residual_multiplier", 1.0)
+    logits = fields.real("logits_scaling", 1.0)
     return {
         "multipliers": {
             "embed_tokens": embedding,
@@ -165,13 +164,13 @@ def _experts(fields: Fields, *_) -> dict[str, Any]:
     step = fields.number("decoder_sparse_step", 1)
     if step != 1:
         raise fields.refuse("decoder_sparse_step", step, ("1, experts in all layers",))
-    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     experts = fields.number(name, 128)
     taken = fields.number("num_experts_per_tok", 8)
     if taken > experts:
         choice = f"1 to {experts}, as many as there are"
         raise fields.refuse("num_experts_per_tok", taken, (choice,))
-    whole = bool(fields.values.get("norm_topk_prob"))
+    whole = bool(fields.get("norm_topk_prob"))
     return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
 
 
@@ -180,7 +179,7 @@ def _smollm3(fields: Fields, *_) -> dict[str, Any]:
     every nth has none."""
     layers = fields.number("num_hidden_layers")
     interval = fields.number("no_rope_layer_interval", 4)
-    has = fields.values.get("no_rope_layers")
+    has = fields.get("no_rope_layers")
     if has is None:
         return {"unturned": range(interval - 1, layers, interval)}
     if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
@@ -189,7 +188,7 @@ def _smollm3(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _seed_oss(fields: Fields, *_) -> dict[str, Any]:
-    return {"o_bias": bool(fields.values.get("attention_out_bias"))}
+    return {"o_bias": bool(fields.get("attention_out_bias"))}
 
 
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")

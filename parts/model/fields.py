@@ -11,7 +11,7 @@ Where next: `config.py`, which reads a whole config with it.
 
 from pathlib import Path
 
-from parts.checks import shown, whole
+from parts.checks import real, shown, whole
 from parts.files import ModelError
 
 
@@ -21,10 +21,16 @@ class Fields:
 
     def __init__(self, path: Path, values: dict):
         self.path = path
-        self.values = values
+        self.get = values.get
 
-    def number(self, key: str, default=None, check=whole, least=1):
-        value = self.values.get(key)
+    def number(self, key: str, default=None, least=1) -> int:
+        return self._checked(whole, key, default, least)
+
+    def real(self, key: str, default=None, least=1e-6) -> float:
+        return self._checked(real, key, default, least)
+
+    def _checked(self, check, key, default, least):
+        value = self.get(key)
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.path} lacks {key!r}; download it again.")
