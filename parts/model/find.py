@@ -44,11 +44,10 @@ def find(model: str) -> Path:
         raise ModelError(
             f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
         ) from None
-    if is_folder:
-        refuse_gguf(path)
-        return path
     if exists:
         refuse_gguf(path)
+        if is_folder:
+            return path
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
     if model == "demo":
         raise ModelError(

@@ -75,7 +75,6 @@ class Packed(NamedTuple):
                 self.weight,
                 self.scales,
                 self.offsets,
-                transpose=True,
                 group_size=self.group,
                 bits=self.bits,
             )
@@ -158,7 +157,6 @@ class Stack(NamedTuple):
             self.scales,
             self.offsets,
             rhs_indices=chosen,
-            transpose=True,
             group_size=self.group,
             bits=self.bits,
         )
@@ -248,14 +246,11 @@ class QKNorm(NamedTuple):
     over_all: bool
 
     def __call__(self, qk: mx.array) -> mx.array:  # (N, H + Hkv, Dh) -> the same
-        q, k = mx.split(qk, [self.H], axis=1)
-        if self.over_all:
-            normed_q = self.q(q.flatten(1)).reshape(q.shape)
-            normed_k = self.k(k.flatten(1)).reshape(k.shape)
-        else:
-            normed_q = self.q(q)
-            normed_k = self.k(k)
-        return mx.concatenate([normed_q, normed_k], axis=1)
+        normed = []
+        for norm, heads in zip((self.q, self.k), mx.split(qk, [self.H], axis=1), strict=True):
+            x = heads.flatten(1) if self.over_all else heads
+            normed.append(norm(x).reshape(heads.shape))
+        return mx.concatenate(normed, axis=1)
 
 
 Step = Callable[[mx.array], mx.array]

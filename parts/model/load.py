@@ -182,14 +182,13 @@ class ModelReader:
         """A tensor as the files have it; of queries and keys, with each head's numbers in the order
         of `Rope.order`."""
         array = self.weights.take(name)
-        order = self.config.rope.order(self.config.Dh)
-        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(
-            order
-        ):
+        Dh = self.config.Dh
+        order = self.config.rope.order(Dh)
+        turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+        if not turns or order == sorted(order):
             return array
-        return array.reshape(-1, self.config.Dh, *array.shape[1:])[:, mx.array(order)].reshape(
-            array.shape
-        )
+        heads = array.reshape(-1, Dh, *array.shape[1:])
+        return heads[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Dense | Packed | SideBySide:
         """One projection, or several of the same input: as one, if they are stored alike."""
@@ -215,14 +214,11 @@ class ModelReader:
         """A module as it is to be multiplied, by itself. A rank has its share."""
         name = f"{module}.weight"
         has = self.weights.tensors
-        rows = columns = None
-        if self.ranks.size > 1:
-            rows, columns = self.share.cut(module, self.config.Dh)
-        bias = self.tensor(f"{module}.bias") if f"{module}.bias" in has else None
-        if bias is not None and rows:
-            bias = bias[rows.start : rows.stop]
-        elif columns and self.ranks.rank:
-            bias = None  # each rank adds to the sum, and this is to be added once
+        rows, columns = self.share.cut(module, self.config.Dh)
+        bias = None
+        # Where each rank has some columns, their outputs are added up, and a bias is added once
+        if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
+            bias = self.tensor(f"{module}.bias")[rows]
         weight = self.take(name)
         if f"{module}.scales" in has:
             return self.quantized(module, weight, bias, rows, columns)
@@ -238,24 +234,33 @@ class ModelReader:
         module: str,
         weight: mx.array,
         bias: mx.array | None,
-        rows: range | None,
-        columns: range | None,
+        rows: slice,
+        columns: slice,
     ) -> Dense | Packed:
         """As the files have it, if no group of numbers is cut."""
         name = f"{module}.weight"
-        scales, offsets = (self.take(f"{module}.{part}") for part in ("scales", "biases"))
-        bits, group = quantization(weight.shape, scales.shape, self.shapes[name][-1])
-        is_cut = columns is not None and bool(columns.start % group or columns.stop % group)
+        width = self.shapes[name][-1]
+        scales = self.take(f"{module}.scales")
+        offsets = self.take(f"{module}.biases")
+        bits, group = quantization(weight.shape, scales.shape, width)
+        start, stop, _ = columns.indices(width)
+        is_cut = start % group or stop % group
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
             offsets = self.times(offsets, name)
         if self.form == "float32" or is_cut:
             weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
             return Dense(cut_out(weight, rows, columns), bias)
-        packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
-        groups = columns and range(columns.start // group, columns.stop // group)
-        scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
-        return Packed(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
+        words = slice(start * bits // 32, stop * bits // 32)
+        groups = slice(start // group, stop // group)
+        return Packed(
+            cut_out(weight, rows, words),
+            cut_out(scales, rows, groups),
+            cut_out(offsets, rows, groups),
+            bias,
+            bits,
+            group,
+        )
 
 
 def form_of(part: Dense | Packed) -> tuple:
@@ -265,11 +270,8 @@ def form_of(part: Dense | Packed) -> tuple:
     return part.bits, part.group, part.weight.dtype, part.scales.dtype
 
 
-def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.array:
-    """These rows or columns, copied: a view would keep the whole in memory."""
-    if rows:
-        return matrix[rows.start : rows.stop]  # always joined with other rows, which copies them
-    return mx.contiguous(matrix[:, columns.start : columns.stop]) if columns else matrix
-
-
-# --- does it fit? -------------------------------------------------------------------------------
+def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:
+    """These rows and columns, copied: a view would keep the whole in memory. (Some of the rows are
+    always joined with others, which copies them.)"""
+    part = matrix[..., rows, columns]
+    return part if part.shape[-1] == matrix.shape[-1] else mx.contiguous(part)

@@ -69,17 +69,18 @@ class Share(NamedTuple):
         """The model as this rank sees it."""
         return replace(c, H=len(self.queries), Hkv=len(self.keys), hidden=len(self.hidden))
 
-    def cut(self, module: str, Dh: int) -> tuple[range | None, range | None]:
-        """Which rows and which columns of a module's weight (out, in); None means all."""
-        queries, keys = (
-            range(heads.start * Dh, heads.stop * Dh) for heads in (self.queries, self.keys)
-        )
+    def cut(self, module: str, Dh: int) -> tuple[slice, slice]:
+        """Which rows and which columns of a module's weight (out, in)."""
+        everything = slice(None)
+        queries = slice(self.queries.start * Dh, self.queries.stop * Dh)
+        keys = slice(self.keys.start * Dh, self.keys.stop * Dh)
+        hidden = slice(self.hidden.start, self.hidden.stop)
         return {
-            "q_proj": (queries, None),
-            "k_proj": (keys, None),
-            "v_proj": (keys, None),
-            "o_proj": (None, queries),
-            "gate_proj": (self.hidden, None),
-            "up_proj": (self.hidden, None),
-            "down_proj": (None, self.hidden),
-        }.get(module.rpartition(".")[2], (None, None))
+            "q_proj": (queries, everything),
+            "k_proj": (keys, everything),
+            "v_proj": (keys, everything),
+            "o_proj": (everything, queries),
+            "gate_proj": (hidden, everything),
+            "up_proj": (hidden, everything),
+            "down_proj": (everything, hidden),
+        }.get(module.rpartition(".")[2], (everything, everything))

@@ -66,7 +66,7 @@ def join() -> Ranks:
     rank = program.rank()
     own = nodes[rank] if nodes else [f"{own_host()}:0"]
     servers = [listens(address) for address in own]
-    others = [f"rank {n} ({node[0]})" for n, node in enumerate(nodes) if n != rank]
+    others = [named(n, nodes) for n in range(len(nodes)) if n != rank]
     awaited = " and ".join(others) or "the others"
     print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
     try:
@@ -82,11 +82,11 @@ def meet(rank: int, nodes: list[list[str]], servers: list[socket.socket]) -> Ran
     size = len(nodes)
     word = os.environ.get("NANOBATCH_RING_KEY", "")
     key = hashlib.sha256(json.dumps([nodes, word]).encode()).digest()
-    before, after = tie(rank, nodes, servers, key, key, ["line", "ring"])
+    tied = tie(rank, nodes, servers, key, key, ["line", "ring"])
     with ends_by_signals():
-        tie_ring(rank, size, before["ring"], after["ring"])
+        tie_ring(rank, size, *tied["ring"])
         ranks = Ranks(rank, size, "ring")
-        ranks.hold(before_of(rank, nodes), before["line"], after["line"])
+        ranks.hold(named(rank - 1, nodes), *tied["line"])
         if ranks.gather(rank) != [[n] for n in range(size)]:  # and all are there
             raise RuntimeError("MLX's ring says other numbers than it was told")
     return ranks
@@ -178,8 +178,8 @@ def meet_by(backend: str, servers: list[socket.socket]) -> Ranks:
         told = [bytes(numbers).decode().split() for numbers in ranks.gather(*here)]
     nodes = [[address] for address, _ in told]
     _, key_after = told[(ranks.rank + 1) % ranks.size]
-    before, after = tie(ranks.rank, nodes, servers, key.encode(), key_after.encode(), ["line"])
-    ranks.hold(before_of(ranks.rank, nodes), before["line"], after["line"])
+    tied = tie(ranks.rank, nodes, servers, key.encode(), key_after.encode(), ["line"])
+    ranks.hold(named(ranks.rank - 1, nodes), *tied["line"])
     return ranks
 
 
@@ -190,8 +190,8 @@ def tie(
     key: bytes,
     key_after: bytes,
     kinds: Sequence[str],
-) -> tuple[dict[str, list[socket.socket]], dict[str, list[socket.socket]]]:
-    """Of each kind a line from the rank before, and one to the next, for each address.
+) -> dict[str, tuple[list[socket.socket], list[socket.socket]]]:
+    """Of each kind lines from the rank before, and lines to the next: one for each address.
 
     `key` is what the rank before must know, `key_after` what the next one wants to hear.
     """
@@ -217,10 +217,12 @@ def tie(
         ]
     answered = said.get()
     if isinstance(answered, OSError):
-        raise OSError(f"{before_of(rank, nodes)}: {answered}")
-    return {
-        kind: [answered[name(kind, rank, n)] for n in range(len(servers))] for kind in kinds
-    }, called
+        raise OSError(f"{named(rank - 1, nodes)}: {answered}")
+    tied = {}
+    for kind in kinds:
+        before = [answered[name(kind, rank, n)] for n in range(len(servers))]
+        tied[kind] = before, called[kind]
+    return tied
 
 
 def read_hosts() -> list[list[str]]:
@@ -262,17 +264,14 @@ def listens(address: str) -> socket.socket:
     """A socket that is called at this address. Two programs that listen at one port would be mixed
     up."""
     host, _, port = address.rpartition(":")
-    server = socket.socket()
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind((host, int(port)))
-        server.listen()
+        return socket.create_server((host, int(port)))
     except OSError as error:
         which = f"rank {program.rank()} ({address})"
+        why = os.strerror(error.errno)
         raise ModelError(
-            f"{which} cannot listen: {error.strerror}; change MLX_RANK or the hostfile."
+            f"{which} cannot listen: {why}; change MLX_RANK or the hostfile."
         ) from None
-    return server
 
 
 def reserved() -> socket.socket:
@@ -292,9 +291,10 @@ def name(kind: str, rank: int, number: int) -> str:
     return f"{kind} {number} to {rank}"
 
 
-def before_of(rank: int, nodes: list[list[str]]) -> str:
-    before = (rank - 1) % len(nodes)
-    return f"rank {before} ({nodes[before][0]})"
+def named(rank: int, nodes: list[list[str]]) -> str:
+    """A rank, for a message. Before rank 0 comes the last."""
+    rank = rank % len(nodes)
+    return f"rank {rank} ({nodes[rank][0]})"
 
 
 @contextmanager
