@@ -23,6 +23,16 @@ from parts.model.families import FAMILIES, NORMS, Family
 from parts.model.fields import Fields
 from parts.model.rope import Rope
 
+# A layer's matrices: how many numbers come out of each, and how many go in
+MATRICES = {
+    "self_attn.q_proj": ("queries", "width"),
+    "self_attn.k_proj": ("keys", "width"),
+    "self_attn.v_proj": ("keys", "width"),
+    "self_attn.o_proj": ("width", "queries"),
+    "mlp.gate_proj": ("hidden", "width"),
+    "mlp.up_proj": ("hidden", "width"),
+    "mlp.down_proj": ("width", "hidden"),
+}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -71,8 +81,12 @@ class Config:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold, with its shape before any quantization."""
         D = self.D
-        q = self.H * self.Dh
-        kv = self.Hkv * self.Dh
+        sizes = {
+            "width": D,
+            "queries": self.H * self.Dh,
+            "keys": self.Hkv * self.Dh,
+            "hidden": self.hidden,
+        }
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.V, D),
             "model.norm.weight": (D,),
@@ -81,39 +95,36 @@ class Config:
             shapes["lm_head.weight"] = (self.V, D)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for name, out, width, bias in (
-                ("self_attn.q_proj", q, D, self.qkv_bias),
-                ("self_attn.k_proj", kv, D, self.qkv_bias),
-                ("self_attn.v_proj", kv, D, self.qkv_bias),
-                ("self_attn.o_proj", D, q, self.o_bias),
-                *self._mlp(),
-            ):
-                each = (self.experts,) if "experts" in name else ()
-                shapes[f"{layer}{name}.weight"] = (*each, out, width)
-                if bias:
-                    shapes[f"{layer}{name}.bias"] = (out,)
+            for module, (out, width) in MATRICES.items():
+                name = layer + module
+                shape = (sizes[out], sizes[width])
+                if self.experts and "mlp" in module:
+                    name = name.replace("mlp", "mlp.experts")
+                    shape = (self.experts, *shape)
+                shapes[f"{name}.weight"] = shape
+                if self.has_bias(module):
+                    shapes[f"{name}.bias"] = shape[:1]
+            if self.experts:
+                shapes[f"{layer}mlp.gate.weight"] = (self.experts, D)
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
                 over_all = self.qk_norm == "width"
-                shapes[f"{layer}self_attn.q_norm.weight"] = (q if over_all else self.Dh,)
-                shapes[f"{layer}self_attn.k_norm.weight"] = (kv if over_all else self.Dh,)
+                q = sizes["queries"] if over_all else self.Dh
+                k = sizes["keys"] if over_all else self.Dh
+                shapes[f"{layer}self_attn.q_norm.weight"] = (q,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (k,)
         return shapes
+
+    def has_bias(self, module: str) -> bool:
+        """Is something added to what comes out of a matrix?"""
+        if "mlp" in module:
+            return self.mlp_bias and not self.experts
+        return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
         """What the output of a tensor's module is multiplied by."""
         return self.multipliers.get(name.split(".")[-2], 1)
-
-    def _mlp(self) -> list[tuple[str, int, int, bool]]:
-        """The matrices of a layer's MLP, or of all its experts: (name, out, in, has a bias)."""
-        place, bias = ("mlp.experts", False) if self.experts else ("mlp", self.mlp_bias)
-        sizes = {
-            "gate_proj": (self.hidden, self.D),
-            "up_proj": (self.hidden, self.D),
-            "down_proj": (self.D, self.hidden),
-        }
-        router = [("mlp.gate", self.experts, self.D, False)] if self.experts else []
-        return router + [(f"{place}.{name}", *size, bias) for name, size in sizes.items()]
 
     @property
     def norms(self) -> dict[str, str]:

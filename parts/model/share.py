@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parts.files import ModelError
-from parts.model.config import Config
+from parts.model.config import MATRICES, Config
 
 
 def evenly(count: int, ranks: int) -> list[range]:
@@ -71,16 +71,13 @@ class Share(NamedTuple):
 
     def cut(self, module: str, Dh: int) -> tuple[slice, slice]:
         """Which rows and which columns of a module's weight (out, in)."""
+        own = {
+            "queries": slice(self.queries.start * Dh, self.queries.stop * Dh),
+            "keys": slice(self.keys.start * Dh, self.keys.stop * Dh),
+            "hidden": slice(self.hidden.start, self.hidden.stop),
+        }
         everything = slice(None)
-        queries = slice(self.queries.start * Dh, self.queries.stop * Dh)
-        keys = slice(self.keys.start * Dh, self.keys.stop * Dh)
-        hidden = slice(self.hidden.start, self.hidden.stop)
-        return {
-            "q_proj": (queries, everything),
-            "k_proj": (keys, everything),
-            "v_proj": (keys, everything),
-            "o_proj": (everything, queries),
-            "gate_proj": (hidden, everything),
-            "up_proj": (hidden, everything),
-            "down_proj": (everything, hidden),
-        }.get(module.rpartition(".")[2], (everything, everything))
+        for name, (out, width) in MATRICES.items():
+            if module.endswith(name):
+                return own.get(out, everything), own.get(width, everything)
+        return everything, everything
