@@ -37,7 +37,6 @@ def find(model: str) -> Path:
     `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
-        is_folder = path.is_dir()
         exists = path.exists()
     # A name that no file can have, or an unknown user's home
     except (OSError, RuntimeError, ValueError) as error:
@@ -46,7 +45,7 @@ def find(model: str) -> Path:
         ) from None
     if exists:
         refuse_gguf(path)
-        if is_folder:
+        if path.is_dir():
             return path
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
     if model == "demo":

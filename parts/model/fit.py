@@ -116,7 +116,7 @@ def agreed(model: Model, own: Sizes) -> Sizes:
     if model.ranks.size == 1:
         return own
     check_alike(model)
-    return Sizes(*model.ranks.least(*own))
+    return Sizes(*map(min, *model.ranks.gather(*own)))
 
 
 def described(model: Model, sizes: Sizes) -> str:

@@ -36,17 +36,14 @@ class Dense(NamedTuple):
         return y if self.bias is None else y + self.bias
 
     @staticmethod
-    def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
-        """From the checkpoint's weights and biases: one matrix that yields all their outputs side
-        by side.
+    def of(parts: Sequence[Dense]) -> Dense:
+        """Several of the same input as one matrix, which yields all their outputs side by side.
 
         So the input is read once, and one product runs instead of three.
         """
         if len(parts) == 1:
-            return Dense(*parts[0])
-        weight = mx.concatenate([weight for weight, _ in parts])
-        bias = joined([bias for _, bias in parts], [len(weight) for weight, _ in parts])
-        return Dense(weight, bias)
+            return parts[0]
+        return Dense(mx.concatenate([part.weight for part in parts]), joined_biases(parts))
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
@@ -81,21 +78,19 @@ class Packed(NamedTuple):
         return y if self.bias is None else y + self.bias
 
     @staticmethod
-    def of(parts: list[Packed], claims: bool = False) -> Packed:
+    def of(parts: Sequence[Packed], claims: bool = False) -> Packed:
         """Several of the same input, packed alike, as one: each row of W is packed by itself.
 
         `claims`: in memory that our own product reads.
         """
-        bias = joined([part.bias for part in parts], [len(part.scales) for part in parts])
+        bias = joined_biases(parts)
         if claims:
             return Packed(bias=bias, **pack(parts)._asdict())
-        return Packed(
+        return parts[0]._replace(
             weight=mx.concatenate([part.weight for part in parts]),
             scales=mx.concatenate([part.scales for part in parts]),
             offsets=mx.concatenate([part.offsets for part in parts]),
             bias=bias,
-            bits=parts[0].bits,
-            group=parts[0].group,
         )
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
@@ -112,16 +107,17 @@ class Packed(NamedTuple):
         return mx.dequantize(weight, scales, offsets, self.group, self.bits)
 
 
-def joined(biases: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
+def joined_biases(parts: Sequence[Dense | Packed]) -> mx.array | None:
     """The biases of several projections as one: zeros where a projection has none."""
-    dtypes = [bias.dtype for bias in biases if bias is not None]
+    dtypes = [part.bias.dtype for part in parts if part.bias is not None]
     if not dtypes:
         return None
-    each = [
-        mx.zeros(count, dtypes[0]) if bias is None else bias
-        for bias, count in zip(biases, rows, strict=True)
-    ]
-    return mx.concatenate(each)
+    return mx.concatenate(
+        [
+            mx.zeros(len(part.weight), dtypes[0]) if part.bias is None else part.bias
+            for part in parts
+        ]
+    )
 
 
 class Mlp(NamedTuple):

@@ -129,10 +129,6 @@ class Ranks:
                 time.sleep(NEWS_S)  # then `_listen` ends this process meanwhile
                 raise
 
-    def least(self, *numbers: int) -> list[int]:
-        """Of each number the least that any rank has."""
-        return [min(each) for each in zip(*self.gather(*numbers), strict=True)]
-
     # --- orders
 
     def settle(self, c: Heads, told: Callable[[str], None]) -> str:

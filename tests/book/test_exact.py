@@ -80,7 +80,7 @@ def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, o
     rng = np.random.default_rng(count)
     x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
     weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
-    dense = Dense.of([(weight, None)])
+    dense = Dense(weight, None)
     y = dense(x)
     assert y.shape == (count, outputs) and np.allclose(
         y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3

@@ -388,7 +388,7 @@ def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
     ]
     dense = Dense.of(
         [
-            (mx.array(weight), None if offset is None else mx.array(offset))
+            Dense(mx.array(weight), None if offset is None else mx.array(offset))
             for weight, offset in zip(weights, offsets, strict=True)
         ]
     )
@@ -416,7 +416,7 @@ def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
     wanted = x.astype(np.float64) @ plain.T + bias
     assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4
     assert np.array_equal(wide(quantized.embed(mx.array([3, 47]))), plain[[3, 47]])
-    dense = Dense.of([(mx.array(weight), None)])
+    dense = Dense(mx.array(weight), None)
     both = wide(SideBySide((quantized, dense))(mx.array(x)))
     assert (
         np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max()
