@@ -24,11 +24,11 @@ def counted(model: Model) -> ModelView:
     """For those who watch. What this rank has of the model is counted."""
     c = model.config
     *before, last = model.layers
-    body: list[Any] = [last.attn_norm, last.qkv, last.qk_norm, before]
+    body = [last.attn_norm, last.qkv, last.qk_norm, before]
     tail = [last.out, last.mlp_norm, last.mlp, model.norm, model.head]
     stacks = leaves(last, Stack)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
-    windows = [span for span in spans if span is not None]
+    windows = [span for span in spans if span]
     return ModelView(
         form=form_of(matrices([body, tail])),
         layers=c.layers,
@@ -82,8 +82,9 @@ def products(part: Any) -> int:
 
 def weights(matrix: Dense | Packed | Stack) -> int:
     """How many numbers a matrix has: of packed ones, each scale is for a group of them."""
-    is_packed = isinstance(matrix, Packed) or (isinstance(matrix, Stack) and matrix.bits > 0)
-    return matrix.scales.size * matrix.group if is_packed else matrix.weight.size
+    if matrix.weight.dtype == mx.uint32:
+        return matrix.scales.size * matrix.group
+    return matrix.weight.size
 
 
 def form_of(parts: Iterable[Dense | Packed | Stack]) -> str:

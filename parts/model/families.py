@@ -80,60 +80,56 @@ def _every_sixth(fields: Fields, layers: int) -> Collection[int]:
 # --- fields of a config that one family alone has ------------------------------------------------
 
 
-def _gemma(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+def _cap(fields: Fields, name: str, usual: float | None) -> float | None:
+    """A config that says null has none."""
+    if fields.get(name, usual) is None:
+        return None
+    return fields.real(name, usual)
+
+
+def _gemma2(
+    fields: Fields,
+    D: int,
+    Dh: int,
+    tied: bool,
+    scaled: str = "q_proj",
+    caps: tuple[float | None, float | None] = (50.0, 30.0),
+) -> dict[str, Any]:
     """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number in its
     config.
 
     A tied head is the embedding, multiplied with it: so the last norm, which nothing but the head
     reads, divides.
+
+    `scaled`: the module that takes the factor of q k^T.
+    `caps`: of scores and logits, where a config does not name them.
     """
+    attn, final = caps
     return {
-        "multipliers": {"embed_tokens": D**0.5, "norm": D**-0.5 if tied else 1},
+        "multipliers": {
+            "embed_tokens": D**0.5,
+            "norm": D**-0.5 if tied else 1,
+            scaled: fields.real("query_pre_attn_scalar", 256) ** -0.5 * Dh**0.5,
+        },
         "norms_at": "around",
         "norms_add": True,
         "gelu": True,
+        "cap": _cap(fields, "attn_logit_softcapping", attn),
+        "head_cap": _cap(fields, "final_logit_softcapping", final),
     }
-
-
-def _gemma_scale(fields: Fields, Dh: int) -> float:
-    return fields.real("query_pre_attn_scalar", 256) ** -0.5 * Dh**0.5
-
-
-def _caps(fields: Fields, attn: float | None, final: float | None) -> dict[str, float | None]:
-    """The caps of scores and logits. `attn` and `final`: the caps where a config does not name
-    one; a config that says null has none."""
-
-    def cap(name: str, usual: float | None) -> float | None:
-        if fields.get(name, usual) is None:
-            return None
-        return fields.real(name, usual)
-
-    return {
-        "cap": cap("attn_logit_softcapping", attn),
-        "head_cap": cap("final_logit_softcapping", final),
-    }
-
-
-def _gemma2(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    own = _gemma(fields, D, Dh, tied)
-    own["multipliers"]["q_proj"] = _gemma_scale(fields, Dh)
-    return own | _caps(fields, attn=50.0, final=30.0)
 
 
 def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     """Gemma's third release has a norm between q_proj and q k^T, so there the norm takes the
     factor. Layers with a window have a theta of their own, which stands with the ropes since
     transformers' fifth release."""
-    own = _gemma(fields, D, Dh, tied)
-    own["multipliers"]["q_norm"] = _gemma_scale(fields, Dh)
+    own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
     theta = fields.real("rope_local_base_freq", 1e4, 1)
     ropes = fields.get("rope_parameters")
     near = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
     if isinstance(near, dict):
         theta = Fields(fields.path, near).real("rope_theta", theta, 1)
-    own["near"] = Rope("default", theta)
-    own["qk_norm"] = "head"
-    return own | _caps(fields, attn=None, final=None)
+    return own | {"near": Rope("default", theta), "qk_norm": "head"}
 
 
 def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:

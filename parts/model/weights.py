@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
     name: str  # in the file
     dtype: mx.Dtype
     shape: tuple[int, ...]
-    rows: range | None = None  # of the tensor in the file; None means all
+    rows: slice = slice(None)  # of the tensor in the file
     parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
 
 
@@ -198,14 +198,12 @@ class Weights:
     def nbytes(self, config: Config, own: Config, form: str, has_head: bool) -> int:
         """The memory that the model will take in this form (`usual_form`). `own` is a rank's share
         of it."""
-        shapes = own.tensors()
-        if not has_head:
-            shapes.pop("lm_head.weight", None)
         whole = config.tensors()
         total = 0
-        for name, shape in shapes.items():
-            is_multiplied = config.factor(name) != 1
-            total += self._nbytes(name, shape, whole[name][-1], form, is_multiplied)
+        for name, shape in own.tensors().items():
+            if has_head or name != "lm_head.weight":
+                is_multiplied = config.factor(name) != 1
+                total += self._nbytes(name, shape, whole[name][-1], form, is_multiplied)
         return total
 
     def _nbytes(
@@ -251,7 +249,7 @@ class Weights:
                 )
             start = 0
             for part, height in heights.items():
-                rows = range(start, start + height)
+                rows = slice(start, start + height)
                 shape = (height, *tensor.shape[1:])
                 self.tensors[f"{part}.{kind}"] = tensor._replace(shape=shape, rows=rows)
                 start = rows.stop
@@ -324,14 +322,13 @@ class Weights:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
     def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
-        found = []
-        for part in ("weight", "scales", "biases"):
-            tensor = self.tensors.get(f"{module}.{part}")
-            if tensor is None:
-                path = self.tensors[f"{module}.scales"].path
-                raise ModelError(f"{path}: {module} is quantized, but {module}.{part} is missing.")
-            found.append(tensor.shape)
-        packed, scales, biases = found
+        # The weight and the scales are there, or nobody would ask
+        path = self.tensors[f"{module}.scales"].path
+        if f"{module}.biases" not in self.tensors:
+            raise ModelError(f"{path}: {module} is quantized, but {module}.biases is missing.")
+        packed, scales, biases = (
+            self.tensors[f"{module}.{part}"].shape for part in ("weight", "scales", "biases")
+        )
         *out, width = shape
         if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
             bits, group = quantization(packed, scales, width)
@@ -340,7 +337,7 @@ class Weights:
             if fits and bits in QUANTIZED_BITS:
                 return
         raise ModelError(
-            f"{tensor.path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
+            f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
@@ -363,12 +360,10 @@ class Weights:
         arrays = self._arrays[path]
         array = arrays[tensor.name]
         rows = tensor.rows
-        if rows is None or rows.stop == len(
-            array
-        ):  # parts are taken in order, and this is the last
+        # Parts are taken in order: the last one ends the tensor
+        if rows.stop in (None, len(array)):
             del arrays[tensor.name]
-        if rows:
-            array = array[rows.start : rows.stop]
+        array = array[rows]
         self._check_numbers(tensor, array)
         return array
 
