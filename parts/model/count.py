@@ -25,8 +25,15 @@ def counted(model: Model) -> ModelView:
     c = model.config
     *before, last = model.layers
     body = [last.attn_norm, last.qkv, last.qk_norm, before]
-    tail = [last.out, last.mlp_norm, last.mlp, model.norm, model.head]
+    tail = [
+        last.out,
+        last.mlp_norm,
+        last.mlp,
+        model.norm,
+        model.head,
+    ]
     stacks = leaves(last, Stack)
+    experts = max(1, c.experts)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span]
     return ModelView(
@@ -43,8 +50,8 @@ def counted(model: Model) -> ModelView:
         windowed=len(windows),
         experts=c.experts,
         taken=c.taken if c.experts else 0,
-        expert_nbytes=sum(array.nbytes for array in arrays(stacks)) // max(1, c.experts),
-        expert_products=sum(weights(stack) for stack in stacks) // max(1, c.experts),
+        expert_nbytes=sum(array.nbytes for array in arrays(stacks)) // experts,
+        expert_products=sum(weights(stack) for stack in stacks) // experts,
     )
 
 

@@ -176,7 +176,8 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
     """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the
     last one needs."""
-    return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+    chunks = -(-max_len // chunk)
+    return c.layers, slots, c.Hkv, chunks * chunk, c.Dh
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
@@ -192,8 +193,11 @@ def far_position(c: Config) -> int:
     share of the softmax, the value added up) costs as much as 300 multiplications by weights. On a
     GPU it has not been measured: there chunks stay as wide as they are.
     """
-    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden * c.taken
-    return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
+    if has_gpu():
+        return sys.maxsize
+    projections = c.D * c.Dh * 2 * (c.H + c.Hkv)
+    mlps = 3 * c.D * c.hidden * c.taken
+    return max(1, (projections + mlps) // (300 * c.H))
 
 
 def is_exact(model: Model) -> bool:

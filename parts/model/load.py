@@ -115,8 +115,17 @@ class ModelReader:
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
         kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
-        mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
-        model = Model(c, layers, norm, table, chain(head, cap), kinds, self.ranks, self.choices)
+        mx.eval(norm, table, head, kinds)
+        model = Model(
+            config=c,
+            layers=layers,
+            norm=norm,
+            table=table,
+            head=chain(head, cap),
+            kinds=kinds,
+            ranks=self.ranks,
+            choices=self.choices,
+        )
         view = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
             view = view._replace(form=f"{view.form}, widened")
@@ -226,7 +235,14 @@ class ModelReader:
         if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
             # Times the factor in the register: the product has more digits than the weight
             scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
-            return Packed(weight, scales, None, bias, bits=16, group=weight.shape[-1])
+            return Packed(
+                weight,
+                scales,
+                offsets=None,
+                bias=bias,
+                bits=16,
+                group=weight.shape[-1],
+            )
         return Dense(self.times(weight, name), bias)
 
     def quantized(

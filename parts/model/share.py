@@ -67,7 +67,12 @@ class Share(NamedTuple):
 
     def config(self, c: Config) -> Config:
         """The model as this rank sees it."""
-        return replace(c, H=len(self.queries), Hkv=len(self.keys), hidden=len(self.hidden))
+        return replace(
+            c,
+            H=len(self.queries),
+            Hkv=len(self.keys),
+            hidden=len(self.hidden),
+        )
 
     def cut(self, module: str, Dh: int) -> tuple[slice, slice]:
         """Which rows and which columns of a module's weight (out, in)."""

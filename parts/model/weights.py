@@ -215,13 +215,14 @@ class Weights:
         tensor = self.tensors[name]
         scales = self.tensors.get(f"{name.removesuffix('.weight')}.scales")
         size = tensor.dtype.size
-        if form == "float32" or (form == "packed" and len(shape) == 1):
+        if form == "float32":
             return 4 * count
-        if scales is None and form == "packed":
-            has_room = shape[-1] >= LEAST
-            return 2 * count + 4 * count // shape[-1] if size == 2 and has_room else 4 * count
-        if scales is None:
+        if scales is None and form == "checkpoint":
             return size * count
+        if scales is None:
+            if len(shape) == 1 or size == 4 or shape[-1] < LEAST:
+                return 4 * count
+            return 2 * count + 4 * count // shape[-1]
         bits, group = quantization(tensor.shape, scales.shape, width)
         size = 4 if form == "packed" and is_multiplied else scales.dtype.size
         if shape[-1] % group:

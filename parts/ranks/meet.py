@@ -322,4 +322,4 @@ def own_host() -> str:
         # Nothing is sent: the system only chooses the way
         way.connect(((point or "192.0.2.1").partition(":")[0], 9))
         return way.getsockname()[0]
-    return "127.0.0.1"
+    return LOOPBACK
