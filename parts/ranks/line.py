@@ -87,7 +87,7 @@ def answer(
     A caller with a wrong proof is hung up on. A silent caller keeps nobody waiting.
     """
     found: dict[str, socket.socket] = {}
-    callers: dict[socket.socket, Caller] = {}  # the oldest first
+    callers: dict[socket.socket, Iterator[str]] = {}  # the oldest first
     with ExitStack() as at_last:
         for server in servers:
             at_last.enter_context(server)
@@ -96,11 +96,17 @@ def answer(
         while names - found.keys():
             for line in ready([*servers, *callers], until):
                 if line in servers:
-                    let_in(line, callers, key)
-                elif name := proven(line, callers, names):
-                    if name in found:  # the rank has given its first line up
-                        found[name].close()
-                    found[name] = line
+                    let_in(line, callers, key, names)
+                elif line in callers:  # and not hung up on since
+                    name = next(callers[line], None)
+                    if name != "":
+                        del callers[line]
+                    if name is None:
+                        line.close()
+                    elif name:
+                        if name in found:  # the rank has given its first line up
+                            found[name].close()
+                        found[name] = line
     for line in found.values():
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,31 +114,21 @@ def answer(
     return found
 
 
-def let_in(server: socket.socket, callers: dict[socket.socket, Caller], key: bytes) -> None:
-    """Somebody calls. Of too many callers, the oldest is hung up on."""
+def let_in(
+    server: socket.socket,
+    callers: dict[socket.socket, Iterator[str]],
+    key: bytes,
+    names: set[str],
+) -> None:
+    """Somebody calls, and is asked. Of too many callers, the oldest is hung up on."""
     with suppress(OSError):
         line = server.accept()[0]
-        callers[line] = Caller(line, key)
+        callers[line] = proven(line, key, names)
+        next(callers[line], None)
     if len(callers) > CALLERS:
         oldest = next(iter(callers))
         del callers[oldest]
         oldest.close()
-
-
-def proven(line: socket.socket, callers: dict[socket.socket, Caller], names: set[str]) -> str:
-    """The name of a line, once its caller has proven it: then it is no caller's any more."""
-    caller = callers.get(line)
-    if caller is None:  # hung up on since
-        return ""
-    try:
-        name = caller.hear(names)
-    except OSError:
-        del callers[line]
-        line.close()
-        return ""
-    if name:
-        del callers[line]
-    return name
 
 
 def ready(lines: Sequence[socket.socket], until: float) -> list[socket.socket]:
@@ -146,35 +142,30 @@ def ready(lines: Sequence[socket.socket], until: float) -> list[socket.socket]:
     return [event.fileobj for event, _ in found]
 
 
-class Caller:
-    """Somebody who has called, and has yet to prove that it is a rank."""
+def proven(line: socket.socket, key: bytes, names: set[str]) -> Iterator[str]:
+    """Somebody has called, and has yet to prove that it is a rank. Each turn takes what has come.
 
-    def __init__(self, line: socket.socket, key: bytes):
-        self.line = line
-        self._key = key
-        self._question = secrets.token_bytes(PROOF)
-        self._said = b""
+    Yields an empty text while more must come, and the line's name once it is proven. A wrong answer
+    ends it without a name.
+    """
+    said = b""
+    with suppress(OSError):
         line.setblocking(False)
-        line.send(self._question)  # there is room for so little, so it does not wait
-
-    def hear(self, names: set[str]) -> str:
-        """The line's name, once the caller has proven that it may have it. OSError if it has
-        not."""
-        said = self.line.recv(NAME + PROOF - len(self._said))
-        if not said:
-            raise ConnectionError("it hung up")
-        self._said += said
-        if len(self._said) < NAME + PROOF:
-            return ""
-        named = self._said[:NAME]
-        given = self._said[NAME:]
+        question = secrets.token_bytes(PROOF)
+        line.send(question)  # there is room for so little, so it does not wait
+        while len(said) < NAME + PROOF:
+            yield ""
+            piece = line.recv(NAME + PROOF - len(said))
+            if not piece:
+                return
+            said += piece
+        named = said[:NAME]
+        given = said[NAME:]
         name = named.decode(errors="replace").rstrip()
-        if not hmac.compare_digest(given, proof(self._key, self._question + named)):
-            raise ConnectionError(OTHERS)
-        if name not in names:
-            raise ConnectionError("that line is not awaited here")
-        self.line.send(proof(self._key, given))
-        return name
+        is_right = hmac.compare_digest(given, proof(key, question + named))
+        if is_right and name in names:
+            line.send(proof(key, given))
+            yield name
 
 
 def proof(key: bytes, about: bytes) -> bytes:
