@@ -181,7 +181,7 @@ def _listed(name: str, folder: Path) -> Listed:
         config = read_config(folder, weights.has_head)
         weights.check_against(config)
         free = device.free_memory()
-        needs = weights.nbytes(config, config, usual_form(), has_head=True)
+        needs = weights.nbytes(config, usual_form(), has_head=True)
         memory = readable(needs)
         if free is not None and needs > free:
             served = f"needs {readable(needs)} of memory"

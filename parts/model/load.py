@@ -45,7 +45,7 @@ from parts.model.layers import (
 from parts.model.ops import capped
 from parts.model.rope import Kind
 from parts.model.share import Share
-from parts.model.weights import Weights, quantization, usual_form
+from parts.model.weights import Weights, usual_form
 from parts.ranks.ranks import ALONE, Ranks
 
 
@@ -74,11 +74,10 @@ class ModelReader:
         if not (config.tied or self.weights.has_head or why_not(folder)):
             config = replace(config, tied=True, has_head=False)
         self.weights.check_against(config)
-        self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
-        self.nbytes = self.weights.nbytes(config, self.config, self.form, has_head=not ranks.rank)
+        self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
         self.free = None if free is None else free + held
         if self.free is not None and self.nbytes > self.free:
@@ -255,11 +254,11 @@ class ModelReader:
     ) -> Dense | Packed:
         """As the files have it, if no group of numbers is cut."""
         name = f"{module}.weight"
-        width = self.shapes[name][-1]
+        bits = self.weights.tensors[name].bits
+        group = self.weights.tensors[name].group
         scales = self.take(f"{module}.scales")
         offsets = self.take(f"{module}.biases")
-        bits, group = quantization(weight.shape, scales.shape, width)
-        start, stop, _ = columns.indices(width)
+        start, stop, _ = columns.indices(scales.shape[-1] * group)
         is_cut = start % group or stop % group
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)

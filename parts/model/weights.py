@@ -58,6 +58,9 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     rows: slice = slice(None)  # of the tensor in the file
     parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
+    # Of a packed matrix, once it is checked: the bits of a number, and how many share a scale
+    bits: int = 0
+    group: int = 0
 
 
 class MissingError(ModelError):
@@ -195,42 +198,38 @@ class Weights:
         matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 
-    def nbytes(self, config: Config, own: Config, form: str, has_head: bool) -> int:
-        """The memory that the model will take in this form (`usual_form`). `own` is a rank's share
-        of it."""
-        whole = config.tensors()
-        total = 0
-        for name, shape in own.tensors().items():
-            if has_head or name != "lm_head.weight":
-                is_multiplied = config.factor(name) != 1
-                total += self._nbytes(name, shape, whole[name][-1], form, is_multiplied)
-        return total
+    def nbytes(self, own: Config, form: str, has_head: bool) -> int:
+        """The memory that a rank's share of the model will take in this form (`usual_form`)."""
+        return sum(
+            self._nbytes(name, shape, form, own.factor(name) != 1)
+            for name, shape in own.tensors().items()
+            if has_head or name != "lm_head.weight"
+        )
 
-    def _nbytes(
-        self, name: str, shape: tuple[int, ...], width: int, form: str, is_multiplied: bool
-    ) -> int:
-        """Of one tensor, with its scales and offsets. `width`: of its rows, before they are shared
-        among ranks. What cuts a group of numbers is unpacked."""
+    def _nbytes(self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool) -> int:
+        """Of one tensor, with its scales and offsets. What cuts a group of numbers is unpacked."""
         count = math.prod(shape)
+        width = shape[-1]
         tensor = self.tensors[name]
-        scales = self.tensors.get(f"{name.removesuffix('.weight')}.scales")
         size = tensor.dtype.size
         if form == "float32":
             return 4 * count
-        if scales is None and form == "checkpoint":
+        if not tensor.bits and form == "checkpoint":
             return size * count
-        if scales is None:
-            if len(shape) == 1 or size == 4 or shape[-1] < LEAST:
+        if not tensor.bits:
+            if len(shape) == 1 or size == 4 or width < LEAST:
                 return 4 * count
-            return 2 * count + 4 * count // shape[-1]
-        bits, group = quantization(tensor.shape, scales.shape, width)
-        size = 4 if form == "packed" and is_multiplied else scales.dtype.size
-        if shape[-1] % group:
+            return 2 * count + 4 * count // width
+        size = self.tensors[f"{name.removesuffix('.weight')}.scales"].dtype.size
+        if form == "packed" and is_multiplied:
+            size = 4
+        if width % tensor.group:
             return (4 if form == "packed" else size) * count
-        factors = 2 * size * (count // group)
+        factors = 2 * size * (count // tensor.group)
         if form != "packed":
-            return bits * count // 8 + factors
-        return row_nbytes(shape[-1], WIDER.get(bits, bits)) * (count // shape[-1]) + factors
+            return tensor.bits * count // 8 + factors
+        kept = WIDER.get(tensor.bits, tensor.bits)
+        return row_nbytes(width, kept) * (count // width) + factors
 
     def split(self, config: Config) -> None:
         """Let what is stored as one tensor appear as its parts, under the names that other families
@@ -298,7 +297,8 @@ class Weights:
                 raise self._lacks(stored_in(name) if config.fused else name)
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.tensors:
-                self._check_quantized(module, shape)
+                bits, group = self._packing(module, shape)
+                self.tensors[name] = tensor._replace(bits=bits, group=group)
             elif tensor.shape != shape:
                 raise ModelError(
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies {shape}; "
@@ -322,7 +322,13 @@ class Weights:
     def _lacks(self, name: str) -> ModelError:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
-    def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(bits, group size) of a quantized matrix, from its shapes, whatever a config claims.
+
+        `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them
+        shares one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
+        Layers may differ, without further care.
+        """
         # The weight and the scales are there, or nobody would ask
         path = self.tensors[f"{module}.scales"].path
         if f"{module}.biases" not in self.tensors:
@@ -332,11 +338,12 @@ class Weights:
         )
         *out, width = shape
         if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
-            bits, group = quantization(packed, scales, width)
+            bits = packed[-1] * 32 // width
+            group = width // scales[-1]
             factors = (*out, width // group)
             fits = packed == (*out, width * bits // 32) and scales == biases == factors
             if fits and bits in QUANTIZED_BITS:
-                return
+                return bits, group
         raise ModelError(
             f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
@@ -390,14 +397,3 @@ def stored_in(name: str) -> str:
     for fused, parts in FUSED.items():
         name = re.sub(rf"\.({'|'.join(parts)})\.", f".{fused}.", name)
     return name
-
-
-def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
-    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a
-    config claims.
-
-    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
-    one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may
-    differ, without further care.
-    """
-    return packed[-1] * 32 // width, width // scales[-1]
