@@ -37,7 +37,7 @@ def counted(model: Model) -> ModelView:
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span]
     return ModelView(
-        form=form_of(matrices([body, tail])),
+        form=form_of(leaves([body, tail], Dense, Packed, Stack)),
         layers=c.layers,
         body_nbytes=nbytes(body),
         body_products=products(body),
@@ -61,11 +61,6 @@ def leaves(part: Any, *kinds: type) -> list[Any]:
     return [each for _, each in found if isinstance(each, kinds)]
 
 
-def matrices(part: Any) -> list[Dense | Packed | Stack]:
-    """All that multiplies in a part of the model."""
-    return leaves(part, Dense, Packed, Stack)
-
-
 def arrays(part: Any) -> list[mx.array]:
     return leaves(part, mx.array)
 
@@ -84,7 +79,7 @@ def nbytes_of(model: Model) -> int:
 
 def products(part: Any) -> int:
     """By how many weights of this part each token is multiplied, but for its experts."""
-    return sum(weights(each) for each in matrices(part) if not isinstance(each, Stack))
+    return sum(weights(each) for each in leaves(part, Dense, Packed))
 
 
 def weights(matrix: Dense | Packed | Stack) -> int:
@@ -98,11 +93,8 @@ def form_of(parts: Iterable[Dense | Packed | Stack]) -> str:
     """How the numbers of the matrices are written, that of most of them first."""
     sizes: Counter[str] = Counter()
     for part in parts:
-        sizes[_form(part)] += weights(part)
+        form = str(part.weight.dtype).split(".")[-1]
+        if part.weight.dtype == mx.uint32:
+            form = f"{part.bits} bits in groups of {part.group}"
+        sizes[form] += weights(part)
     return " and ".join(form for form, _ in sizes.most_common())
-
-
-def _form(part: Dense | Packed | Stack) -> str:
-    if part.weight.dtype == mx.uint32:
-        return f"{part.bits} bits in groups of {part.group}"
-    return str(part.weight.dtype).split(".")[-1]
