@@ -80,14 +80,12 @@ def door_figures(engine: Engine, asks: Callable[[], list[Ask]], tokens: int) -> 
     def stream() -> Times:
         same = settings | {"temperature": 0, "stream": True}
         bodies = [{"prompt": ask.prompt, **same} for ask in asks()]
-        done = subprocess.run(
+        said = subprocess.check_output(
             [sys.executable, "-c", CLIENTS],
             input=json.dumps([urlsplit(door.address).port, bodies]),
-            stdout=subprocess.PIPE,
             text=True,
-            check=True,
         )
-        return json.loads(done.stdout)
+        return json.loads(said)
 
     def timed(way: Callable[[], Times]) -> list[tuple[float, float, float]]:
         spent = time.process_time()

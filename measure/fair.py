@@ -51,6 +51,5 @@ def fair_figures(policy: str) -> Figures:
     figures = {"tokens a step": tokens / steps}
     for client in waits:
         for percent in (50, 95, 100):
-            name = f"{client} waits p{percent} steps"
-            figures[name] = percentile(waits[client], percent / 100)
+            figures[f"{client} waits p{percent} steps"] = percentile(waits[client], percent / 100)
     return figures

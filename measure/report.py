@@ -71,9 +71,7 @@ def cell_text(key: Key, table: dict[Key, Summary]) -> str:
     if key not in table:
         return ""
     figure = table[key]
-    text = number(figure.median)
-    low = number(figure.low)
-    high = number(figure.high)
+    text, low, high = map(number, figure)
     if low != high:
         text += f" ({low}–{high})"
     first = compared_with(key, table)

@@ -26,12 +26,10 @@ from screen.session import Session
 from screen.state import State
 from screen.widgets import thrifty
 
-SIZE = {"COLUMNS": "120", "LINES": "40"}
-
 
 def screen_figures(model: str, policy: str, prompts: int, queue: int) -> Figures:
     """Of a burst of so many prompts; behind them, `queue` more wait meanwhile."""
-    os.environ.update(SIZE)
+    os.environ.update(COLUMNS="120", LINES="40")
     args = tui.parse_arguments(["--model", model, "--policy", policy])
     room = EngineRoom(partial(tui.load_engine, args))
     app = tui.Screen(Session(room, State(model)))

@@ -58,10 +58,8 @@ def beside(others: Callable[[], AbstractContextManager], way: Callable[[], list]
 @contextmanager
 def processes(code: str, count: int) -> Iterator[None]:
     """So many processes that run this code."""
-    others = []
+    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
-        for _ in range(count):
-            others.append(subprocess.Popen([sys.executable, "-c", code]))
         time.sleep(0.2)  # so long a process takes to begin
         yield
     finally:
