@@ -278,7 +278,8 @@ class Handle:
         piece = self._stream.push(token)
         self.lengths.append(len(piece))
         self._show(piece)
-        stops = self._stream.stopped or (self.grammar is not None and self.grammar.is_complete)
+        is_whole = self.grammar is not None and self.grammar.is_complete
+        stops = is_whole or self.stop is not None
         if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
         return "stop" if stops else None

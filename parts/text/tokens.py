@@ -369,7 +369,6 @@ class TextStream:
         self._waiting: list[int] = []  # the tokens whose text is not
         self._held = ""  # text that is final, but may be the beginning of a stop string
         self._decoded = 0  # how many characters are final
-        self.stopped = False
         self.stop: str | None = None  # the stop string that has come
 
     @property
@@ -379,8 +378,8 @@ class TextStream:
         return len(self._waiting)
 
     def push(self, token: int) -> str:
-        """The text that can be shown now, perhaps none. `stopped` then says whether a stop string
-        has come."""
+        """The text that can be shown now, perhaps none. `stop` then says which stop string has
+        come."""
         name = self._tokenizer.id_to_token(token)
         if name is None or token in self._silent:
             return ""
@@ -434,7 +433,6 @@ class TextStream:
             complete = [s.text for s in self._stops if s.matched == len(s.text)]
             if complete:
                 self.stop = max(complete, key=len)
-                self.stopped = True
                 self._held = ""
                 return text[: end - len(self.stop)]
         shown = len(text) - max(stop.matched for stop in self._stops)
@@ -444,7 +442,7 @@ class TextStream:
     def finish(self, tokens: list[int]) -> str:
         """What is left at the end: a text that did not become a stop string, and the bytes of a
         broken character."""
-        if self.stopped:
+        if self.stop is not None:
             return ""
         shown = self._release(self._decode(tokens)[self._decoded :])
         held, self._held = self._held, ""

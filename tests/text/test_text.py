@@ -438,16 +438,16 @@ def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_an
             for token, place in zip(ids, (*cut, pieces.length), strict=True):
                 out.append(stream.push(token))
                 seen = place
-                if stream.stopped:
+                if stream.stop is not None:
                     break
             in_time = next(
                 place
                 for place in (*cut, pieces.length)
                 if place >= end and place in whole_characters
             )
-            late = stops_here and not (stream.stopped and seen <= in_time)
+            late = stops_here and not (stream.stop is not None and seen <= in_time)
             out.append(stream.finish(ids))
-            if late or "".join(out) != shown or stream.stopped != stops_here:
+            if late or "".join(out) != shown or (stream.stop is not None) != stops_here:
                 wrong.append((text, stops, cut, out, shown))
             cases += 1
             stopped_cases += stops_here
@@ -494,10 +494,10 @@ def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them
         stream, out = TextStream(tokenizer, stops), []
         for token in ids:
             out.append(stream.push(token))
-            if stream.stopped:
+            if stream.stop is not None:
                 break
         out.append(stream.finish(ids))
-        if "".join(out) != shown or stream.stopped != stops_here:
+        if "".join(out) != shown or (stream.stop is not None) != stops_here:
             wrong.append((text, stops, out, shown))
         stopped += stops_here
     assert 300 < stopped < 900
@@ -526,9 +526,11 @@ def test_stop_strings_worked_out_by_hand(text, stops, shown):
     out = []
     for token in ids:
         out.append(stream.push(token))
-        if stream.stopped:
+        if stream.stop is not None:
             break
-    assert "".join(out) + stream.finish(ids) == shown and stream.stopped == (text != shown)
+    assert "".join(out) + stream.finish(ids) == shown and (stream.stop is not None) == (
+        text != shown
+    )
 
 
 # --- cost ---------------------------------------------------------------------------------------
