@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -88,6 +89,7 @@ FORMATS = (
     Format("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
     Format("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
 )
+SILENT = Format("none", "", "")  # what looks like a call is text
 THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -235,17 +237,11 @@ def grammar(
     `special`: the ids of marks that are special tokens.
     """
 
-    def spelled(text: str) -> str:
-        marks = "|".join(map(re.escape, special))
-        pieces = re.split(f"({marks})", text) if marks else [text]
-        known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
-        return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
-
+    spelled = partial(spell, special)
     rules = {}
 
     def up_to(name: str, opens: str, closes: str, form: str = ANY) -> None:
-        """A rule for a text of this form between two marks. It ends with the first that closes
-        it."""
+        """A rule for a text of this form between two marks. The first that closes ends it."""
         if any(mark in closes for mark in special):
             rules[name] = f"{spelled(opens)} {name.upper()} {spelled(closes)}"
             rules[name.upper()] = as_regex(form)
@@ -285,6 +281,14 @@ def grammar(
         rules["SPACE"] = r"/[ \n]{0,4}/"
         up_to("thought", "" if is_thinking else opens, closes)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def spell(special: Mapping[str, int], text: str) -> str:
+    """A text in the grammar's notation, with its special tokens by their ids."""
+    marks = "|".join(map(re.escape, special))
+    pieces = re.split(f"({marks})", text) if marks else [text]
+    known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
+    return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
 
 def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
@@ -473,9 +477,9 @@ class Reader:
         self.thought = 0  # so many characters of the answer are thoughts, with their marks
         self.calls = 0  # so many have begun
         self._marks = speech.thought
-        self._format = speech.format if tools else None
+        self._format = (tools and speech.format) or SILENT
         self._tools = tools
-        self._is_single = is_single or (speech.format is not None and speech.format.is_bare)
+        self._is_single = is_single or self._format.is_bare
         # What has not been understood yet. Of a thought that the prompt has opened: its mark
         self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
@@ -494,17 +498,15 @@ class Reader:
     def read(self) -> Reading[None]:
         """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
         behind a mark."""
-        opens = self._format.opens if self._format else ""
-        is_bare = self._format is not None and self._format.is_bare
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
                 yield from self._say_up_to("thought", self._marks[1])
                 self.thought = self._length - len(self._text)
                 yield from self._skip_space()
-            elif is_start and is_bare and (yield from self._begins_with("{")):
+            elif is_start and self._format.is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._calls("")
-            elif mark := (yield from self._say_up_to("answer", opens)):
+            elif mark := (yield from self._say_up_to("answer", self._format.opens)):
                 is_start = yield from self._calls(mark)
             if self.calls and self._is_single:
                 return  # what follows is not wanted
