@@ -29,6 +29,7 @@ MATRICES = {
     "self_attn.k_proj": ("keys", "width"),
     "self_attn.v_proj": ("keys", "width"),
     "self_attn.o_proj": ("width", "queries"),
+    "mlp.gate": ("experts", "width"),  # the router
     "mlp.gate_proj": ("hidden", "width"),
     "mlp.up_proj": ("hidden", "width"),
     "mlp.down_proj": ("width", "hidden"),
@@ -86,6 +87,7 @@ class Config:
             "queries": self.H * self.Dh,
             "keys": self.Hkv * self.Dh,
             "hidden": self.hidden,
+            "experts": self.experts,
         }
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.V, D),
@@ -96,16 +98,17 @@ class Config:
         for i in range(self.layers):
             layer = f"model.layers.{i}."
             for module, (out, width) in MATRICES.items():
+                is_router = out == "experts"
+                if is_router and not self.experts:
+                    continue
                 name = layer + module
                 shape = (sizes[out], sizes[width])
-                if self.experts and "mlp" in module:
+                if self.experts and "mlp" in module and not is_router:
                     name = name.replace("mlp", "mlp.experts")
                     shape = (self.experts, *shape)
                 shapes[f"{name}.weight"] = shape
                 if self.has_bias(module):
                     shapes[f"{name}.bias"] = shape[:1]
-            if self.experts:
-                shapes[f"{layer}mlp.gate.weight"] = (self.experts, D)
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
