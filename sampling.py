@@ -5,7 +5,7 @@ another has a temperature of 0.8 and a seed, and a third must never say a certai
 the requests would run many small operations for each of them, one request after the other. One
 sampler for all would give seven requests the settings of the eighth.
 
-The way out. Requests with the same *kind* of work form a group. The logits of a group are a matrix
+The way out. Requests that need the same work form a *group*. The logits of a group are a matrix
 with a row for each request, and each setting is a column of numbers beside the matrix.
 
               logits (n, V)           temperature (n, 1)    u (n, 1)

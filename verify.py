@@ -77,7 +77,7 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
 }
 
 
-class Ask(NamedTuple):
+class Case(NamedTuple):
     question: str
     prompt: Any
     sampling: Sampling
@@ -108,14 +108,14 @@ class Tally(NamedTuple):
 # --- asking -------------------------------------------------------------------------------------
 
 
-def asks(engine: Engine) -> list[Ask]:
+def asks(engine: Engine) -> list[Case]:
     """Each question twice: greedy, and drawn at random."""
     found = []
     for seed, question in enumerate(QUESTIONS):
         for temperature in (0.0, 0.9):
             settings = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": LIKELIEST}
             sampling = Sampling(temperature=temperature, seed=seed, **settings)
-            found.append(Ask(question, engine.text.ask(question), sampling))
+            found.append(Case(question, engine.text.ask(question), sampling))
     return found
 
 
@@ -126,7 +126,7 @@ def ended(handle: Handle) -> Answer:
     return Answer.of(handle)
 
 
-def ask_alone(model: str) -> list[Ask]:
+def ask_alone(model: str) -> list[Case]:
     with Engine.load(model, slots=1, max_len=LENGTH, reuse=False) as engine:
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
@@ -134,7 +134,7 @@ def ask_alone(model: str) -> list[Ask]:
         ]
 
 
-def ask_in_company(engine: Engine, asked: Sequence[Ask], dice: random.Random) -> list[Handle]:
+def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -> list[Handle]:
     """Each question at a random moment, among neighbours that come, go and are cancelled. The
     handles come in the questions' order."""
     waiting = list(enumerate(asked))
@@ -161,7 +161,7 @@ def ask_in_company(engine: Engine, asked: Sequence[Ask], dice: random.Random) ->
 # --- the ways -----------------------------------------------------------------------------------
 
 
-def compare(args: argparse.Namespace, asked: Sequence[Ask]) -> Iterator[Tally]:
+def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
             yield compare_one(args.model, way, args.rounds, asked)
@@ -169,7 +169,7 @@ def compare(args: argparse.Namespace, asked: Sequence[Ask]) -> Iterator[Tally]:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
 
-def compare_one(model: str, way: str, rounds: int, asked: Sequence[Ask]) -> Tally:
+def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tally:
     if way == "threads":
         return compare_threads(model, asked)
     options = {"slots": SLOTS, "max_len": LENGTH, "reuse": False} | WAYS[way]
@@ -194,7 +194,7 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Ask]) -> Tall
         return tally
 
 
-def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Ask]) -> Tally:
+def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
     """A token that was decoded one by one has the bits of one that follows a prompt."""
     for ask in asked:
         if ask.sampling.temperature:  # what is drawn depends on the place in an answer
@@ -208,7 +208,7 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Ask]) -> Tally
     return tally
 
 
-def compare_threads(model: str, asked: Sequence[Ask]) -> Tally:
+def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
     """Threads belong to a process, so each number of them gets its own."""
     if device.has_gpu() or device.blas.name == "mlx":
         raise ValueError("threads are counted for our own product and for OpenBLAS")
@@ -237,7 +237,7 @@ def hash_of(model: str) -> str:
     return digest.hexdigest()
 
 
-def receipt(model: str, asked: Sequence[Ask], tallies: Sequence[Tally]) -> dict[str, Any]:
+def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:
     return {
         "model": model,
         "model_sha256": hash_of(model),

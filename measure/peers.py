@@ -289,7 +289,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_rope_dimension_count(c.Dh)
     writer.add_rope_freq_base(c.rope.theta)
     modules = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    modules |= {} if c.tied else {"lm_head": "output"}
+    if not c.tied:
+        modules["lm_head"] = "output"
     for n in range(c.layers):
         modules |= {
             f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()

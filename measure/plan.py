@@ -100,7 +100,7 @@ def crowd_lengths(longest: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Column:
+class Contestant:
     """A column of the tables: an engine, and the surroundings in which it is measured."""
 
     name: str
@@ -116,25 +116,27 @@ class Column:
 WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
 
 
-def our_column(policy: str, guesses: str = "0") -> Column:
+def our_column(policy: str, guesses: str = "0") -> Contestant:
     """This checkout, on the BLAS that the user's environment asks for. Others guess nothing, and
     beside them neither do we, unless `--guesses` says so."""
     name = f"nanobatch {policy}"
-    return Column(name if guesses == "0" else f"{name}, guesses {guesses}", name, guesses=guesses)
+    return Contestant(
+        name if guesses == "0" else f"{name}, guesses {guesses}", name, guesses=guesses
+    )
 
 
-def read_rivals(names: str, policy: str) -> list[Column]:
+def read_rivals(names: str, policy: str) -> list[Contestant]:
     """The columns of `--vs`."""
     each = dict.fromkeys(names.split(",")) if names else ()
     return [read_rival(name, policy) for name in each]
 
 
-def read_rival(name: str, policy: str) -> Column:
+def read_rival(name: str, policy: str) -> Contestant:
     """One name of `--vs`: a peer, or a folder with another checkout. After an @ stands a
     NANOBATCH_BLAS."""
     ours = f"nanobatch {policy}"
     if name == WIDENED:
-        return Column(name, ours, dtype="float32")
+        return Contestant(name, ours, dtype="float32")
     rival, _, blas = name.partition("@")
     if blas and rival == "llama.cpp":
         raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
@@ -142,13 +144,13 @@ def read_rival(name: str, policy: str) -> Column:
         blas = blas or PEERS[rival].BLAS
     environment = {"NANOBATCH_BLAS": blas} if blas else {}
     if rival in PEERS:
-        return Column(name, rival, environment)
+        return Contestant(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
         # A book that we run is none of its
-        return Column(name, ours, {book.VARIABLE: ""} | environment, checkout)
+        return Contestant(name, ours, {book.VARIABLE: ""} | environment, checkout)
     if rival and book.Book(checkout).files:  # a reader's chapters, and all else of this checkout
-        return Column(name, ours, {book.VARIABLE: str(checkout)} | environment)
+        return Contestant(name, ours, {book.VARIABLE: str(checkout)} | environment)
     raise ValueError(
         f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
         "a bench.py or a chapter such as llama.py"
@@ -160,15 +162,15 @@ class Setup(NamedTuple):
 
     x: str  # a word and a number, such as "rows 8"
     spec: Spec  # complete but for the contestant
-    columns: list[Column]
+    columns: list[Contestant]
 
 
 def make_plan(
     parts: Sequence[str],
     rows: Sequence[int],
     usual: Spec,
-    ours: Column,
-    rivals: Sequence[Column],
+    ours: Contestant,
+    rivals: Sequence[Contestant],
 ) -> list[Setup]:
     """All setups of these parts."""
     return [
@@ -178,7 +180,7 @@ def make_plan(
     ]
 
 
-def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
+def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> list[Contestant]:
     """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
     of_all = part in PARTS_OF_A_PEER
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
@@ -189,7 +191,7 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
         policy = ours.engine.split()[1]
         return [our_column(policy), our_column(policy, "auto")]
     if part == "busy" and not program.backend():
-        single = Column(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
+        single = Contestant(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
         return [ours, single, *able]
     if part == "same":
         return [rival for rival in able if rival.engine in PEERS]

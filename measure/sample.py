@@ -44,7 +44,7 @@ from measure.figures import (
 from measure.peers import PEERS, Ask, LlamaCpp, MlxLm, News
 from measure.plan import (
     TURNS,
-    Column,
+    Contestant,
     Setup,
     Spec,
     capacity,
@@ -429,7 +429,7 @@ def take_sample(text: str) -> int:
     return 0
 
 
-def measure(spec: Spec, column: Column) -> dict:
+def measure(spec: Spec, column: Contestant) -> dict:
     """One sample of a column, in a fresh process: the figures, and the BLAS under them.
 
     The process cannot outlive this call: the process ends when the pipe to its input does. Ranks
@@ -496,7 +496,7 @@ def take_all(
                 yield
 
 
-def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
+def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
     """Everything that the figures depend on."""
     machine = {
         "processor": program.processor(),

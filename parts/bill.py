@@ -21,7 +21,7 @@ from typing import NamedTuple
 from parts.api.views import ModelView, Roof
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """One sequence in a step."""
 
     request: int | None
@@ -56,7 +56,7 @@ class Work(NamedTuple):
     asked: int  # tokens that yield a next one
 
     @staticmethod
-    def of(parts: Sequence[Part], asked: int) -> Work:
+    def of(parts: Sequence[Member], asked: int) -> Work:
         return Work(
             tokens=sum(part.tokens for part in parts),
             rows=sum(part.rows for part in parts),

@@ -47,7 +47,7 @@ COPIES = 0.25  # below this share of hits, an answer gains nothing
 SELDOM = 16  # a grammar that has forced nothing for so many tokens is asked once in so many
 
 
-class Text:
+class Pairs:
     """The tokens of a text, and where it went on behind each pair of them the last time."""
 
     def __init__(self, tokens: Iterable[int]):
@@ -68,19 +68,19 @@ class Hints:
     """
 
     def __init__(self, grammar: Any = None):
-        self.text: Text | None = None  # prompt and answer, once there is a token to guess
+        self.text: Pairs | None = None  # prompt and answer, once there is a token to guess
         self.hits = 0  # so many tokens in a row came as the pointer says
         self.rates = list(USUAL)  # how often there is a hit, by the hits before
         self.copied = COPIED  # the share of hits among the newest tokens
         self._grammar = grammar
-        self._earlier: Text | None = None  # of the same client
-        self._source: Text | None = None  # where the pointer stands
+        self._earlier: Pairs | None = None  # of the same client
+        self._source: Pairs | None = None  # where the pointer stands
         self._at = 0  # the token there may come next
         self._read = 0  # so many tokens of the answer have been read
         self._sure = 0  # up to here, tokens of the answer were forced last
 
-    def begin(self, prompt: Sequence[int], earlier: Text | None) -> None:
-        self.text = Text(prompt[:-1])
+    def begin(self, prompt: Sequence[int], earlier: Pairs | None) -> None:
+        self.text = Pairs(prompt[:-1])
         self._earlier = earlier
         self._push(prompt[-1:])
         self.copied = COPIED
@@ -169,7 +169,7 @@ class Guesses:
         if most is not None and most < 0:
             raise ValueError(f"guesses = {most}, but it must be at least 0")
         self.most = most
-        self._texts: dict[int, tuple[str, Text]] = {}  # by slot: whose text it had last
+        self._texts: dict[int, tuple[str, Pairs]] = {}  # by slot: whose text it had last
         # A step takes so many seconds, and so many more for each of its rows.
         self._step_s = self._row_s = 0.0
         self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds

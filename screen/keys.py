@@ -106,7 +106,7 @@ WORDS = (
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
     (
         "chunk",
-        "a piece of a prompt, cut where the step's budget ends. Far back a token costs more, so it has fewer.",
+        "a part of a prompt, cut where the step's budget ends. Far back a token costs more, so it has fewer.",
     ),
     (
         "budget",

@@ -5,8 +5,9 @@ page is open, and a place in footer, help, palette and completion. With a table 
 would be named in ten tables.
 
 What this file keeps. A file in `screen/pages/` knows a `Desk`, the state and a paper, and makes a
-record. The table of keys (`keys.py`) lists the records, and the screen knows no page by name. The
-command line calls two files: for the tour in lines, and for the figures after the end.
+record. The table of keys (`keys.py`) lists the records, and all that a key, a command, the help and
+the log need follows from them. Three have a place in the frame beside that: the conversation and
+the tour among the panes (`places.py`), and the race in the engine room (`room.py`).
 
 Where next: `pages/totals.py`, a small page; `keys.py`.
 """

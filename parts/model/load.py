@@ -287,6 +287,8 @@ def form_of(part: Dense | Packed) -> tuple:
 
 def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:
     """These rows and columns, copied: a view would keep the whole in memory. (Some of the rows are
-    always joined with others, which copies them.)"""
+    always joined with others, which copies them. A norm's weight is a vector, and is never cut.)"""
+    if matrix.ndim == 1:
+        return matrix
     part = matrix[..., rows, columns]
     return part if part.shape[-1] == matrix.shape[-1] else mx.contiguous(part)

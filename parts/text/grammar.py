@@ -39,7 +39,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from parts.checks import GrammarError, one_line, shown
-from parts.text.trials import STACK, LimitError, Limits, Trials
+from parts.text.trials import STACK, Allowance, LimitError, Trials
 
 # What the library may do for one request. Its own units; behind each is what that roughly takes.
 LIMITS = {
@@ -57,7 +57,7 @@ LIMITS = {
 # honest one takes 0.04 ms a token, and 0.6 ms at most.
 AT_FIRST = 0.02
 A_TOKEN = 0.001
-TRIAL = Limits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
+TRIAL = Allowance(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
 STEPS = 64  # a trial follows a grammar for so many tokens, twice
 RULES = 500  # of a grammar in Lark's notation
 AT_ONCE = 2  # so many are made at a time, once they have been tried

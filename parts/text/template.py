@@ -38,10 +38,10 @@ from jinja2.visitor import NodeTransformer
 
 from parts.checks import one_line
 from parts.files import LARGEST
-from parts.text.trials import BusyError, LimitError, Limits, Trials
+from parts.text.trials import Allowance, BusyError, LimitError, Trials
 
 PATIENCE = 1.0  # seconds of a processor for a rendering; an honest template takes milliseconds
-LIMITS = Limits(seconds=5.0, patience=20.0, memory=512 * 2**20)  # of the child
+LIMITS = Allowance(seconds=5.0, patience=20.0, memory=512 * 2**20)  # of the child
 LONGEST = LARGEST["chat_template.jinja"]  # wherever its text lies
 
 

@@ -51,7 +51,7 @@ START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer 
 GRACE = 5.0  # seconds: the nursery answers so long after its trial had to end, or it is gone
 
 
-class Limits(NamedTuple):
+class Allowance(NamedTuple):
     """What a trial may take."""
 
     seconds: float  # of a processor
@@ -78,7 +78,7 @@ class Trials:
     What is given, a job and what the function finds cross as JSON.
     """
 
-    def __init__(self, module: str, given: Any, limits: Limits):
+    def __init__(self, module: str, given: Any, limits: Allowance):
         self.limits = limits
         self._first = {"module": module, "given": given, "limits": limits}
         self._turns = threading.BoundedSemaphore(limits.at_once)
@@ -210,7 +210,7 @@ def nurse(fileno: int) -> None:
     with socket.socket(fileno=fileno) as line:
         first = json.loads(receive(line, line.recv(HEAD, socket.MSG_WAITALL)))
         function = importlib.import_module(first["module"]).prepare(first["given"])
-        limits = Limits(*first["limits"])
+        limits = Allowance(*first["limits"])
         line.sendall(b"!")  # ready
         while True:
             head, pipes, *_ = socket.recv_fds(line, HEAD, 1)
@@ -222,7 +222,7 @@ def nurse(fileno: int) -> None:
             os.close(pipes[0])
 
 
-def watch(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> NoReturn:
+def watch(function: Callable[[Any], Any], job: Any, limits: Allowance, pipe: int) -> NoReturn:
     """Between the nursery and a trial. Says how the trial has ended, if it could not say so itself."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     trial = os.fork()
@@ -243,7 +243,7 @@ def receive(line: socket.socket, head: bytes) -> bytes:
     return message
 
 
-def run(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> NoReturn:
+def run(function: Callable[[Any], Any], job: Any, limits: Allowance, pipe: int) -> NoReturn:
     """A trial, from its first moment to its last."""
     try:
         hold(limits)
@@ -254,7 +254,7 @@ def run(function: Callable[[Any], Any], job: Any, limits: Limits, pipe: int) -> 
         os._exit(0)
 
 
-def hold(limits: Limits) -> None:
+def hold(limits: Allowance) -> None:
     """From here on the system ends this process when it has taken too much."""
     os.nice(NICE)
     threading.stack_size(STACK)

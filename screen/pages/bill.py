@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from parts.api.views import ExpertsView, ModelView, Roof, StepView
-from parts.bill import Bill, Part, Work, bill_of, expected, floors_of, of_rows
+from parts.bill import Bill, Member, Work, bill_of, expected, floors_of, of_rows
 from parts.checks import shown
 from screen.charts import cost_of
 from screen.ink import HUES, count, number, shorten, span
@@ -45,16 +45,16 @@ MOST = 2**16  # rows: no batch is larger
 ASKED = 100  # of so many steps the experts are kept
 
 
-def parts_of(column: Column) -> list[Part]:
+def parts_of(column: Column) -> list[Member]:
     """The sequences of a step, the farthest look back first."""
     step = column.view
-    parts = [Part(request, stop - start, stop) for _, request, start, stop in step.prefill]
+    parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
     guesses = {slot: (guessed, right) for slot, guessed, right in step.guesses}
     for slot, request in step.decode:
         guessed, right = guesses.get(slot, (0, 0))
         # Rows of ghosts and of wrong guesses are written and read, and counted by nobody
         rows = column.rows[slot] + (slot in step.ghosts) + guessed - right
-        parts.append(Part(request, 1 + guessed, rows))
+        parts.append(Member(request, 1 + guessed, rows))
     return sorted(parts, key=lambda part: -part.rows)
 
 
@@ -221,7 +221,7 @@ def draw_entries(state: State, on: Paper, column: Column) -> None:
     on.entry("window", windows_of(model, column))
 
 
-def named(parts: Sequence[Part], width: int) -> str:
+def named(parts: Sequence[Member], width: int) -> str:
     """As many of the sequences as find room, with how many rows each looks back on."""
     first, *others = parts
     words = f"{first.rows:,} rows of r{first.request}"

@@ -54,7 +54,7 @@ BEFORE = {  # by stage: words before the first end of a run in company
 # --- findings -----------------------------------------------------------------------------------
 
 
-class Run(NamedTuple):
+class Answered(NamedTuple):
     """One run in company."""
 
     digest: str
@@ -65,7 +65,7 @@ class Run(NamedTuple):
     right: int = 0  # and so many of the guesses were right
 
 
-class Kind(NamedTuple):
+class Alike(NamedTuple):
     """Runs with the same bits."""
 
     answer: Answer
@@ -83,8 +83,8 @@ class Company(NamedTuple):
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
     alone: Answer | None = None
     prompt_tokens: int = 0
-    runs: tuple[Run, ...] = ()
-    kinds: Sequence[Kind] = ()  # the one alone first
+    runs: tuple[Answered, ...] = ()
+    kinds: Sequence[Alike] = ()  # the one alone first
     came: int = 0  # neighbours
     cancelled: int = 0
     beside: int = 0  # of others in one step, at most
@@ -157,7 +157,7 @@ class Company(NamedTuple):
 # --- the trial ----------------------------------------------------------------------------------
 
 
-class Guest:
+class UnderWay:
     """A run under way."""
 
     def __init__(self, handle: Handle):
@@ -179,7 +179,7 @@ class Gathering(Trial):
         )
         super().__init__(Company(self.ask, runs))
         self.dice = random.Random(0)
-        self.guests: list[Guest] = []
+        self.guests: list[UnderWay] = []
         self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
         self.ran = 0  # steps
         self.at_once = 1  # runs
@@ -214,7 +214,7 @@ class Gathering(Trial):
         check(handle)
         alone = Answer.of(handle)
         tokens = handle.metrics.prompt_tokens
-        kinds = (Kind(alone, 0, None),)
+        kinds = (Alike(alone, 0, None),)
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
     def _invite(self) -> None:
@@ -229,7 +229,7 @@ class Gathering(Trial):
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
             ask = self.ask._replace(guesses=left % 2 == 0)
-            self.guests.append(Guest(self.room.submit(ask, dice.random() < 0.5)))
+            self.guests.append(UnderWay(self.room.submit(ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
             with suppress(ValueError):  # the prompt does not fit a slot
                 handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
@@ -277,17 +277,17 @@ class Gathering(Trial):
             beside = guest.beside / max(1, guest.steps)
             m = guest.handle.metrics
             met = len(guest.met)
-            run = Run(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
+            run = Answered(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
             self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
             done = len(self.found.runs)
             if done % 50 == 0 and done < self.found.wanted:
                 self.tell(self.found.so_far)
 
-    def _counted(self, answer: Answer) -> list[Kind]:
+    def _counted(self, answer: Answer) -> list[Alike]:
         kinds = [*self.found.kinds]
         known = [kind.answer.digest for kind in kinds]
         if answer.digest not in known:
-            return [*kinds, Kind(answer, 1, difference(self.found.alone, answer))]
+            return [*kinds, Alike(answer, 1, difference(self.found.alone, answer))]
         i = known.index(answer.digest)
         kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
         return kinds
@@ -310,7 +310,7 @@ def check(handle: Handle) -> bool:
     return handle.finish_reason in ("stop", "length")
 
 
-def unlike(found: Company) -> list[Kind]:
+def unlike(found: Company) -> list[Alike]:
     """The wrong answers: first those with other tokens, then the most frequent."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))

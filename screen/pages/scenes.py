@@ -56,7 +56,7 @@ class Explanation(NamedTuple):
     text: str  # in two lines of a small screen
 
 
-class Seen:
+class Sight:
     """The steps and the requests since the scene began."""
 
     def __init__(self, state: State):
@@ -140,7 +140,7 @@ class Scene(NamedTuple):
 
     title: str
     place: tuple[str, str]  # file and function of the decision
-    story: Callable[[Seen], Story]
+    story: Callable[[Sight], Story]
     prompts: Sequence[tuple[str, int]] = BURST  # for a burst, with the longest answer of each
 
 
@@ -150,7 +150,7 @@ WATCHED = 16  # steps of a kind, slowly
 TIMED = 64  # and so many in all, for the usual time
 
 
-def tell_rows(seen: Seen) -> Story:
+def tell_rows(seen: Sight) -> Story:
     slots = seen.slots
     yield "/burst 1"
     yield from watch(seen, 1)
@@ -182,7 +182,7 @@ def tell_rows(seen: Seen) -> Story:
     yield Explanation(1 + answers.index(nearest), said)
 
 
-def watch(seen: Seen, rows: int) -> Story:
+def watch(seen: Sight, rows: int) -> Story:
     """So many rows, slowly and then fast. Then the cursor stands on a step of the usual time: the
     newest before a pause is often slower."""
     yield "/slow 10"
@@ -199,7 +199,7 @@ def watch(seen: Seen, rows: int) -> Story:
 # --- whose fault a slow first token is ----------------------------------------------------------
 
 
-def last_in_line(seen: Seen) -> RequestView:
+def last_in_line(seen: Sight) -> RequestView:
     """The longest prompt of those without a slot."""
     waiting = seen.requests[seen.slots :]
     if not waiting:
@@ -207,7 +207,7 @@ def last_in_line(seen: Seen) -> RequestView:
     return max(waiting, key=lambda r: (r.metrics.prompt_tokens, r.id))
 
 
-def faults(seen: Seen) -> tuple[float, float, float]:
+def faults(seen: Sight) -> tuple[float, float, float]:
     """The line, its own prompt, its neighbours: seconds up to the first token."""
     r = last_in_line(seen)
     if r.metrics.ttft_s is None:
@@ -217,7 +217,7 @@ def faults(seen: Seen) -> tuple[float, float, float]:
     return line, own, max(0.0, sum(parts.values()) - line - own)
 
 
-def tell_fault(seen: Seen) -> Story:
+def tell_fault(seen: Sight) -> Story:
     yield f"/burst {2 * seen.slots}"
     yield "/step 1"
     yield STOP
@@ -254,19 +254,19 @@ def tell_fault(seen: Seen) -> Story:
 # --- a long prompt among others -----------------------------------------------------------------
 
 
-def drops(seen: Seen) -> list[Drop]:
+def drops(seen: Sight) -> list[Drop]:
     """The elephants of this scene."""
     return [drop for drop in seen.found.drops if drop.request > seen.newest] if seen.found else []
 
 
-def both(seen: Seen) -> list[Drop]:
+def both(seen: Sight) -> list[Drop]:
     found = drops(seen)
     if len(found) < 2:
         raise ValueError("the elephants were not read to their end")
     return found[:2]
 
 
-def tell_elephant(seen: Seen) -> Story:
+def tell_elephant(seen: Sight) -> Story:
     yield STOP
     yield Question(
         f"Up to {seen.slots - 1} chats will decode, a token each in every step. Then comes an "
@@ -306,7 +306,7 @@ CHOICE = {
 }
 
 
-def lone(seen: Seen) -> RequestView:
+def lone(seen: Sight) -> RequestView:
     """The one request of the second client."""
     mine = [r for r in seen.requests if r.client == "Ben"]
     if not mine:
@@ -314,7 +314,7 @@ def lone(seen: Seen) -> RequestView:
     return mine[0]
 
 
-def firsts(seen: Seen) -> dict[str, int]:
+def firsts(seen: Sight) -> dict[str, int]:
     """By policy: the step that brings Ben's first token. One policy ran, the others are replays."""
     r = lone(seen)
     state = seen.state
@@ -324,7 +324,7 @@ def firsts(seen: Seen) -> dict[str, int]:
     return {policy: steps["measured" if policy == r.policy else policy] for policy in CHOICE}
 
 
-def tell_starving(seen: Seen) -> Story:
+def tell_starving(seen: Sight) -> Story:
     yield "/set max=40 client=Anna"
     yield f"/burst {3 * seen.slots}"
     yield "/set client=Ben"
@@ -360,7 +360,7 @@ def tell_starving(seen: Seen) -> Story:
 # --- ghosts -------------------------------------------------------------------------------------
 
 
-def tell_ghosts(seen: Seen) -> Story:
+def tell_ghosts(seen: Sight) -> Story:
     yield "/set max=60"
     yield f"/burst {seen.slots}"
     yield "/step 3"
@@ -396,7 +396,7 @@ def tell_ghosts(seen: Seen) -> Story:
 # --- JSON ---------------------------------------------------------------------------------------
 
 
-def glasses(seen: Seen) -> dict[int, tuple[tuple[str, float, bool], ...]]:
+def glasses(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
     """By number of tokens: what was seen under glass."""
     id = seen.requests[0].id
     return {said: glass for (request, said), glass in seen.state.glass.items() if request == id}
@@ -408,7 +408,7 @@ def ban_in(glass: Sequence[tuple[str, float, bool]]) -> float:
     return 0.0 if is_allowed else chance
 
 
-def tell_json(seen: Seen) -> Story:
+def tell_json(seen: Sight) -> Story:
     yield "/json Tell me about a fox."
     yield STOP
     untaught = ", and this model was never shown any" if seen.state.model == "demo" else ""
@@ -455,7 +455,7 @@ def tell_json(seen: Seen) -> Story:
 RUNS = 60
 
 
-def tell_same(seen: Seen) -> Story:
+def tell_same(seen: Sight) -> Story:
     yield STOP
     yield Question(
         "Temperature 0: the likeliest token is always taken. One prompt runs alone, then "
@@ -489,7 +489,7 @@ def tell_same(seen: Seen) -> Story:
 # --- a crash, and a hang-up ---------------------------------------------------------------------
 
 
-def tell_broken(seen: Seen) -> Story:
+def tell_broken(seen: Sight) -> Story:
     yield STOP
     yield Question(
         f"{seen.slots + FEWEST} requests come: {seen.slots} in slots, {FEWEST} in line. Then a "

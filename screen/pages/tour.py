@@ -34,7 +34,7 @@ from rich.cells import cell_len
 from parts.api.faults import describe, show_fault
 from screen.ink import clean, shorten
 from screen.page import Desk, Page
-from screen.pages.scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Seen
+from screen.pages.scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
 from screen.panes import others_of
 from screen.paper import Paper
 from screen.room import Fault, Settings
@@ -235,7 +235,7 @@ class Tour:
         self.state.cursor = None
         self.state.selected = 0
         self.state.zoom = None
-        self.seen = Seen(self.state)
+        self.seen = Sight(self.state)
         self._story = self.scene.story(self.seen)
         self._faults = len(self.state.faults)
         self._pressed: list[str] = []

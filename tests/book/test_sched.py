@@ -523,7 +523,7 @@ class Read(int):
 
 
 def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
-    """A prompt's tokens are read at submit. A plan reads no more than a piece of one, behind what
+    """A prompt's tokens are read at submit. A plan reads no more than a segment of one, behind what
     is shared.
 
     Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan
@@ -572,15 +572,15 @@ def common(prompt: tuple, other: tuple) -> int:
     )
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3, 8])
-def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(piece):
-    """Against the plain way: compare token by token with what each slot holds. Less than a piece
+@pytest.mark.parametrize("segment", [1, 2, 3, 8])
+def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(segment):
+    """Against the plain way: compare token by token with what each slot holds. Less than a segment
     does not count."""
     found = between = 0
     for seed in range(60):
         rng = random.Random(seed)
         slots = rng.randint(1, 5)
-        prefixes, held = Prefixes(slots, piece), [()] * slots
+        prefixes, held = Prefixes(slots, segment), [()] * slots
         # By slot: the prompt, and its beginnings
         owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots
         for _ in range(60):
@@ -588,14 +588,14 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
             known = rng.choice([prompt for prompt, _ in owners])
             prompt = known[: rng.randint(0, len(known))] + stem
             trail = prefixes.trail(prompt, 1)
-            assert len(trail.nodes) == len(prompt) // piece
+            assert len(trail.nodes) == len(prompt) // segment
             among = rng.sample(range(slots), rng.randint(1, slots))
             rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
             most = max(rows.values())
             first = next(slot for slot in among if rows[slot] == most)
-            assert prefixes.match(trail, among) == ((most, first) if most >= piece else (0, None))
-            found += most >= piece
-            between += most > piece and most % piece > 0
+            assert prefixes.match(trail, among) == ((most, first) if most >= segment else (0, None))
+            found += most >= segment
+            between += most > segment and most % segment > 0
             slot = rng.randrange(slots)
             if rng.random() < 0.6:
                 prefixes.forget(slot)
@@ -617,7 +617,7 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
                 prefixes.clear()
                 held = [()] * slots
             assert prefixes.rows == [len(rows) for rows in held]
-    assert found > 500 and (piece == 1 or between > 100)
+    assert found > 500 and (segment == 1 or between > 100)
 
 
 def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():

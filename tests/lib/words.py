@@ -81,7 +81,7 @@ class WordText:
 
     def stream(self, stops: Sequence[str]) -> SimpleNamespace:
         return SimpleNamespace(
-            push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stopped=False
+            push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stop=None
         )
 
 

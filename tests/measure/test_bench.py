@@ -33,7 +33,7 @@ from measure.plan import (
     PARTS,
     PARTS_OF_A_PEER,
     SHAPES,
-    Column,
+    Contestant,
     Setup,
     Spec,
     crowd_lengths,
@@ -245,7 +245,7 @@ def plan_of(spec: Spec, part: str, vs: str = "") -> list[Setup]:
 def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
     order = []
 
-    def measure(spec: Spec, column: Column) -> dict:
+    def measure(spec: Spec, column: Contestant) -> dict:
         order.append(column.name.split()[0])
         return {"figures": {"total tokens/s": 100}}
 
@@ -262,7 +262,7 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
     rates = {}
     capacity = 200  # tokens a second
 
-    def measure(spec: Spec, column: Column) -> dict:
+    def measure(spec: Spec, column: Contestant) -> dict:
         rates.setdefault(spec.rate, []).append(column.name)
         return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 

@@ -8,7 +8,7 @@ from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from words import VIEW
 
 from parts.api.views import ExpertsView, ModelView, RanksView, Roof
-from parts.bill import Floors, Part, Work, bill_of, floors_of, of_rows
+from parts.bill import Floors, Member, Work, bill_of, floors_of, of_rows
 from screen.ink import UNSEEN
 from screen.pages import bill
 from screen.remote import RemoteRoom
@@ -47,7 +47,7 @@ def page(stage: Stage, width: int = 120, height: int = 40) -> str:
 
 def test_a_step_is_added_up_as_by_hand():
     """Two sequences decode, with 10 and 20 rows, and a chunk of 5 tokens ends its prompt at 5."""
-    work = Work.of([Part(1, 1, 10), Part(2, 1, 20), Part(3, 5, 5)], asked=3)
+    work = Work.of([Member(1, 1, 10), Member(2, 1, 20), Member(3, 5, 5)], asked=3)
     assert work == Work(tokens=7, rows=35, looks=55, asked=3)
     found = bill_of(MODEL, work)
     assert found.weights == 1_000 + 400 + 7 * 8
@@ -57,7 +57,7 @@ def test_a_step_is_added_up_as_by_hand():
 
 
 def test_a_chunk_that_ends_no_prompt_reads_no_head_and_looks_back_in_one_layer_less():
-    found = bill_of(MODEL, Work.of([Part(1, 5, 5)], asked=0))
+    found = bill_of(MODEL, Work.of([Member(1, 5, 5)], asked=0))
     assert (found.weights, found.keys) == (1_000 + 5 * 8, 5 * 2 * 16)
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
 
@@ -218,7 +218,7 @@ def test_a_step_that_took_longer_than_others_like_it_says_so():
 
 
 def test_with_more_sequences_than_find_room_the_rest_is_counted():
-    parts = [Part(id, 1, 500 - id) for id in range(1, 31)]
+    parts = [Member(id, 1, 500 - id) for id in range(1, 31)]
     for width in range(30, 120):
         words = bill.named(parts, width)
         shown = re.findall(r"r\d+", words)

@@ -62,8 +62,8 @@ class Ending:
         return ""
 
     @property
-    def stopped(self) -> bool:
-        return self.left <= 0
+    def stop(self) -> str | None:
+        return None if self.left > 0 else ""
 
 
 class TourStage(Stage):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from parts.text.trials import BusyError, LimitError, Limits, Trials
+from parts.text.trials import Allowance, BusyError, LimitError, Trials
 
 ROOT = Path(__file__).parents[2]
-LIMITS = Limits(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
+LIMITS = Allowance(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_job_that_only_waits_is_ended_by_the_clock():
 
 
 def test_those_who_find_all_places_taken_are_told_so():
-    trials = Trials("jobs", None, Limits(30.0, 2.0, 2**26, at_once=1))
+    trials = Trials("jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
     trials.run(["given"])
     found = []
 
@@ -121,8 +121,8 @@ def test_nothing_of_a_nursery_stays(trials):
     assert not is_alive(nursery)
     program = (
         "import os, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from parts.text.trials import Limits, Trials\n"
-        "trials = Trials('jobs', None, Limits(0.3, 20.0, 2**26))\n"
+        "from parts.text.trials import Allowance, Trials\n"
+        "trials = Trials('jobs', None, Allowance(0.3, 20.0, 2**26))\n"
         "print(*trials.run(['processes']), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
