@@ -206,8 +206,12 @@ INLINE vec all(float number) { return (vec){number, number, number, number}; }
 INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec times(vec a, vec b) { return a * b; }
-INLINE vec float16s(const uint16_t *at) { return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])}; }
-INLINE vec bfloat16s(const uint16_t *at) {
+INLINE vec float16s(const void *from) {
+  const uint16_t *at = from;
+  return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])};
+}
+INLINE vec bfloat16s(const void *from) {
+  const uint16_t *at = from;
   return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
 }
 INLINE vec bytes(const uint8_t *at) { return (vec){at[0], at[1], at[2], at[3]}; }
