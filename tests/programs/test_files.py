@@ -342,7 +342,11 @@ def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
     record |= {"figures": {"decode tokens/s": 1.0}}
     measured = tmp_path / "run.json"
     measured.write_text(OLD)
-    monkeypatch.setattr(bench, "take_all", lambda *_: [record] * 100)
+
+    def take_all(plan, samples, records, report):
+        return (records.append(record) for _ in range(100))
+
+    monkeypatch.setattr(bench, "take_all", take_all)
     options = ["--json", str(measured), "--parts", "decode"]
     before = signal.getsignal(signal.SIGTERM)
     try:
