@@ -30,7 +30,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite, or a folder, is shared among workers: one more than cores. A file, a test
+    """The whole suite, or a folder, is shared among workers: two more than cores. A file, a test
     and whatever `-k` finds run in this process: they begin at once, and a debugger finds them here.
     `-n` decides otherwise.
 
@@ -46,7 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
         return  # without xdist, or in a worker
     if option.numprocesses is None and not is_small(config):
-        option.numprocesses = min(cores() + 1, MOST_WORKERS)  # some tests only wait
+        option.numprocesses = min(cores() + 2, MOST_WORKERS)  # some tests only wait
         option.dist = "worksteal"
     if option.numprocesses == 1:
         option.numprocesses = 0
