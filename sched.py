@@ -492,7 +492,7 @@ class Scheduler:
     def start_over(self) -> None:
         """Begin with a new slab. All requests stand in line, in the order of their arrival.
 
-        None of them has yielded a token: then a request cannot begin again.
+        None of them has yielded a token. A request that has one cannot begin again.
         """
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()

@@ -137,7 +137,7 @@ class Replay:
         if plan:
             self._flights.append((plan, self.run(plan)))
         elif self._flights:
-            pass  # what is read may change that
+            pass  # a step that is read may free a slot, or end a prompt
         elif self._coming:
             self.now = max(self.now, self._coming[0].request.arrived)
             self._enter()
