@@ -7,7 +7,7 @@ request is not yet noted. No code can be right at every line.
 The way out. While something is changed, a handler of ours notes the signal. The program's own
 handler, which raises KeyboardInterrupt unless the program has chosen another, is called right
 after. A step takes a moment; if it takes too long for the person who waits, a second Ctrl-C ends
-the process at once.
+the process at once, or is the program's own handler's business at once.
 
 The invariant: a `with Held():` block is left as if Ctrl-C had come behind it. Other threads need
 none of this, since Python handles signals in the main thread alone.
@@ -51,7 +51,9 @@ class Held:
 
     def _note(self, number: int, frame) -> None:
         if self.came:
-            os._exit(130)
+            if self._before is signal.default_int_handler:
+                os._exit(130)
+            self._before(number, frame)  # a program that counts signals decides for itself
         self.came = True
         if self._wake is not None:
             self._wake()

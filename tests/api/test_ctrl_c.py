@@ -104,6 +104,21 @@ with Held():
     assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "")
 
 
+def test_a_second_ctrl_c_is_told_to_a_programs_own_handler_at_once():
+    """A server that was hailed in the goodbye to its other ranks ended with 130, though its own
+    handler lets it end in order."""
+    calls, order = [], []
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
+    try:
+        with Held():
+            for word in ("first", "second", "third"):
+                signal.raise_signal(signal.SIGINT)
+                order.append(word)
+        assert calls == [["first"], ["first", "second"], ["first", "second", "third"]]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # --- a step -------------------------------------------------------------------------------------
 
 
