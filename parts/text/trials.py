@@ -7,10 +7,10 @@ for one of them may give up, but the work goes on, in the process that serves ev
 The way out. A child process does the work first, and the system holds it to limits of time and
 memory. What the child survives is harmless, and this process may do it, too.
 
-    this process    `Trials.run` sends a job and one end of a pipe, and waits at the other end
+    this process    `Trials.run` sends one end of a socket, and waits at the other end
     the nursery     a child that has read what all trials need, and forks for each job
     a watcher       its child, which forks once more. It says how the trial ended, if the trial cannot
-    the trial       has the limits, does the job, and writes what it has found into the pipe
+    the trial       has the limits, reads the job from the socket, does it, and writes what it has found
 
 The nursery stays, since reading a tokenizer takes a second and a fork takes milliseconds. It has
 one thread, as a fork needs. (This process has the threads of MLX.) When its line to this process is
@@ -28,13 +28,11 @@ import importlib
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +42,6 @@ from typing import Any, NamedTuple, NoReturn
 from parts.checks import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = 8  # bytes: how long the message behind them is
 STACK = 128 * 2**20  # of a trial: who walks down a text by recursion needs it
 NICE = 5  # a trial takes what the others leave of the processor
 START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer takes six
@@ -80,7 +77,7 @@ class Trials:
 
     def __init__(self, module: str, given: Any, limits: Allowance):
         self.limits = limits
-        self._first = {"module": module, "given": given, "limits": limits}
+        self._first = [module, given, limits]
         self._turns = threading.BoundedSemaphore(limits.at_once)
         self._sending = threading.Lock()
         self._nursery: weakref.finalize | None = None  # ends the nursery
@@ -102,39 +99,38 @@ class Trials:
             self._nursery = None
 
     def _try(self, job: Any) -> Any:
-        ours, theirs = os.pipe()
-        with open(ours, "rb") as pipe:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(self.limits.patience + GRACE)
             try:
-                self._send(job, theirs)
+                with theirs:
+                    self._send(theirs.fileno())
             except OSError as error:
                 raise BusyError(f"no process can be started ({one_line(error)})") from None
-            finally:
-                os.close(theirs)
-            said = read_all(pipe.fileno(), self.limits.patience + GRACE)
-        if said is None:
-            self.close()  # it hangs, or was killed
+            try:
+                ours.sendall(json.dumps(job).encode())
+                ours.shutdown(socket.SHUT_WR)
+                answers = ours.makefile("rb").readlines()
+            except OSError:  # it was killed, or hangs
+                answers = []
+        if not answers:
+            self.close()
             raise BusyError("the process that tries it is gone; try again")
-        # If a trial has answered and was ended all the same, the second line says so
-        answer = json.loads(said.splitlines()[-1])
+        # If a trial has answered and was ended all the same, the last line says so
+        answer = json.loads(answers[-1])
         if "ended" in answer:
             raise self._reason(answer["ended"])
         return answer["found"]
 
-    def _send(self, job: Any, pipe: int) -> None:
-        message = json.dumps(job).encode()
+    def _send(self, end: int) -> None:
         with self._sending:
             if self._nursery is not None:
-                try:
-                    self._write(message, pipe)
+                with suppress(OSError):  # the nursery has been killed
+                    socket.send_fds(self._line, [b"!"], [end])
                     return
-                except OSError:  # the nursery has been killed
-                    self.close()
+                self.close()
             self._begin()
-            self._write(message, pipe)
-
-    def _write(self, message: bytes, pipe: int) -> None:
-        socket.send_fds(self._line, [len(message).to_bytes(HEAD, "big")], [pipe])
-        self._line.sendall(message)
+            socket.send_fds(self._line, [b"!"], [end])
 
     def _begin(self) -> None:
         """Start the nursery.
@@ -144,25 +140,23 @@ class Trials:
         """
         self._line, theirs = socket.socketpair()
         path = [str(ROOT), *sys.path]
-        program = f"import sys; sys.path += {path}; from parts.text.trials import nurse; nurse({theirs.fileno()})"
+        program = f"import sys; sys.path += {path}; from parts.text.trials import nurse; nurse()"
         with theirs:
             try:
                 process = subprocess.Popen(
                     [str(sys.executable), "-I", "-S", "-c", program],
-                    stdin=subprocess.DEVNULL,
+                    stdin=theirs,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
             except OSError:
                 self._line.close()
                 raise
         self._nursery = weakref.finalize(self, end, process, self._line)
-        first = json.dumps(self._first).encode()
         self._line.settimeout(START)
         try:
-            self._line.sendall(len(first).to_bytes(HEAD, "big") + first)
+            self._line.sendall(json.dumps(self._first).encode() + b"\n")
             if not self._line.recv(1):
                 raise OSError("it ended at once")
         except OSError:
@@ -188,66 +182,43 @@ def end(process: subprocess.Popen, line: socket.socket) -> None:
     process.wait()
 
 
-def read_all(pipe: int, seconds: float) -> bytes | None:
-    """What comes through a pipe to its end; None if nothing came, or no end within so long."""
-    until = time.monotonic() + seconds
-    said = b""
-    while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-        part = os.read(pipe, 65536)
-        if not part:
-            return said or None
-        said += part
-    return None
-
-
 # --- in the nursery -----------------------------------------------------------------------------
 
 
-def nurse(fileno: int) -> None:
-    """The nursery's program. When the line is cut, this nursery is not needed any more, nor is any
-    of its trials."""
+def nurse() -> None:
+    """The nursery's program. Its standard input is the line. When the line is cut, this nursery is
+    not needed any more, nor is any of its trials."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries its children
-    with socket.socket(fileno=fileno) as line:
-        first = json.loads(receive(line, line.recv(HEAD, socket.MSG_WAITALL)))
-        function = importlib.import_module(first["module"]).prepare(first["given"])
-        limits = Allowance(*first["limits"])
+    with socket.socket(fileno=0) as line:
+        module, given, limits = json.loads(line.makefile("rb").readline())
+        function = importlib.import_module(module).prepare(given)
         line.sendall(b"!")  # ready
         while True:
-            head, pipes, *_ = socket.recv_fds(line, HEAD, 1)
-            if not head:
+            _, ends, *_ = socket.recv_fds(line, 1, 1)
+            if not ends:
                 os.killpg(0, signal.SIGKILL)
-            job = json.loads(receive(line, head))
-            if os.fork() == 0:
-                watch(function, job, limits, pipes[0])
-            os.close(pipes[0])
+            with socket.socket(fileno=ends[0]) as end:
+                if os.fork() == 0:
+                    watch(function, Allowance(*limits), end)
 
 
-def watch(function: Callable[[Any], Any], job: Any, limits: Allowance, pipe: int) -> NoReturn:
+def watch(function: Callable[[Any], Any], limits: Allowance, end: socket.socket) -> NoReturn:
     """Between the nursery and a trial. Says how the trial has ended, if it could not say so itself."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     trial = os.fork()
     if trial == 0:
-        run(function, job, limits, pipe)
+        run(function, limits, end)
     _, status = os.waitpid(trial, 0)
     if status:
-        send(pipe, {"ended": os.waitstatus_to_exitcode(status)})
+        send(end, {"ended": os.waitstatus_to_exitcode(status)})
     os._exit(0)
 
 
-def receive(line: socket.socket, head: bytes) -> bytes:
-    """The message behind this head."""
-    size = int.from_bytes(head, "big")
-    message = line.recv(size, socket.MSG_WAITALL)
-    if len(message) < size:
-        sys.exit()  # this nursery is not needed any more
-    return message
-
-
-def run(function: Callable[[Any], Any], job: Any, limits: Allowance, pipe: int) -> NoReturn:
+def run(function: Callable[[Any], Any], limits: Allowance, end: socket.socket) -> NoReturn:
     """A trial, from its first moment to its last."""
     try:
         hold(limits)
-        thread = threading.Thread(target=attempt, args=(function, job, pipe))
+        thread = threading.Thread(target=attempt, args=(function, end))
         thread.start()
         thread.join()
     finally:
@@ -275,16 +246,17 @@ def data() -> int:
         return 0
 
 
-def attempt(function: Callable[[Any], Any], job: Any, pipe: int) -> None:
+def attempt(function: Callable[[Any], Any], end: socket.socket) -> None:
     try:
-        answer = {"found": function(job)}
+        answer = {"found": function(json.load(end.makefile("rb")))}
     except MemoryError:
         answer = {"ended": "memory"}
     except BaseException as error:  # a panic in a library's Rust is no Exception
         answer = {"ended": one_line(error)}
-    send(pipe, answer)
+    send(end, answer)
 
 
-def send(pipe: int, answer: Any) -> None:
-    with suppress(BrokenPipeError), open(pipe, "wb") as end:  # nobody may wait any more
-        end.write(json.dumps(answer).encode() + b"\n")
+def send(end: socket.socket, answer: Any) -> None:
+    """In a line of its own, also behind an answer that was cut off."""
+    with suppress(OSError):  # nobody may wait any more
+        end.sendall(b"\n" + json.dumps(answer).encode())
