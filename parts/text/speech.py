@@ -412,12 +412,14 @@ def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
 # So many characters may stand before a body, or in it before its arguments; so much white space
 # belongs to a mark
 HEAD = 300
-NAME = r"([\w.-]{1,128})"
+NAME = r"[\w.-]{1,128}"
 # Separators of calls, and the tool's name, if it stands before the body
 KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
-BEFORE = re.compile(rf"[\s,;\[]*(?:{NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
+BEFORE = re.compile(rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
 # How a body begins that need not be read whole before it can be told
-BEGINNING = re.compile(rf'{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)')
+BEGINNING = re.compile(
+    rf'{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)'
+)
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
@@ -501,12 +503,12 @@ class Reader:
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
-                yield from self._say_up_to("thought", self._marks[1])
+                yield from self._say_up_to(self._think, self._marks[1])
                 self.thought = self._length - len(self._text)
                 yield from self._skip_space()
             elif is_start and self._format.is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._calls("")
-            elif mark := (yield from self._say_up_to("answer", self._format.opens)):
+            elif mark := (yield from self._say_up_to(self._answer, self._format.opens)):
                 is_start = yield from self._calls(mark)
             if self.calls and self._is_single:
                 return  # what follows is not wanted
@@ -539,7 +541,7 @@ class Reader:
             yield
             self._text = self._text.lstrip()
 
-    def _say_up_to(self, kind: str, mark: str) -> Reading[str]:
+    def _say_up_to(self, say: Callable[[str], None], mark: str) -> Reading[str]:
         """Say the text before a mark, and take the mark away. Returns the mark, and the white space
         before it; nothing, if the answer ends without one.
 
@@ -549,46 +551,54 @@ class Reader:
             words = self._text
             if mark and not self.is_complete:
                 words = without_space(words.removesuffix(beginning(mark, words)))
-            self._say(kind, words)
+            say(words)
             self._text = self._text[len(words) :]
             if self.is_complete:
                 return ""
             yield
         before, _, self._text = self._text.partition(mark)
         words = without_space(before)
-        self._say(kind, words)
+        say(words)
         return before[len(words) :] + mark
 
     def _calls(self, mark: str) -> Reading[bool]:
         """Calls behind a mark. False if there is none: then the mark is text."""
         count = self.calls
-        if self._format.tags and not (yield from self._begins_with("{")):
-            yield from self._calls_in_tags(mark)
-        else:
-            yield from self._calls_in_json(mark)
+        is_tagged = self._format.tags and not (yield from self._begins_with("{"))
+        read = self._call_in_tags if is_tagged else self._call_in_json
+        while (taken := (yield from read())) is None:
+            mark = ""
+            if self._is_single or (yield from self._close()):
+                return True
+        self._answer(mark + taken)
         return self.calls > count
 
-    def _calls_in_tags(self, text: str) -> Reading[None]:
-        """`text`: what is told if there is none."""
+    def _call_in_tags(self) -> Reading[str | None]:
+        """One call. Returns None. But if it is no call, what has been taken away, here nothing."""
         tags = self._format.tags
-        while name := (yield from self._named(NAME, tags.before_name, tags.behind_name)):
-            text = ""
-            self._begin(name)
-            yield from self._arguments(tags, self._tools.get(name, {}))
-            yield from self._skip(tags.end.strip())
-            if self._is_single or (yield from self._close()):
-                break
-        self._say("answer", text)
+        name = yield from self._named(NAME, tags.before_name, tags.behind_name)
+        if not name:
+            return ""
+        self._begin(name)
+        yield from self._arguments(tags, self._tools.get(name, {}))
+        yield from self._skip(tags.end.strip())
+        return None
 
     def _named(self, name: str, before: str, behind: str) -> Reading[str]:
-        """Take a name between two marks away. Nothing, if there is none. `name`: its pattern."""
-        marks = before.strip(), behind.strip()
-        found = yield from self._wait(lambda text: named(text, name, *marks))
+        """Take a name between two marks away. Nothing, if there is none. `name`: its pattern.
+        Without a mark behind, any other tag ends the name."""
+        mark = before.strip()
+        end = re.escape(behind.strip()) or "(?=<)"
+        pattern = re.compile(rf"\s*{re.escape(mark)}({name})\s*{end}")
+
+        def look(text: str) -> re.Match | bool | None:
+            return False if begins(text.lstrip(), mark) is False else pattern.match(text)
+
+        found = yield from self._wait(look)
         if not found:
             return ""
-        said, length = found
-        self._text = self._text[length:]
-        return said
+        self._text = self._text[found.end() :]
+        return found[1]
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
         """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
@@ -630,41 +640,34 @@ class Reader:
             while not self._text and not self.is_complete:
                 yield
             self._text = self._text.removeprefix("\n")
-        while True:
-            place = self._text.find(mark)
-            behind = place + len(mark)
-            is_end = False
-            if place < 0:
-                held = beginning(line + mark, self._text) or beginning(mark, self._text)
-                behind = len(self._text) - len(held)
-            else:
-                rest = self._text[behind : behind + HEAD]
-                is_end = follows(rest, [each for each in nexts if each], self.is_complete)
-            if is_end:
-                say(self._text[:place].removesuffix(line))
-                self._text = self._text[behind:]
+        while found := (yield from self._say_up_to(say, mark)):
+            if (yield from self._wait(lambda text: follows(text, nexts, self.is_complete))):
+                say(found.removesuffix(mark).removesuffix(line))
                 return True
-            if is_end is not None:
-                say(self._text[:behind])
-                self._text = self._text[behind:]
-            if place < 0 or is_end is None:
-                if self.is_complete:
-                    say(self._text)
-                    self._text = ""
-                    return False
-                yield
+            say(found)
+        return False
 
-    def _calls_in_json(self, text: str) -> Reading[None]:
-        """`text`: what is told if there is none."""
-        while before := (yield from self._find(BEFORE, "{")):
-            if before[1] and not self._format.is_named:
-                break
-            self._text = self._text[before.end() :]
-            body = yield from self._body(before[1])
-            text = body and text + before[0] + body
-            if body or self._is_single or (yield from self._close()):
-                break
-        self._say("answer", text)
+    def _call_in_json(self) -> Reading[str | None]:
+        """One call. Returns None. But if it is no call, what has been taken away."""
+        before = yield from self._find(BEFORE, "{")
+        if not before or (before[1] and not self._format.is_named):
+            return ""
+        self._text = self._text[before.end() :]
+        name = before[1]
+        found = None if name else (yield from self._find(BEGINNING, "}"))
+        if found:
+            name = found[1]
+            self._text = self._text[found.end() :]
+            if self._format.is_bare and name not in self._tools:
+                return before[0] + found[0]
+        if not name:
+            body = yield from self._late_body()
+            return body and before[0] + body
+        self._begin(name)
+        yield from self._object(kind="arguments")
+        if found:
+            yield from self._object(depth=1)
+        return None
 
     def _close(self) -> Reading[bool]:
         """The mark behind a call. It may be missing, and the answer may be cut off in it. A list of
@@ -688,26 +691,7 @@ class Reader:
 
         return (yield from self._wait(look))
 
-    def _body(self, name: str | None) -> Reading[str]:
-        """One call. `name`: that of the tool, if it stood before the body.
-
-        Returns nothing. But if it is no call, what has been taken away.
-        """
-        found = None if name else (yield from self._find(BEGINNING, "}"))
-        if not (name or found):
-            return (yield from self._late_body())
-        if found:
-            name = found[1]
-            self._text = self._text[found.end() :]
-            if self._format.is_bare and name not in self._tools:
-                return found[0]
-        self._begin(name)
-        yield from self._object(kind="arguments")
-        if found:
-            yield from self._object(depth=1)
-        return ""
-
-    def _late_body(self) -> Reading[str]:
+    def _late_body(self) -> Reading[str | None]:
         """A call in which the name and the arguments do not stand first, or not in this order."""
         body = yield from self._object()
         given = loads(body)
@@ -724,7 +708,7 @@ class Reader:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments)
         self._say("arguments", arguments)
-        return ""
+        return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
         """Take a JSON object away. Brackets are counted, but for those in texts. `depth`: so many of
@@ -760,6 +744,12 @@ class Reader:
         self.calls += 1
         self._say("call", tool)
 
+    def _answer(self, text: str) -> None:
+        self._say("answer", text)
+
+    def _think(self, text: str) -> None:
+        self._say("thought", text)
+
     def _say(self, kind: str, text: str) -> None:
         """Neighbouring pieces of one kind are one. Each call is a call of its own."""
         if self._parts and self._parts[-1].kind == kind != "call":
@@ -784,27 +774,9 @@ def begins(text: str, mark: str) -> bool | None:
     return None if mark.startswith(text) else False
 
 
-def named(text: str, name: str, before: str, behind: str) -> tuple[str, int] | bool | None:
-    """A name between two marks, at the beginning of a text, and the length of all three. False, if
-    there is none; None, if it may yet come. Without a mark behind, any other tag ends the name."""
-    rest = text.lstrip()
-    is_there = begins(rest, before)
-    if not is_there:
-        return is_there
-    rest = rest[len(before) :]
-    found = re.match(name, rest)
-    if not found:
-        return False if rest else None
-    rest = rest[found.end() :].lstrip()
-    is_there = begins(rest, behind or "<")
-    if not is_there:
-        return is_there
-    return found[0], len(text) - len(rest) + len(behind)
-
-
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
     """Does one of these marks come next? None, if more text has to come first."""
-    found = {begins(text.lstrip(), mark) for mark in marks}
+    found = {begins(text.lstrip(), mark) for mark in marks if mark}
     if True in found:
         return True
     may_come = None in found and len(text) < HEAD
@@ -884,7 +856,7 @@ def as_json_value(text: str, kinds: Collection[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     kind = JSONS[type(found)]
     is_number = kind == "integer" and "number" in kinds
-    if not kinds or kind in kinds - {"string"} or is_number or "string" not in kinds:
+    if kind in kinds - {"string"} or is_number or "string" not in kinds:
         return source
     return json.dumps(text, ensure_ascii=False)
 
