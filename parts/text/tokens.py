@@ -14,10 +14,9 @@ Where next: `parts/model/config.py`, which reads the rest of a model folder.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json, read_text
 from parts.text.grammar import Grammar, Grammars
-from parts.text.speech import MARKS, PROBE, TOOLS, Speech, learn
+from parts.text.speech import MARKS, PROBE, TOOLS, Speech, beginning, learn
 
 OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
 
@@ -361,7 +360,7 @@ class TextStream:
     ):
         """`silent` holds the ids of the special tokens, if the caller has them already."""
         self._tokenizer = tokenizer
-        self._stops = [StopText(stop) for stop in stops]
+        self._begun = dict.fromkeys(stops, "")  # as much of each as the text so far ends with
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
         self._context: list[int] = []  # the last tokens whose text is final
@@ -423,21 +422,23 @@ class TextStream:
 
     def _release(self, piece: str) -> str:
         self._decoded += len(piece)
-        if not self._stops:
-            return piece
         text = self._held + piece
-        for end, character in enumerate(piece, start=len(self._held) + 1):
-            for stop in self._stops:
-                stop.push(character)
+        found = []
+        for stop, begun in self._begun.items():
+            grown = begun + piece
+            if stop in grown:
+                behind = len(grown) - grown.index(stop) - len(stop)  # so many characters follow
+                found.append((behind, len(stop), stop))
+            # Each stop string has its own: who looked through all that is held, for each token, would
+            # look through the longest stop string as often as there are others
+            self._begun[stop] = beginning(stop, grown)
+        if found:
             # The stop string that is complete first counts, however the text was cut into tokens
-            complete = [s.text for s in self._stops if s.matched == len(s.text)]
-            if complete:
-                self.stop = max(complete, key=len)
-                self._held = ""
-                return text[: end - len(self.stop)]
-        shown = len(text) - max(stop.matched for stop in self._stops)
-        self._held = text[shown:]
-        return text[:shown]
+            behind, length, self.stop = max(found)
+            self._held = ""
+            return text[: len(text) - behind - length]
+        self._held = max(self._begun.values(), key=len, default="")
+        return text.removesuffix(self._held)
 
     def finish(self, tokens: list[int]) -> str:
         """What is left at the end: a text that did not become a stop string, and the bytes of a
@@ -465,32 +466,3 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(
         token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
     )
-
-
-class StopText:
-    """A stop string, and how much of it the text so far ends with. A character costs the same
-    however long the string is (Knuth, Morris and Pratt's search)."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.matched = 0  # the text so far ends with so many of the first characters
-        self._shorter = shorter(text)
-
-    def push(self, character: str) -> None:
-        while self.matched and self.text[self.matched] != character:
-            self.matched = self._shorter[self.matched - 1]
-        if self.text[self.matched] == character:
-            self.matched += 1
-
-
-@lru_cache(64)
-def shorter(text: str) -> array[int]:
-    """For each beginning of a text: how long the longest shorter one is that it ends with. In
-    "abcabd", "abcab" ends with "ab": 2."""
-    lengths = array("I", [0])
-    for character in text[1:]:
-        length = lengths[-1]
-        while length and text[length] != character:
-            length = lengths[length - 1]
-        lengths.append(length + (text[length] == character))
-    return lengths
