@@ -42,7 +42,7 @@ from hashlib import file_digest, sha256
 from typing import Any, NamedTuple
 
 from nanobatch import POLICIES, Engine, Handle, Sampling
-from parts.api.answer import Answer, difference
+from parts.api.answer import Bits, difference
 from parts.checks import one_line, read_whole
 from parts.device import mlx as device
 from parts.model import find
@@ -81,7 +81,7 @@ class Case(NamedTuple):
     question: str
     prompt: Any
     sampling: Sampling
-    alone: Answer | None = None
+    alone: Bits | None = None
 
 
 class Tally(NamedTuple):
@@ -95,7 +95,7 @@ class Tally(NamedTuple):
     first: str = ""  # the first of these, as a sentence
     note: str = ""  # what else ran, or why nothing was compared
 
-    def add(self, question: str, right: Answer, other: Answer) -> Tally:
+    def add(self, question: str, right: Bits, other: Bits) -> Tally:
         sums = self._replace(answers=self.answers + 1, numbers=self.numbers + right.numbers)
         found = difference(right, other)
         if not found:
@@ -119,11 +119,11 @@ def asks(engine: Engine) -> list[Case]:
     return found
 
 
-def ended(handle: Handle) -> Answer:
+def ended(handle: Handle) -> Bits:
     error = handle.result().error
     if error:
         raise RuntimeError(f"a request failed: {error}")
-    return Answer.of(handle)
+    return Bits.of(handle)
 
 
 def ask_alone(model: str) -> list[Case]:

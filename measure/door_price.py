@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from door.door import Door
 from door.http import Options
 from measure.figures import Figures
-from measure.peers import Ask
+from measure.peers import Errand
 from measure.turns import beside, in_turn, processes
 from nanobatch import Engine, Sampling
 
@@ -66,7 +66,7 @@ while news.read1(65536): pass
 Times = tuple[float, list[float]]  # of all prompts together, and to each first token
 
 
-def door_figures(engine: Engine, asks: Callable[[], list[Ask]], tokens: int) -> Figures:
+def door_figures(engine: Engine, asks: Callable[[], list[Errand]], tokens: int) -> Figures:
     """`asks` makes new ones, and each answer has so many tokens."""
     settings = {"max_tokens": tokens, "ignore_eos": True}
     door = Door(Options(port=0)).start()

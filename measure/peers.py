@@ -33,7 +33,7 @@ News = tuple[int, list[int], bool]
 
 
 @dataclass(frozen=True)
-class Ask:
+class Errand:
     prompt: list[int]
     max_tokens: int
     at: float = 0.0  # when an open loop sends it, in seconds after the start
@@ -63,7 +63,7 @@ class MlxLm:
         mx.eval(model.parameters())
         self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
 
-    def submit(self, ask: Ask) -> int:
+    def submit(self, ask: Errand) -> int:
         return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
 
     def step(self) -> list[News]:
@@ -134,7 +134,7 @@ class LlamaCpp:
         self.free = list(range(rows))
         self.count = 0
 
-    def submit(self, ask: Ask) -> int:
+    def submit(self, ask: Errand) -> int:
         self.count += 1
         self.waiting.append(Row(self.count, ask.prompt, ask.max_tokens))
         return self.count

@@ -41,7 +41,7 @@ from measure.figures import (
     step_figures,
     sums_of,
 )
-from measure.peers import PEERS, Ask, LlamaCpp, MlxLm, News
+from measure.peers import PEERS, Errand, LlamaCpp, MlxLm, News
 from measure.plan import (
     TURNS,
     Contestant,
@@ -105,7 +105,7 @@ class Nanobatch:
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
-    def submit(self, ask: Ask, **settings) -> int:
+    def submit(self, ask: Errand, **settings) -> int:
         handle = self.engine.submit(
             ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings)
         )
@@ -130,7 +130,7 @@ class Nanobatch:
 
 def drive(
     contestant: Nanobatch | MlxLm | LlamaCpp,
-    asks: Iterable[Ask],
+    asks: Iterable[Errand],
     users: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
@@ -146,7 +146,7 @@ def drive(
     under_way = {}
     began = clock()
 
-    def is_due(ask: Ask, now: float) -> bool:
+    def is_due(ask: Errand, now: float) -> bool:
         if users is not None:
             return len(under_way) < users
         return began + ask.at <= now and all(
@@ -191,12 +191,14 @@ class Sample:
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
         mx.reset_peak_memory()  # loading does not count
 
-    def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
+    def asks(
+        self, count: int, prompt: int | None = None, output: int | None = None
+    ) -> list[Errand]:
         """Asks with the spec's lengths, unless others are given."""
         ids = range(self.spec.vocabulary)
         prompt = prompt or self.spec.prompt
         output = output or self.spec.output
-        return [Ask(self.random.choices(ids, k=prompt), output) for _ in range(count)]
+        return [Errand(self.random.choices(ids, k=prompt), output) for _ in range(count)]
 
     def decode(self) -> Figures:
         spec = self.spec
@@ -217,7 +219,7 @@ class Sample:
         at = 0.0
         asks = []
         for length in crowd_lengths(self.spec.output):
-            asks.append(Ask(self.asks(1)[0].prompt, length, at))
+            asks.append(Errand(self.asks(1)[0].prompt, length, at))
             at += draw.expovariate(1) / self.spec.rate
         return open_figures(drive(self.contestant, asks))
 
@@ -226,7 +228,7 @@ class Sample:
         for _ in range(2):  # once to warm up
             (alone,) = drive(self.contestant, self.asks(1, spec.late, 2))
         rows = self.asks(spec.rows - 1, output=spec.output + spec.overlap)
-        late = Ask(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
+        late = Errand(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
         *answers, last = drive(self.contestant, [*rows, late])
         return long_figures(answers, last, alone)
 

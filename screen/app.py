@@ -57,7 +57,7 @@ from screen.places import (
 from screen.session import SCRIPTED, Session, as_command, orders_of
 from screen.state import State
 from screen.terminal import Terminal
-from screen.widgets import Commands, Pane, Prompt, thrifty
+from screen.widgets import Commands, Pane, PromptBox, thrifty
 
 PANES = {  # by name
     "loading": panes.draw_loading,
@@ -157,7 +157,7 @@ class Screen(App):
     TITLE = "nanobatch"
     CSS = """
     Screen { layers: panes; }
-    Pane, Prompt { position: absolute; }
+    Pane, PromptBox { position: absolute; }
     Sheet { background: $background; }
     Sheet Pane { width: 100%; height: 100%; }
     #status, #keys { background: $foreground 10%; }
@@ -210,7 +210,7 @@ class Screen(App):
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
-        self.prompt = Prompt(earlier or History())
+        self.prompt = PromptBox(earlier or History())
         self._returns = False  # the box is left once a command is obeyed
 
     @property
@@ -285,7 +285,7 @@ class Screen(App):
         if places == self._places:
             return
         self._places = places
-        for pane in self.screen_stack[0].query("Pane, Prompt"):
+        for pane in self.screen_stack[0].query("Pane, PromptBox"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
                 pane.styles.offset = region.offset

@@ -132,7 +132,7 @@ class Pane(Widget):
             await self.app.run_action(f"{self._wheel}(1)")
 
 
-class Prompt(TextArea):
+class PromptBox(TextArea):
     """The prompt box. A refused prompt comes back into the box. Up in the first line brings back
     the prompt before, and Down in the last line the prompt behind."""
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from parts.api.handle import Handle
 
 
-class Answer(NamedTuple):
+class Bits(NamedTuple):
     """What a request answered, as exactly as its engine tells."""
 
     digest: str  # of the next two
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     pieces: tuple[str, ...]  # the text that came with each token
 
     @staticmethod
-    def of(handle: Handle, until: int | None = None) -> Answer:
+    def of(handle: Handle, until: int | None = None) -> Bits:
         """`until`: only so many tokens of it."""
         tokens = tuple(handle.tokens[:until])
         likely = []
@@ -41,18 +41,18 @@ class Answer(NamedTuple):
         for length in handle.lengths[:until]:
             pieces.append(handle.text[start : start + length])
             start += length
-        return Answer.made(tokens, tuple(likely), tuple(pieces))
+        return Bits.made(tokens, tuple(likely), tuple(pieces))
 
     @staticmethod
-    def made(tokens: tuple, likely: tuple, pieces: tuple) -> Answer:
+    def made(tokens: tuple, likely: tuple, pieces: tuple) -> Bits:
         # Python writes a float so that no other float is written alike
         digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
-        return Answer(digest, tokens, likely, pieces)
+        return Bits(digest, tokens, likely, pieces)
 
-    def only(self, place: int) -> Answer:
+    def only(self, place: int) -> Bits:
         """The token at one place, as if it were all."""
         here = slice(place, place + 1)
-        return Answer.made(self.tokens[here], self.likely[here], self.pieces[here])
+        return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
         return f"token {self.parted + 1} is {wrong}, alone it is {right}; {bits}"
 
 
-def difference(right: Answer, other: Answer) -> Difference | None:
+def difference(right: Bits, other: Bits) -> Difference | None:
     """None if all bits are the same. Behind the first token that is another one, nothing can be
     compared."""
     if right.digest == other.digest:

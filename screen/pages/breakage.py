@@ -28,7 +28,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from parts.api.answer import Answer, difference
+from parts.api.answer import Bits, difference
 from parts.api.handle import Handle
 from parts.checks import shown
 from screen.ink import count, shorten
@@ -278,10 +278,10 @@ class Breaking(Trial):
         self.tell(stage="compares")
         for i, handle in enumerate(self.handles):
             again = yield from self.alone(partial(self._again, handle))
-            answer = Answer.of(handle)
+            answer = Bits.of(handle)
             witnesses = [*self.found.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
-            found = difference(Answer.of(again, until), answer)
+            found = difference(Bits.of(again, until), answer)
             witnesses[i] = witnesses[i]._replace(
                 alike=found is None,
                 says_the_same=found is None or found.parted is None,

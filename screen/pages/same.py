@@ -26,7 +26,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from parts.api.answer import Answer, Difference, difference
+from parts.api.answer import Bits, Difference, difference
 from parts.api.handle import Handle
 from parts.checks import read_whole
 from screen.ink import count, number, shorten
@@ -68,7 +68,7 @@ class Answered(NamedTuple):
 class Alike(NamedTuple):
     """Runs with the same bits."""
 
-    answer: Answer
+    answer: Bits
     count: int
     difference: Difference | None  # from the run alone
 
@@ -81,7 +81,7 @@ class Company(NamedTuple):
     exact: bool = False  # the engine's own word
     product: str = ""  # the engine's matrix product
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
-    alone: Answer | None = None
+    alone: Bits | None = None
     prompt_tokens: int = 0
     runs: tuple[Answered, ...] = ()
     kinds: Sequence[Alike] = ()  # the one alone first
@@ -212,7 +212,7 @@ class Gathering(Trial):
         self.tell(stage="alone")
         handle = yield from self.alone(lambda: self.room.submit(self.ask, reuse=False))
         check(handle)
-        alone = Answer.of(handle)
+        alone = Bits.of(handle)
         tokens = handle.metrics.prompt_tokens
         kinds = (Alike(alone, 0, None),)
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
@@ -273,7 +273,7 @@ class Gathering(Trial):
             self.guests.remove(guest)
             if not check(guest.handle):
                 continue
-            answer = Answer.of(guest.handle)
+            answer = Bits.of(guest.handle)
             beside = guest.beside / max(1, guest.steps)
             m = guest.handle.metrics
             met = len(guest.met)
@@ -283,7 +283,7 @@ class Gathering(Trial):
             if done % 50 == 0 and done < self.found.wanted:
                 self.tell(self.found.so_far)
 
-    def _counted(self, answer: Answer) -> list[Alike]:
+    def _counted(self, answer: Bits) -> list[Alike]:
         kinds = [*self.found.kinds]
         known = [kind.answer.digest for kind in kinds]
         if answer.digest not in known:

@@ -27,7 +27,7 @@ from measure.figures import (
     long_figures,
     step_figures,
 )
-from measure.peers import PEERS, Ask, News, obstacle
+from measure.peers import PEERS, Errand, News, obstacle
 from measure.plan import (
     CROWD,
     PARTS,
@@ -148,7 +148,7 @@ class Clockwork:
     def __init__(self, rows: int):
         self.rows, self.now, self.left = rows, 0.0, {}
 
-    def submit(self, ask: Ask) -> int:
+    def submit(self, ask: Errand) -> int:
         self.left[len(self.left)] = ask.max_tokens
         return len(self.left) - 1
 
@@ -162,12 +162,12 @@ class Clockwork:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def drive(self, asks: list[Ask], users: int | None = None) -> list[Delivery]:
+    def drive(self, asks: list[Errand], users: int | None = None) -> list[Delivery]:
         return samples.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
 
 
 def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
-    answers = Clockwork(rows=2).drive([Ask([1], 2)] * 3, users=1)
+    answers = Clockwork(rows=2).drive([Errand([1], 2)] * 3, users=1)
     assert [a.sent for a in answers] == [0, 2, 4]
     assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
 
@@ -175,14 +175,16 @@ def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
 def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
     """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
     since 0.5."""
-    answers = Clockwork(rows=1).drive([Ask([1], 2), Ask([1], 1, at=0.5), Ask([1], 1, at=9)])
+    answers = Clockwork(rows=1).drive(
+        [Errand([1], 2), Errand([1], 1, at=0.5), Errand([1], 1, at=9)]
+    )
     assert [a.sent for a in answers] == [0, 0.5, 9]
     assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
 
 
 def test_a_prompt_can_come_when_the_others_have_got_so_far():
-    rows = [Ask([1], 6), Ask([1], 6)]
-    *_, late = Clockwork(rows=3).drive([*rows, Ask([1], 1, after=3)])
+    rows = [Errand([1], 6), Errand([1], 6)]
+    *_, late = Clockwork(rows=3).drive([*rows, Errand([1], 1, after=3)])
     assert (late.sent, late.times) == (3, [4])
 
 

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 import bench
 from measure import peers
-from measure.peers import Ask
+from measure.peers import Errand
 from measure.plan import Spec
 from measure.sample import Sample, drive
 from nanobatch import Engine, Sampling, Text
@@ -193,7 +193,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
     the next one."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=3, length=20)
-    asks = [Ask([7 * n] * 10, 3 + n) for n in range(7)]
+    asks = [Errand([7 * n] * 10, 3 + n) for n in range(7)]
     answers = drive(peer, asks)
     peer.close()
     assert [answer.tokens for answer in answers] == [
@@ -211,7 +211,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
 def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, monkeypatch):
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
-    (answer,) = drive(peer, [Ask([5] * 30, 4)])
+    (answer,) = drive(peer, [Errand([5] * 30, 4)])
     assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
@@ -224,7 +224,7 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
         pytest.skip(why)
     folder = make_checkpoint(tmp_path / "model", seed=1)
     rng = np.random.default_rng(0)
-    asks = [Ask(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
+    asks = [Errand(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
     with Engine(read_model(folder), Text(folder, V), slots=4, max_len=128) as engine:
         handles = [
             engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks

@@ -18,7 +18,7 @@ from stage import (
 
 import llama
 from nanobatch import Engine
-from parts.api.answer import Answer
+from parts.api.answer import Bits
 from screen import ink, keys, room, session
 from screen.pages import same
 from screen.pages.same import Company
@@ -116,9 +116,9 @@ def test_a_run_alone_that_is_unlike_all_others_is_told_so_too():
     assert found.texts == 1 and found.bits > 5 and found.unlike >= 25
 
 
-def answer(*words: str, by: float = 0.0) -> Answer:
+def answer(*words: str, by: float = 0.0) -> Bits:
     likely = tuple(((len(word), -0.5 - by * i), (99, -1.0)) for i, word in enumerate(words))
-    return Answer(f"{words}{by}", tuple(map(len, words)), likely, words)
+    return Bits(f"{words}{by}", tuple(map(len, words)), likely, words)
 
 
 def test_a_difference_says_where_and_by_how_much_up_to_the_first_other_token():

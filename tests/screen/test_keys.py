@@ -41,7 +41,7 @@ def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
         await it.press(*"draft", "escape", "b", turns=2)
         assert (
             it.stage.engine.sched.submitted == 2 + 12
-            and it.app.query_one(app.Prompt).value == "draft"
+            and it.app.query_one(app.PromptBox).value == "draft"
         )
 
     show(scenario)
@@ -67,7 +67,7 @@ def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
         assert "temp 0.5 · max 7 tok · seed 3" in it.text()
         await it.press("slash", *"burst", "space", "0", "enter")
         await it.sees("from 1 to 1,000")
-        assert it.app.query_one(app.Prompt).value == "/burst 0"
+        assert it.app.query_one(app.PromptBox).value == "/burst 0"
         await it.press("ctrl+u", *"/nonsense", "enter")
         await it.sees("no command")
         await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
@@ -809,11 +809,11 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
 
     async def scenario(it):
         await it.press("e", turns=0)
-        assert it.app.query_one(app.Prompt).value.startswith("/set temperature=0")
+        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=0")
         await it.press("escape", turns=0)
-        assert it.app.query_one(app.Prompt).value == "" and it.app.focused is None
+        assert it.app.query_one(app.PromptBox).value == "" and it.app.focused is None
         await it.press("i", *"draft", "escape", turns=0)
-        assert it.app.query_one(app.Prompt).value == "draft"
+        assert it.app.query_one(app.PromptBox).value == "draft"
 
     show(scenario)
 

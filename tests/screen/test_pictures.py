@@ -91,7 +91,7 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
         it.app.look()
         await it.pilot.pause()
         assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(app.Prompt).value == room.BURST[0][0]
+        assert it.app.query_one(app.PromptBox).value == room.BURST[0][0]
 
     show(scenario, load=False)
 
