@@ -32,13 +32,13 @@ from parts.model import find
 from parts.text.speech import Speech
 
 
-def options() -> program.Parser:
-    parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
+def options() -> program.CommandLine:
+    says = "Run prompts through a Llama model, all at once."
+    parser = program.CommandLine("ask.py", description=says)
     add = parser.add_argument
     reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."
     reads += " Everything after '--' is a prompt."
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
-    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add(
         "--list", action="store_true", help="show the models that are here, and which can be served"
     )
@@ -47,19 +47,7 @@ def options() -> program.Parser:
     plain = "take prompts as plain text, even if the model has a chat template"
     add("--raw", action="store_true", help=plain)
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
-    add(
-        "--slots",
-        type=int,
-        help="sequences that run at once (default: one for each prompt, up to 8)",
-    )
-    add(
-        "--max-len",
-        type=int,
-        help="length of a slot, prompt and answer together (default: 1024, or what fits)",
-    )
-    add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
-    parser.add_guesses()
-    parser.add_book()
+    parser.add_engine(POLICIES, "one for each prompt, up to 8", "1024, or what fits")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add(
         "--top-p",
@@ -138,13 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, QueueFull, UnicodeDecodeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the program that read our output has seen enough
-        sys.stdout = None  # so that Python does not try to flush it at exit
-        return 141
-    except OSError as error:  # a full disk
-        sys.stdout = None
-        print(f"nanobatch: standard output cannot be written: {one_line(error)}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        return program.unwritten("standard output", error)
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
 

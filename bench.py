@@ -64,7 +64,6 @@ except KeyboardInterrupt:
 
 import argparse
 import json
-import shlex
 import signal
 import sys
 import tempfile
@@ -95,7 +94,7 @@ from policies import DEFAULT, POLICIES
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
+    parser = program.CommandLine("bench.py", description="Measure nanobatch, and others beside it.")
     add = parser.add_argument
     usual = "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
@@ -113,15 +112,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=POLICIES,
         help="for all parts but open and fair, which compare them",
     )
-    add("--guesses", default="0", metavar="N", help="as in ask.py (default: 0, as in peers)")
+    add("--guesses", default="0", metavar="N", help="as in `ask` (default: 0, as in peers)")
     add(
         "--rows",
         default="1,4,8,16",
         help="rows of decode, users of closed and door (default: 1,4,8,16)",
     )
-    add("--prompt", default="128", help="tokens of a prompt (default: 128)")
-    add("--output", default="64", help="tokens of an answer (default: 64)")
-    add("--samples", default="3", help="processes for each figure (default: 3)")
+    whole = parser.add_whole
+    whole("--prompt", 1, 100_000, "tokens of a prompt (default: 128)", default=128)
+    whole("--output", 2, 100_000, "tokens of an answer (default: 64)", default=64)
+    whole("--samples", 1, 100_000, "processes for each figure (default: 3)", default=3)
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
     add(
         "--from",
@@ -135,8 +135,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         program.read_guesses(args.guesses)
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
-        for name, least in (("prompt", 1), ("output", 2), ("samples", 1)):
-            setattr(args, name, read_whole(f"--{name}", getattr(args, name), least, 100_000))
         args.parts = args.parts.split(",")
         args.rivals = read_rivals(args.vs, args.policy)
         check(args)
@@ -144,7 +142,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             remedy = "name a file in a folder that is there and can be written"
             with program.about(f"--json {shown(args.json)}", remedy):
                 check_writable(args.json)
-    except (ValueError, argparse.ArgumentTypeError) as error:
+    except ValueError as error:
         parser.error(str(error))
     return args
 
@@ -174,7 +172,7 @@ def check(args: argparse.Namespace) -> None:
 def measure_all(args: argparse.Namespace) -> dict:
     """Take all samples of all parts."""
     data = {
-        "command": shlex.join(["python", "bench.py", *sys.argv[1:]]),
+        "command": program.command("bench.py", *sys.argv[1:]),
         "machine": describe_machine(args.rivals),
         "records": [],
     }

@@ -40,7 +40,7 @@ from door.journal import AccessLog
 from parts.api import faults
 from parts.api.idle import Idle
 from parts.api.loop import Loop
-from parts.checks import one_line, read_whole
+from parts.checks import one_line
 from parts.device import blas
 from parts.files import check_writable
 from policies import POLICIES
@@ -48,37 +48,19 @@ from policies import POLICIES
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2, before anything is loaded."""
-    parser = program.Parser(
-        "serve.py", description="Answer programs that speak OpenAI's or Anthropic's protocols."
-    )
+    says = "Answer programs that speak OpenAI's or Anthropic's protocols."
+    parser = program.CommandLine("serve.py", description=says)
     add = parser.add_argument
-    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="the address to listen on (default: 127.0.0.1, for this machine alone)",
-    )
-    add("--port", default="8000", help="0 takes any that is free (default: 8000)")
-    add("--slots", default="4", help="sequences that run at once (default: 4)")
-    add(
-        "--max-len",
-        help="length of a slot, prompt and answer together (default: 8192, or what the model allows)",
-    )
-    add(
-        "--policy",
-        default=next(iter(POLICIES)),
-        choices=POLICIES,
-        help="when the next in line is admitted",
-    )
-    add(
-        "--max-queue",
-        default="256",
-        help="requests that may wait; more are refused with 429 (default: 256)",
-    )
-    add("--unload-after", metavar="SECONDS", help="idle for so long, let go of the weights")
+    parser.add_engine(POLICIES, "4", "8192, or what the model allows")
+    says = "the address to listen on (default: 127.0.0.1, for this machine alone)"
+    add("--host", default="127.0.0.1", help=says)
+    says = "0 takes any that is free (default: 8000)"
+    parser.add_whole("--port", 0, 65535, says, default=8000)
+    says = "requests that may wait; more are refused with 429 (default: 256)"
+    parser.add_whole("--max-queue", 1, 10**6, says, default=256)
+    says = "idle for so long, let go of the weights"
+    parser.add_whole("--unload-after", 1, 10**6, says, metavar="SECONDS")
     add("--embeddings", action="store_true", help="the model embeds, though no file says so")
-    parser.add_book()
-    parser.add_guesses()
     parser.add_keys()
     add(
         "--log-file",
@@ -87,15 +69,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(arguments)
     try:
-        args.port = read_whole("--port", args.port, 0, 65535)
-        args.slots = read_whole("--slots", args.slots, 1, 4096)
-        args.max_len = args.max_len and read_whole("--max-len", args.max_len, 2, 2**24)
-        args.max_queue = read_whole("--max-queue", args.max_queue, 1, 10**6)
-        if args.unload_after is not None:
-            args.unload_after = read_whole("--unload-after", args.unload_after, 1, 10**6)
-            if program.backend():
-                raise ValueError("--unload-after: several ranks share the model; leave it out")
-        program.check_model(args.model)
+        if args.unload_after and program.backend():
+            raise ValueError("--unload-after: several ranks share the model; leave it out")
         if args.log_file:
             check_writable(args.log_file)
         args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
@@ -209,7 +184,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
         blas.say = report  # before MLX is imported, its matrix product may have to be compiled
     from nanobatch import Engine
 
-    sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
+    sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue, "guesses": args.guesses}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     # Else a bug in `forward` would look like a wrong option

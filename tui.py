@@ -44,7 +44,6 @@ except KeyboardInterrupt:
 
 import argparse
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -57,11 +56,11 @@ from parts import book
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
-from parts.checks import one_line, read_whole, shown
+from parts.checks import read_whole, shown
 from parts.device import rows
 from parts.dialogue import History, history_file
 from parts.files import LineFile, check_writable, write_whole
-from parts.program import BROWSER, about, on_a_terminal
+from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
 from screen import record
 from screen.app import Screen
@@ -80,21 +79,13 @@ WRITTEN = ("screenshot", "record")  # options with a file, written at the end
 # --- the command line ---------------------------------------------------------------------------
 
 
-def options() -> program.Parser:
-    parser = program.Parser("tui.py", description="Watch an LLM serving engine work.")
+def options() -> program.CommandLine:
+    parser = program.CommandLine("tui.py", description="Watch an LLM serving engine work.")
     add = parser.add_argument
-    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
-    add("--slots", help="sequences that run at once (default: 8, or what fits)")
-    says = "(default: 2048; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
-    add("--max-len", help=f"length of a slot, prompt and answer together {says}")
-    add(
-        "--policy",
-        default=next(iter(POLICIES)),
-        choices=POLICIES,
-        help="when the next in line is admitted",
-    )
+    says = "2048; demo: 400; with --serve: 8192; less if the model or the memory allows less"
+    parser.add_engine(POLICIES, "8, or what fits", says)
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
-    add("--seed", help="the same seed gives the same tokens")
+    parser.add_whole("--seed", 0, 2**31 - 1, "the same seed gives the same tokens")
     add(
         "--plain",
         action="store_true",
@@ -111,18 +102,18 @@ def options() -> program.Parser:
     add(
         "--record",
         metavar="FILE.json",
-        help=f"at the end, write what ran last, for docs/make/page.py to make a page of: {record.HOLDS}",
+        help=f"at the end, write what ran last; {command('docs/make/page.py')} makes a page of it: {record.HOLDS}",
     )
     add(
         "--serve",
+        type=program.option(address_of),
         metavar="[HOST:]PORT",
         help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
     )
-    parser.add_book()
-    parser.add_guesses()
     parser.add_keys()
     add(
         "--watch",
+        type=program.option(base_of),
         metavar="URL",
         help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here",
     )
@@ -140,24 +131,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.max_queue = 256
     try:
-        args.serve = None if args.serve is None else address_of(args.serve)
-        args.watch = None if args.watch is None else base_of(args.watch)
         if args.serve and args.watch:
             raise ValueError("--serve opens a door and --watch looks through another; choose one")
         check_tour(args)
-        args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
-        args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
-        args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
         args.size = tuple(read_whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
         if len(args.size) != 2:
             raise ValueError("--size needs two numbers, such as 120x40")
-        program.check_model(args.model)
         if args.screenshot and not args.screenshot.endswith(".svg"):
             raise ValueError(
                 f"--screenshot {shown(args.screenshot)} will be an SVG; give a name that ends in .svg"
             )
         args.plain = not args.screenshot and (args.plain or not on_a_terminal())
-        with about("--script", "tui.py --help says more"):
+        with about("--script", f"{command('tui.py')} --help says more"):
             orders_of(args.script, args.plain)
         args.asks = read_prompts(args.prompts)
         for option in WRITTEN:
@@ -242,7 +227,6 @@ def open_room(args: argparse.Namespace) -> Room:
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
     if door.warning:
         print(f"nanobatch: {door.warning}", file=sys.stderr)
-    args.slots = args.slots or 4
     load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
     return EngineRoom(load, door.start(), program.name_of(args.model))
 
@@ -307,7 +291,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
 
 def command_of(args: argparse.Namespace) -> str:
     """The command for the same run, as far as options can say. No folder and no key is named."""
-    words = ["python", "tui.py"]
+    words: list[str] = []
     if args.model != "demo":
         words += ["--model", program.name_of(args.model)]
     for option in ("slots", "max_len", "seed"):
@@ -321,7 +305,7 @@ def command_of(args: argparse.Namespace) -> str:
         words += ["--script", args.script]
     if args.watch:
         words += ["--watch", "URL"]
-    return shlex.join([*words, "--record", "run.json"])
+    return command("tui.py", *words, "--record", "run.json")
 
 
 def leave(*_) -> NoReturn:
@@ -356,13 +340,8 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
             return run_plain_tour(session)
         stays = bool(args.serve or args.watch)
         return run_plain(session, args.script, write, stays)
-    except BrokenPipeError:  # the reader of the log has seen enough
-        sys.stdout = None
-        return 141
-    except OSError as error:  # a full disk
-        sys.stdout = None
-        print(f"nanobatch: the log cannot be written: {one_line(error)}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        return program.unwritten("the log", error)
 
 
 def main(arguments: list[str] | None = None) -> int:

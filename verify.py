@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from nanobatch import POLICIES, Engine, Handle, Sampling
 from parts.api.answer import Bits, difference
-from parts.checks import one_line, read_whole
+from parts.checks import one_line
 from parts.device import mlx as device
 from parts.model import find
 from policies import DEFAULT
@@ -283,29 +283,22 @@ def line(tally: Tally) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.Parser(
-        "verify.py", description="Does an answer keep its bits in any company? Try it here."
-    )
+    says = "Does an answer keep its bits in any company? Try it here."
+    parser = program.CommandLine("verify.py", description=says)
     add = parser.add_argument
-    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
+    parser.add_model()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
-    add("--rounds", default="3", help="so often each question is asked in company (default: 3)")
+    says = "so often each question is asked in company (default: 3)"
+    parser.add_whole("--rounds", 1, 1000, says, default=3)
     add("--json", action="store_true", help="write the receipt as JSON")
     add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
     args = parser.parse_args(arguments)
     args.ways = args.ways.split(",")
-    try:
-        args.rounds = read_whole("--rounds", args.rounds, 1, 1000)
-        program.check_model(args.model)
-    except ValueError as error:
-        parser.error(str(error))
     for way in args.ways:
         if way not in WAYS:
             parser.error(f"--ways: {way!r} is none; choose among {','.join(WAYS)}")
     if program.backend():
-        parser.error(
-            "verify.py compares engines of one process; start it without mpirun or mlx.launch"
-        )
+        parser.error("engines of one process are compared; start this without mpirun or mlx.launch")
     return args
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from door.choice import Change, Choice
 from door.fields import Given, Refusal, bad, check_count, read_json
 from parts.checks import shown
+from parts.program import command
 from parts.text.speech import loads
 
 # The most of each in one request
@@ -148,7 +149,7 @@ def check_model(model: Any, names: Sequence[str]) -> None:
         raise bad("model", model, "a text")
     if model not in names and "*" not in names:
         words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
-        words += "; serve.py --alias gives it more names"
+        words += f"; {command('serve.py')} --alias gives it more names"
         raise Refusal(404, words, "model_not_found", "model")
 
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
+START = ROOT / "docs" / "zero" / "start.py"
 VARIABLE = "NANOBATCH_BOOK"
 CHAPTERS = (
     "llama",
@@ -178,7 +179,7 @@ def check_book(folder: str) -> Path:
     if not files:
         raise ValueError(
             f"{folder!r} is no folder with a chapter such as llama.py in it; "
-            "python docs/zero/start.py mine makes one"
+            f"python {os.path.relpath(START)} mine makes one"
         )
     for file in files:
         try:

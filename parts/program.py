@@ -41,9 +41,10 @@ if _is_ours:
 
 # These, too, may be interrupted.
 import argparse  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
+import shlex  # noqa: E402
+from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from contextlib import contextmanager, suppress  # noqa: E402
-from typing import NoReturn, TextIO  # noqa: E402
+from typing import Any, NoReturn, TextIO  # noqa: E402
 
 from parts import book  # noqa: E402
 from parts.checks import one_line, read_whole, shown  # noqa: E402
@@ -100,6 +101,24 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def unwritten(what: str, error: OSError) -> int:
+    """The exit code of a program that cannot write its output any more: the reader has seen enough,
+    or the disk is full."""
+    sys.stdout = None  # so that Python does not try to flush it at exit
+    if isinstance(error, BrokenPipeError):
+        return 141
+    print(f"nanobatch: {what} cannot be written: {one_line(error)}", file=sys.stderr)
+    return 1
+
+
+def command(program: str, *arguments: str) -> str:
+    """What to type for one of our programs, such as serve.py: in a checkout, or where a wheel has
+    brought the command `nanobatch`."""
+    word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
+    start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
+    return shlex.join([*start, *arguments])
+
+
 def backend() -> str:
     """How this process reaches the others that share a model with it (`ranks.py`); empty if it is
     alone.
@@ -130,12 +149,13 @@ def is_folder(model: str) -> bool:
     return bool(model) and os.path.isdir(os.path.expanduser(model))
 
 
-def check_model(model: str) -> None:
+def read_model(model: str) -> str:
     """What `--model` takes. Better one line now than one from the hub, after a while."""
     if model != "demo" and not is_folder(model) and (model.count("/") != 1 or model[0] in "./~"):
         raise ValueError(
             f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name"
         )
+    return model
 
 
 def name_of(model: str) -> str:
@@ -168,15 +188,13 @@ def read_key(key: str) -> str:
     """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a
     mistake."""
     if not key or key != key.strip():
-        raise argparse.ArgumentTypeError(
-            "the key is empty or has spaces around it; give another, or leave it out"
-        )
+        raise ValueError("the key is empty or has spaces around it; give another, or leave it out")
     return key
 
 
 def read_host(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{shown(name)} is no host; give its name alone, without scheme, port or star"
         )
     return name
@@ -187,7 +205,7 @@ def read_guesses(text: str) -> int | None:
     try:
         return None if text == "auto" else read_whole("--guesses", text, 0, 64)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+        raise ValueError(f"{error}, or auto") from None
 
 
 def version() -> str:
@@ -249,13 +267,25 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-class Parser(argparse.ArgumentParser):
+def option(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that reads an option's value, in the form that argparse wants. Of any other error
+    argparse does not tell what is wrong."""
+
+    def reads(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return reads
+
+
+class CommandLine(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
     def __init__(self, name: str, **options):
         """`name`: of the program, such as ask.py."""
-        called = name.removesuffix(".py").replace("tui", "screen")
-        super().__init__(f"nanobatch {called}" if IS_INSTALLED else name, **options)
+        super().__init__(command(name).removeprefix("python "), **options)
         self.add_argument(
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
         )
@@ -268,36 +298,55 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(*arguments)
 
     def error(self, message: str) -> NoReturn:
+        # What we say of a value may begin with the option, as argparse does
+        message = re.sub(r"^argument [^:]+: (?=--)", "", message)
         self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_whole(self, name: str, least: int, most: float, says: str, **how: Any) -> None:
+        """An option that takes a whole number."""
+
+        def read(text: str) -> int:
+            return read_whole(name, text, least, most)
+
+        self.add_argument(name, type=option(read), help=says, **how)
+
+    def add_model(self) -> None:
+        says = "a model folder, a hub id such as owner/name, or 'demo'"
+        self.add_argument("--model", type=option(read_model), default="demo", help=says)
+
+    def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
+        """The model, and what every program asks for that serves one. `slots`, `max_len`: what is
+        taken by default, in words."""
+        self.add_model()
+        self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
+        says = f"length of a slot, prompt and answer together (default: {max_len})"
+        self.add_whole("--max-len", 2, 2**24, says)
+        says = "when the next in line is admitted"
+        usual, *_ = policies
+        self.add_argument("--policy", default=usual, choices=policies, help=says)
+        says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
+        self.add_argument("--guesses", type=option(read_guesses), metavar="N", help=says)
+        self.add_book()
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""
         says = "run the chapters in this folder in the place of ours (docs/zero; $NANOBATCH_BOOK)"
         self.add_argument("--book", metavar="DIR", help=says)
 
-    def add_guesses(self) -> None:
-        self.add_argument(
-            "--guesses",
-            type=read_guesses,
-            default=None,
-            metavar="N",
-            help="guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)",
-        )
-
     def add_keys(self) -> None:
         """What every program that opens the door asks for."""
         key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
         says = "what clients must give ($NANOBATCH_API_KEY)"
-        self.add_argument("--api-key", type=read_key, default=key, help=says)
+        self.add_argument("--api-key", type=option(read_key), default=key, help=says)
         self.add_argument(
             "--watch-key",
-            type=read_key,
+            type=option(read_key),
             default=watch,
             help="shows texts to /watch; where any key is set, nothing else does",
         )
         self.add_argument(
             "--allow-host",
-            type=read_host,
+            type=option(read_host),
             action="append",
             default=[],
             metavar="NAME",

@@ -34,6 +34,7 @@ from door import wire
 from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from parts.dialogue import REMEDY
+from parts.program import command
 from screen.ink import clean
 from screen.room import Ask, Outgrown, Room, View
 
@@ -101,7 +102,7 @@ class RemoteRoom(Room):
             pass
         except (OSError, http.client.HTTPException) as error:
             raise ValueError(
-                f"--watch {self.url}: {why(error)}; is a server there? (python serve.py)"
+                f"--watch {self.url}: {why(error)}; is a server there? ({command('serve.py')})"
             ) from None
         threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
 

@@ -24,6 +24,7 @@ from itertools import cycle, islice
 
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
+from parts.program import command
 from policies import POLICIES, policy_of
 from screen.ink import clean, count, number, shorten, span
 from screen.keys import COMMANDS, PAGES, pressed
@@ -245,7 +246,7 @@ class Session:
         if self.state.view.door or self.state.view.watches:
             whose = "while the door is open" if self.state.view.door else "on a watched engine"
             raise ValueError(
-                f"no {what} {whose}, since its clients would suffer; start a python tui.py for it"
+                f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )
 
     def check_load(self, why: str) -> None:

@@ -28,6 +28,7 @@ from statistics import fmean
 from parts.api.views import ExpertsView, ModelView, Roof, StepView
 from parts.bill import Bill, Member, Work, bill_of, expected, floors_of, of_rows
 from parts.checks import shown
+from parts.program import command
 from screen.charts import cost_of
 from screen.ink import HUES, count, number, shorten, span
 from screen.page import Desk, Page
@@ -264,7 +265,7 @@ def roof_of(state: State) -> str:
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
-            return "not measured there: a screen of its own does so (tui.py --serve, then B)"
+            return f"not measured there: a screen of its own does so ({command('tui.py')} --serve, then B)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
     if roof.again > NEARER * roof.reading:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from parts.dialogue import figures, room_left
+from parts.program import command
 from parts.text.speech import apart
 from screen.ink import clean, count, shorten, wrap
 from screen.page import Desk, Page
@@ -112,7 +113,9 @@ def draw_rest(state: State, on: Paper, talk: Talk) -> None:
 
 def obey(desk: Desk, rest: str) -> None:
     if not desk.talks:
-        raise ValueError("a conversation needs a screen; python ask.py --chat has one in lines")
+        raise ValueError(
+            f"a conversation needs a screen; {command('ask.py')} --chat has one in lines"
+        )
 
 
 PAGE = Page(

@@ -32,6 +32,7 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from parts.api.faults import describe, show_fault
+from parts.program import command
 from screen.ink import clean, shorten
 from screen.page import Desk, Page
 from screen.pages.scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
@@ -366,7 +367,9 @@ def draw_answers(told: Telling, on: Paper) -> None:
 
 def obey(desk: Desk, rest: str) -> str | None:
     if not desk.talks:
-        raise ValueError("the tour needs a screen; python tui.py --plain --tour tells it in lines")
+        raise ValueError(
+            f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
+        )
     refuse(desk)
     desk.state.offers_tour = False
     desk.state.talking = False

@@ -14,6 +14,7 @@ import pytest
 from parts import program
 from parts.device import blas
 from parts.wheel import launch
+from screen.remote import RemoteRoom
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -155,4 +156,15 @@ def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypat
     said = program.install("cpu", "mlx[cpu]")
     assert said.startswith("pip install 'mlx[cpu]' (")
     assert "pipx runpip nanobatch install 'mlx[cpu]'" in said and "--with 'mlx[cpu]'" in said
-    assert program.Parser("tui.py").prog == "nanobatch screen"
+
+
+def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
+    """Who had installed a wheel read `python serve.py`, a file that is not there."""
+    assert program.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
+    assert program.CommandLine("tui.py").prog == "tui.py"
+    monkeypatch.setattr(program, "IS_INSTALLED", True)
+    for word, file in launch.PROGRAMS.items():
+        assert program.command(file, "--help") == f"nanobatch {word} --help"
+    assert program.CommandLine("tui.py").prog == "nanobatch screen"
+    with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
+        RemoteRoom("http://127.0.0.1:1").start()
