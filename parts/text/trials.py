@@ -99,20 +99,17 @@ class Trials:
             self._nursery = None
 
     def _try(self, job: Any) -> Any:
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.settimeout(self.limits.patience + GRACE)
-            try:
-                with theirs:
-                    self._send(theirs.fileno())
-            except OSError as error:
-                raise BusyError(f"no process can be started ({one_line(error)})") from None
-            try:
-                ours.sendall(json.dumps(job).encode())
-                ours.shutdown(socket.SHUT_WR)
-                answers = ours.makefile("rb").readlines()
-            except OSError:  # it was killed, or hangs
-                answers = []
+        try:
+            end = self._send()
+        except OSError as error:
+            raise BusyError(f"no process can be started ({one_line(error)})") from None
+        try:
+            with end:
+                end.sendall(json.dumps(job).encode())
+                end.shutdown(socket.SHUT_WR)
+                answers = end.makefile("rb").readlines()
+        except OSError:  # the trial was killed, or hangs
+            answers = []
         if not answers:
             self.close()
             raise BusyError("the process that tries it is gone; try again")
@@ -122,15 +119,19 @@ class Trials:
             raise self._reason(answer["ended"])
         return answer["found"]
 
-    def _send(self, end: int) -> None:
-        with self._sending:
+    def _send(self) -> socket.socket:
+        """Have the nursery begin a trial. Answers with our end of its socket."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(self.limits.patience + GRACE)
+        with theirs, self._sending:
             if self._nursery is not None:
                 with suppress(OSError):  # the nursery has been killed
-                    socket.send_fds(self._line, [b"!"], [end])
-                    return
+                    socket.send_fds(self._line, [b"!"], [theirs.fileno()])
+                    return ours
                 self.close()
             self._begin()
-            socket.send_fds(self._line, [b"!"], [end])
+            socket.send_fds(self._line, [b"!"], [theirs.fileno()])
+            return ours
 
     def _begin(self) -> None:
         """Start the nursery.

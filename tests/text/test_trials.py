@@ -1,5 +1,6 @@
 """Jobs that are tried in a process which can be ended: they take what they may, and no more."""
 
+import errno
 import os
 import random
 import signal
@@ -163,3 +164,14 @@ def test_where_no_process_can_be_started_that_is_said(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(BusyError, match="no process can be started"):
         Trials("jobs", None, LIMITS).run(["given"])
+
+
+def test_where_no_file_can_be_opened_that_is_said(monkeypatch, trials):
+    """A server with too many connections answered with a fault of its own."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("parts.text.trials.socket.socketpair", refuse)
+    with pytest.raises(BusyError, match=r"no process can be started .*Too many open files"):
+        trials.run(["given"])
