@@ -96,7 +96,9 @@ class Conversation:
         roles = [message["role"] for message in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError("user and assistant must take turns, and the assistant has the last")
-        texts = [found.system, *(text for message in messages for text in message.values())]
+        texts = [found.system]
+        for message in messages:
+            texts += [message["content"], *message.values()]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("each message must be a text")
         found.turns = [dict(message) for message in messages]
