@@ -19,6 +19,7 @@ from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from parts.api.settings import Sampling
@@ -36,39 +37,33 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenLogprobs(Sequence[TokenLogprob]):
-    """Those of all tokens of an answer, as numbers in arrays.
+    """Those of all tokens of an answer, as numbers in one array.
 
-    As tuples, 20 for each of 8,000 tokens would take 25 MB, and not 2.
+    As tuples, 20 for each of 8,000 tokens would take 25 MB, and not 3.
     """
 
     def __init__(self) -> None:
-        self._own = array("d")
-        # Of each token the top, then what would be the top without the grammar
-        self._ids = array("i")
-        self._values = array("d")
-        self._top = 0  # so many of each token are the top
-        self._width = 0  # so many has each token
+        self._numbers = array("d")  # of each token: its own, then each id with its value
+        self._top = 0  # so many pairs of each token are the top
+        self._width = 1  # so many numbers has each token
 
     def append(self, entry: TokenLogprob) -> None:
-        pairs = entry.top + entry.free
-        assert not self or len(pairs) == self._width, (len(pairs), self._width)
+        numbers = [entry.logprob, *chain(*entry.top, *entry.free)]
+        assert not self or len(numbers) == self._width, (len(numbers), self._width)
         self._top = len(entry.top)
-        self._width = len(pairs)
-        for id, value in pairs:
-            self._ids.append(id)
-            self._values.append(value)
-        self._own.append(entry.logprob)  # at last: other threads read meanwhile
+        self._width = len(numbers)
+        self._numbers.extend(numbers)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._numbers) // self._width
 
     def __getitem__(self, place):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        entry = slice(place * self._width, (place + 1) * self._width)
-        pairs = tuple(zip(self._ids[entry], self._values[entry], strict=True))
-        return TokenLogprob(self._own[place], pairs[: self._top], pairs[self._top :])
+        start = range(len(self))[place] * self._width
+        own, *rest = self._numbers[start : start + self._width]
+        pairs = tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))
+        return TokenLogprob(own, pairs[: self._top], pairs[self._top :])
 
     def __eq__(self, other) -> bool:
         return list(self) == list(other)

@@ -28,7 +28,7 @@ def test_log_probabilities_are_read_as_they_were_taken_and_take_little(top, free
     with pytest.raises(IndexError):
         kept[1000]
     size = sum(sys.getsizeof(each) for each in vars(kept).values())
-    assert size < 1000 * 12 * (1 + top + free) * 1.2 + 1000
+    assert size < 1000 * 16 * (1 + top + free) * 1.2 + 1000
 
 
 def test_a_percentile_is_a_value_that_was_there():
