@@ -374,6 +374,7 @@ def as_json(schema: Mapping[str, Any]) -> str:
 # --- for those who watch ------------------------------------------------------------------------
 
 
+OPENINGS = tuple(opens for opens, _ in THOUGHTS)
 CLOSING = re.compile("|".join(re.escape(closes) for _, closes in THOUGHTS))
 CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
 
@@ -382,29 +383,26 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
     """The thought of an answer, what it says, and its calls: with their marks, and without to know
     the model. `is_thinking`: the prompt has opened the thought."""
     closing = CLOSING.search(text)
-    start = closing.end() if closing else 0
-    openings = tuple(opens for opens, _ in THOUGHTS)
-    if not closing and (is_thinking or text.lstrip().startswith(openings)):
-        start = len(text)
-    call = CALLING.search(text, start)
+    is_open = is_thinking or text.lstrip().startswith(OPENINGS)
+    thought = text if is_open else ""
+    if closing:
+        thought = text[: closing.end()]
+    call = CALLING.search(text, len(thought))
     end = call.start() if call else len(text)
-    answer = text[start:end]
-    answer = answer.strip("\n") if start or call else answer
-    parts = [
-        Part("thought", text[:start]),
-        Part("answer", answer),
-        Part("call", text[end:]),
-    ]
+    answer = text[len(thought) : end]
+    if thought or call:
+        answer = answer.strip("\n")
+    parts = Part("thought", thought), Part("answer", answer), Part("call", text[end:])
     return [part for part in parts if part.text]
 
 
 def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
     """The thought of an answer, without its marks, and the rest of the answer."""
-    parts = [*marked(text, is_thinking), Part("", "")]
-    thought = parts.pop(0).text if parts[0].kind == "thought" else ""
+    parts = dict(marked(text, is_thinking))
+    thought = parts.pop("thought", "")
     for mark in chain(*THOUGHTS):
         thought = thought.replace(mark, "")
-    return thought.strip(), "".join(part.text for part in parts)
+    return thought.strip(), "".join(parts.values())
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -412,14 +410,12 @@ def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
 # So many characters may stand before a body, or in it before its arguments; so much white space
 # belongs to a mark
 HEAD = 300
-NAME = r"[\w.-]{1,128}"
-# Separators of calls, and the tool's name, if it stands before the body
+NAME = r"[\w.-]{1,128}"  # of a tool
 KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
-BEFORE = re.compile(rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
-# How a body begins that need not be read whole before it can be told
-BEGINNING = re.compile(
-    rf'{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)'
-)
+# Separators of calls, and the tool's name, if it stands before the body
+BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
+# How a body begins that need not be read whole before it can be told, behind its brace
+BEGINNING = rf'\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)'
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
@@ -500,15 +496,16 @@ class Reader:
     def read(self) -> Reading[None]:
         """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
         behind a mark."""
+        say = partial(self._say, "answer")
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
-                yield from self._say_up_to(self._think, self._marks[1])
+                yield from self._say_up_to(partial(self._say, "thought"), self._marks[1])
                 self.thought = self._length - len(self._text)
                 yield from self._skip_space()
             elif is_start and self._format.is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._calls("")
-            elif mark := (yield from self._say_up_to(self._answer, self._format.opens)):
+            elif mark := (yield from self._say_up_to(say, self._format.opens)):
                 is_start = yield from self._calls(mark)
             if self.calls and self._is_single:
                 return  # what follows is not wanted
@@ -526,11 +523,25 @@ class Reader:
         """Does this mark come next, perhaps behind white space?"""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
+    def _take(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
+        """Take a mark away, the white space before it, and what has to stand behind it: a pattern.
+        None, if they do not come next. That is clear when something else stands in the mark's place,
+        and for `rest` at the latest when `HEAD` characters have come."""
+        pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
+
+        def look(text: str) -> re.Match | bool | None:
+            return False if begins(text.lstrip(), mark) is False else pattern.match(text)
+
+        found = yield from self._wait(look)
+        if not found:
+            return None
+        self._text = self._text[found.end() :]
+        return found
+
     def _skip(self, mark: str) -> Reading[bool]:
         """Take a mark away, if it comes next, and the white space around it."""
-        if not (yield from self._begins_with(mark)):
+        if not (yield from self._take(mark)):
             return False
-        self._text = self._text.lstrip().removeprefix(mark)
         yield from self._skip_space()
         return True
 
@@ -570,41 +581,29 @@ class Reader:
             mark = ""
             if self._is_single or (yield from self._close()):
                 return True
-        self._answer(mark + taken)
+        self._say("answer", mark + taken)
         return self.calls > count
 
     def _call_in_tags(self) -> Reading[str | None]:
         """One call. Returns None. But if it is no call, what has been taken away, here nothing."""
         tags = self._format.tags
-        name = yield from self._named(NAME, tags.before_name, tags.behind_name)
-        if not name:
+        rest = rf"({NAME})\s*{ending(tags.behind_name)}"
+        found = yield from self._take(tags.before_name.strip(), rest)
+        if not found:
             return ""
+        name = found[1]
         self._begin(name)
         yield from self._arguments(tags, self._tools.get(name, {}))
         yield from self._skip(tags.end.strip())
         return None
 
-    def _named(self, name: str, before: str, behind: str) -> Reading[str]:
-        """Take a name between two marks away. Nothing, if there is none. `name`: its pattern.
-        Without a mark behind, any other tag ends the name."""
-        mark = before.strip()
-        end = re.escape(behind.strip()) or "(?=<)"
-        pattern = re.compile(rf"\s*{re.escape(mark)}({name})\s*{end}")
-
-        def look(text: str) -> re.Match | bool | None:
-            return False if begins(text.lstrip(), mark) is False else pattern.match(text)
-
-        found = yield from self._wait(look)
-        if not found:
-            return ""
-        self._text = self._text[found.end() :]
-        return found[1]
-
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
         """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
         and any other value when it is complete."""
         said = "{"
-        while key := (yield from self._named(KEY, tags.before_key, tags.behind_key)):
+        rest = rf"({KEY})\s*{ending(tags.behind_key)}"
+        while found := (yield from self._take(tags.before_key.strip(), rest)):
+            key = found[1]
             kinds = kinds_of(schema, key)
             said += json.dumps(key, ensure_ascii=False) + ": "
             value: list[str] = []
@@ -633,8 +632,7 @@ class Reader:
         mark = tags.behind_value.strip()
         nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
         wrap, unwrap = self._format.wrap
-        if wrap and (yield from self._begins_with(wrap)):
-            self._text = self._text.lstrip().removeprefix(wrap)
+        if wrap and (yield from self._take(wrap)):
             mark = unwrap + mark
         if tags.behind_key.endswith("\n"):
             while not self._text and not self.is_complete:
@@ -649,15 +647,15 @@ class Reader:
 
     def _call_in_json(self) -> Reading[str | None]:
         """One call. Returns None. But if it is no call, what has been taken away."""
-        before = yield from self._find(BEFORE, "{")
-        if not before or (before[1] and not self._format.is_named):
+        before = yield from self._take("", BEFORE)
+        if not before:
             return ""
-        self._text = self._text[before.end() :]
         name = before[1]
-        found = None if name else (yield from self._find(BEGINNING, "}"))
+        if name and not self._format.is_named:
+            return before[0]
+        found = None if name else (yield from self._take("{", BEGINNING))
         if found:
             name = found[1]
-            self._text = self._text[found.end() :]
             if self._format.is_bare and name not in self._tools:
                 return before[0] + found[0]
         if not name:
@@ -681,15 +679,6 @@ class Reader:
         if self.is_complete and mark.startswith(self._text):
             self._text = ""
         return False
-
-    def _find(self, pattern: re.Pattern, last: str) -> Reading[re.Match | bool | None]:
-        """What this pattern finds. It is clear that it finds nothing when `last` has come, which
-        does not stand in it."""
-
-        def look(text: str) -> re.Match | bool | None:
-            return pattern.match(text) or (False if last in text else None)
-
-        return (yield from self._wait(look))
 
     def _late_body(self) -> Reading[str | None]:
         """A call in which the name and the arguments do not stand first, or not in this order."""
@@ -744,12 +733,6 @@ class Reader:
         self.calls += 1
         self._say("call", tool)
 
-    def _answer(self, text: str) -> None:
-        self._say("answer", text)
-
-    def _think(self, text: str) -> None:
-        self._say("thought", text)
-
     def _say(self, kind: str, text: str) -> None:
         """Neighbouring pieces of one kind are one. Each call is a call of its own."""
         if self._parts and self._parts[-1].kind == kind != "call":
@@ -772,6 +755,11 @@ def begins(text: str, mark: str) -> bool | None:
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
+
+
+def ending(mark: str) -> str:
+    """A pattern for the mark behind a name. Without a mark, any other tag ends the name."""
+    return re.escape(mark.strip()) or "(?=<)"
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
