@@ -21,6 +21,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,7 @@ def limit() -> int:
 
 DONE = 0  # exit codes of a stage's process
 FAILED = 1
+WAITS = 3
 
 
 # --- in the process of a stage ------------------------------------------------------------------
@@ -51,7 +54,7 @@ def try_stage(folder: Path, number: int, whole_trace: bool) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGXCPU, chain=True)  # where it was then
     resource.setrlimit(resource.RLIMIT_CPU, (limit(), limit() + 10))
-    faulthandler.dump_traceback_later(2 * limit(), exit=True)  # of one that waits for ever
+    threading.Thread(target=end_a_wait, daemon=True).start()
     book.open_book(str(folder))
     try:
         import checks  # and with them all chapters
@@ -81,6 +84,17 @@ def try_stage(folder: Path, number: int, whole_trace: bool) -> int:
     else:
         say_exception(error, folder, whole_trace)
     return FAILED
+
+
+def end_a_wait() -> None:
+    """End this process, and say where it was, once it has done nothing for so long. (Time as such
+    says little: on a busy machine an endless loop, too, is slow to come to its limit.)"""
+    done = -limit()
+    while time.process_time() > done + limit() / 50:
+        done = time.process_time()
+        time.sleep(limit())
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(WAITS)
 
 
 def say_exception(error: BaseException, folder: Path, whole: bool) -> None:
@@ -114,8 +128,8 @@ def run_stage(folder: Path, stage: Stage, trace: bool) -> tuple[int, str]:
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
     said = done.stdout
-    if "Timeout (" in done.stderr:
-        waits = f"   ✗ no end after {2 * limit()} s: does it wait for something?"
+    if done.returncode == WAITS:
+        waits = f"   ✗ no end, and no work for {limit()} s: does it wait for something?"
         return FAILED, f"{said}{waits}\n{where(done.stderr, folder)}"
     if done.returncode == -signal.SIGXCPU:
         loop = f"   ✗ no end after {limit()} s of work: an endless loop?"
