@@ -4,22 +4,15 @@ what others wish."""
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
+from waiting import wait_for
 
 from nanobatch import Engine, Sampling
 from parts.api.loop import Loop, Stopwatch
 
 LONG = Sampling(max_tokens=60, ignore_eos=True)
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
-
-
-def soon(ready: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 60
-    while not ready() and time.monotonic() < until:
-        time.sleep(0.005)
-    return ready()
 
 
 @pytest.fixture
@@ -31,7 +24,7 @@ def loop(engine):
 
 def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
     loop.pause()
-    assert soon(lambda: loop.paused)
+    wait_for(lambda: loop.paused)
     handle = engine.submit([1], LONG)
     time.sleep(0.1)
     assert engine.steps == 0 and handle.tokens == []
@@ -48,7 +41,7 @@ def test_so_many_steps_by_hand_are_so_many_steps_that_can_be_seen(parts, run_ahe
         handle = engine.submit([1], LONG)
         for count, expected in ((1, 1), (1, 2), (3, 5)):
             loop.step(count)
-            assert soon(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
+            wait_for(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
             time.sleep(0.05)
             assert engine.steps == len(handle.tokens) == expected and loop.paused
         loop.resume()
@@ -61,7 +54,8 @@ def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
     handle = engine.submit([1], SHORT)
     loop.step(100)
     assert handle.result(timeout=60).finish_reason == "length"
-    assert soon(lambda: loop.stepping == 0) and loop.paused
+    wait_for(lambda: loop.stepping == 0)
+    assert loop.paused
     later = engine.submit([1], SHORT)
     time.sleep(0.1)
     assert later.tokens == []
@@ -85,7 +79,8 @@ def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, 
         loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
         time.sleep(0.001)
     handle.result(timeout=60)
-    assert soon(lambda: len(seen) == 50) and set(seen) == {(0, "nanobatch")}
+    wait_for(lambda: len(seen) == 50)
+    assert set(seen) == {(0, "nanobatch")}
 
 
 def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop):
@@ -110,7 +105,7 @@ def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, 
         "serve": lambda: engine.serving().start(),
     }
     loop.wish(acts[how])
-    assert soon(lambda: engine.snapshot().faults)
+    wait_for(lambda: engine.snapshot().faults)
     assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
@@ -120,14 +115,16 @@ def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
         steps = []
         loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
         engine.submit([1], LONG).result(timeout=60)
-        assert soon(lambda: steps[-1] == 60) and set(range(1, 61)) <= set(steps)
+        wait_for(lambda: steps[-1] == 60)
+        assert set(range(1, 61)) <= set(steps)
         count = len(steps)
         time.sleep(0.2)
         assert len(steps) == count, "it is called although nothing happens"
         assert loop.stop(patience=60)
         calls = []
         loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
-        assert soon(lambda: len(calls) > 5) and engine.steps == 60
+        wait_for(lambda: len(calls) > 5)
+        assert engine.steps == 60
         assert loop.stop(patience=60)
 
 
@@ -135,7 +132,7 @@ def test_a_between_that_raises_is_noted_and_the_engine_is_served_on(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         loop = Loop(engine, between=lambda: {}["nothing"]).start()
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
-        assert soon(lambda: any("KeyError" in fault for fault in engine.snapshot().faults))
+        wait_for(lambda: any("KeyError" in fault for fault in engine.snapshot().faults))
         assert loop.stop(patience=60)
 
 
@@ -144,7 +141,7 @@ def test_a_loop_stops_at_once_and_hands_the_engine_back(engine, paused):
     loop = Loop(engine).start()
     if paused:
         loop.pause()
-        assert soon(lambda: loop.paused)
+        wait_for(lambda: loop.paused)
     handle = engine.submit([1], LONG)
     assert loop.stop(patience=60) and loop.stop()
     assert handle.result(timeout=60).finish_reason == "length"  # stepped here
@@ -168,7 +165,8 @@ def test_a_loop_that_a_wish_stops_ends_without_waiting_for_itself(engine):
     loop = Loop(engine).start()
     stopped = []
     loop.wish(lambda: stopped.append(loop.stop()))
-    assert soon(lambda: stopped == [True]) and loop.stop(patience=60)
+    wait_for(lambda: stopped == [True])
+    assert loop.stop(patience=60)
 
 
 def test_an_engine_has_one_loop_at_a_time(engine, loop):
@@ -243,12 +241,13 @@ def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(par
         loop = Loop(engine, watch=watch).start()
         loop.slow = 0.01
         handle, heard = engine.submit([1], LONG), threading.Event()
-        assert soon(lambda: engine.steps == 1)
+        wait_for(lambda: engine.steps == 1)
         loop.wish(heard.set)
         assert heard.wait(60) and engine.steps == 1
         loop.step(1)  # a step by hand waits for its turn, too
         loop.wish(lambda: setattr(loop, "slow", 0.0))
-        assert soon(lambda: engine.steps == 2) and loop.paused
+        wait_for(lambda: engine.steps == 2)
+        assert loop.paused
         loop.resume()
         assert handle.result(timeout=60).finish_reason == "length"
         assert loop.stop(patience=60)
@@ -283,10 +282,10 @@ def test_in_slow_motion_an_idle_loop_wakes_for_a_request_whose_step_is_not_due_y
         loop = Loop(engine, between=between, watch=watch)
         loop.slow = 2.0
         loop.start()
-        assert soon(lambda: turns), "an idle turn; the next step is due half a second later"
+        wait_for(lambda: turns)  # an idle turn; the next step is due half a second later
         if who != "between":
             fire()
-        assert soon(lambda: handles and handles[0].finish_reason == "length")
+        wait_for(lambda: handles and handles[0].finish_reason == "length")
         assert loop.stop(patience=60)
 
 
@@ -308,7 +307,7 @@ def test_a_pause_stops_the_engines_clock(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         loop = Loop(engine, watch=watch).start()
         loop.pause()
-        assert soon(lambda: loop.paused and watch() == watch())
+        wait_for(lambda: loop.paused and watch() == watch())
         began = time.monotonic()
         handle = engine.submit([1], SHORT)
         before = watch()

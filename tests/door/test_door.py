@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 from doors import COMPLETIONS, Line, Server
 from soak_http import Weighed, soak, talker
+from waiting import wait_for
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
@@ -84,9 +85,7 @@ def test_a_stream_without_a_silence_has_no_pings(here):
 def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 60
-    while here.gauge("paused_seconds") < 0.1:
-        assert time.monotonic() < deadline
+    wait_for(lambda: here.gauge("paused_seconds") >= 0.1)
     here.door.drain(10)
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -96,8 +95,7 @@ def test_slow_motion_ends_when_the_server_does(here):
     end."""
     here.loop.slow = 0.2
     line = here.line().post(COMPLETIONS, BODY)
-    while not here.loop.engine.steps:
-        time.sleep(0.01)
+    wait_for(lambda: here.loop.engine.steps)
     here.door.drain(10)
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -165,8 +163,7 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
         return Door.wait.__code__ in functions
 
     def strike() -> None:
-        while not is_waiting():
-            time.sleep(0.01)
+        wait_for(is_waiting)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     thread = threading.Thread(target=strike)
@@ -240,10 +237,7 @@ def test_a_door_that_is_shut_leaves_no_connection_open(engine):
             line.post(COMPLETIONS, BODY | {"stream": True, "n": 16, "logprobs": 20})
             line.until(b"\r\n\r\n")
             (connection,) = here.door._server.server_state.connections
-            deadline = time.monotonic() + 60
-            while not connection.is_blocked:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_for(lambda blocked=connection: blocked.is_blocked)
         del here, connection
         gc.collect()
     assert not said, [str(each.message) for each in said]
@@ -255,11 +249,8 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
-    deadline = time.monotonic() + 60
-    while not (found := here.door.look().open) or not found[0].requests:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    engine.cancel(engine._ledger.open[found[0].requests[0]])
+    (request,) = submitted(here)
+    engine.cancel(engine._ledger.open[request])
     said = line.until(b'"code":"cancelled"') if stream else line.reply()
     assert (
         b"finish_reason" not in said
@@ -275,12 +266,14 @@ def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
         COMPLETIONS,
         BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1},
     )
-    deadline = time.monotonic() + 60
-    while not (ended := here.door.look().ended):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ended = wait_for(lambda: here.door.look().ended)
     assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.door.look().open
     line.hang_up()
+
+
+def submitted(here) -> tuple[int, ...]:
+    """The requests of the one call that is open, as soon as they are in line."""
+    return wait_for(lambda: [call.requests for call in here.door.look().open if call.requests])[0]
 
 
 def narrow(here) -> None:
@@ -306,16 +299,11 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
     narrow(here)
     here.loop.resume()
     answers = list(here.door._answers.values())
-    deadline = time.monotonic() + 60
-    while any(answer.left for answer in answers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not any(answer.left for answer in answers))
     most, least = sorted(answer.lag for answer in answers)[::-1]
     assert most > 1.2 * least > 1_000
     monkeypatch.setattr(http, "LAG", most + least // 2)
-    while not (ended := [call for call in here.door.look().ended if call.reason == "too_slow"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    ended = wait_for(lambda: [call for call in here.door.look().ended if call.reason == "too_slow"])
     time.sleep(0.2)  # some sweeps later
     assert len(ended) == 1 and len(here.door.look().open) == 1
     said = lines[1].until(b"[DONE]")
@@ -331,20 +319,18 @@ def test_a_large_answer_is_sent_as_it_is_taken(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
-    while not (connections := here.door._server.server_state.connections):
-        time.sleep(0.005)
-    (connection,) = connections
+    (connection,) = wait_for(lambda: here.door._server.server_state.connections)
     narrow(here)
     here.loop.resume()
     size = int(re.search(rb"content-length: (\d+)", line.until(b"\r\n\r\n"))[1])
     moments = set()
-    deadline = time.monotonic() + 60
     while size > len(line.rest):
-        assert time.monotonic() < deadline
         if connection.is_blocked and connection._visit:
             assert connection.unsent <= http.PART
             moments.add(connection._blocked_since)
-        line.rest += line.socket.recv(2**12)
+        more = line.socket.recv(2**12)
+        assert more, "the connection has ended"
+        line.rest += more
     assert len(moments) > 5 and size > 10 * http.PART, (len(moments), size)
     assert len(json.loads(line.rest)["choices"]) == 8
     line.hang_up()
@@ -355,16 +341,12 @@ def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
-    deadline = time.monotonic() + 60
-    while not here.door.look().open:
-        assert time.monotonic() < deadline
+    wait_for(lambda: here.door.look().open)
     narrow(here)
     here.loop.resume()
     line.until(b"\r\n\r\n")
     line.hang_up()
-    while not (ended := here.door.look().ended):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    ended = wait_for(lambda: here.door.look().ended)
     assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
 
 
@@ -378,10 +360,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     (connection,) = here.door._server.server_state.connections
     narrow(here)
     here.loop.resume()
-    deadline = time.monotonic() + 60
-    while not connection.is_blocked:  # a write waits
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for(lambda: connection.is_blocked)  # a write waits
     said = b""
     while b"[DONE]" not in said:
         said += line.socket.recv(600)
@@ -455,17 +434,12 @@ def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
 
 def fill(here, line: Line, requests: int) -> None:
     """Ask for more than the buffers between here and there hold, and read nothing."""
-    while not here.door._server.server_state.connections:
-        time.sleep(0.01)
-    (connection,) = here.door._server.server_state.connections
+    (connection,) = wait_for(lambda: here.door._server.server_state.connections)
     connection.transport.get_extra_info("socket").setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
     )
     line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
-    deadline = time.monotonic() + 60
-    while here.door.look().connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not here.door.look().connections)
     line.hang_up()
 
 
@@ -489,30 +463,22 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
     gone."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 60
-    while not (found := here.door.look().open) or not found[0].requests:
-        assert time.monotonic() < deadline
+    submitted(here)
     line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
     (connection,) = here.door._server.server_state.connections
-    while not connection.pipeline:
-        assert time.monotonic() < deadline
+    wait_for(lambda: connection.pipeline)
     line.hang_up()
-    while here.door.look().open:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not here.door.look().open)
 
 
 def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
     """A packet holds 14,000 of them, and `uvicorn` would keep them all."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 60
-    while not (found := here.door.look().open) or not found[0].requests:
-        assert time.monotonic() < deadline
+    submitted(here)
     line.send("GET /health HTTP/1.1\n\n" * (http.REQUESTS + 100))
     assert line.everything() == b""
-    while here.door.look().open:
-        assert time.monotonic() < deadline
+    wait_for(lambda: not here.door.look().open)
     here.loop.resume()
     assert here.complete().status == 200
 
@@ -522,17 +488,11 @@ def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch)
     monkeypatch.setattr(http, "BODIES", 10 * LONG)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
     lines = [here.line().send(head).send(b"x" * 4 * LONG) for _ in range(4)]
-    refused = 0
-    deadline = time.monotonic() + 20
-    while not refused:
-        assert time.monotonic() < deadline
-        refused = sum(call.status == 429 for call in here.door.look().ended)
+    wait_for(lambda: any(call.status == 429 for call in here.door.look().ended))
     assert here.complete(max_tokens=1).status == 200
     for line in lines:
         line.hang_up()
-    deadline = time.monotonic() + 20
-    while here.door.look().open:
-        assert time.monotonic() < deadline
+    wait_for(lambda: not here.door.look().open)
     assert here.complete(user="x" * 5 * LONG, max_tokens=1).status == 200
 
 
@@ -543,9 +503,7 @@ def test_headers_behind_a_body_are_not_kept(here):
     data = json.dumps(BODY).encode()
     line = here.line().send(head).send(f"{len(data):x}\n".encode().replace(b"\n", b"\r\n") + data)
     line.send("\n0\n").send("A: b\n" * 20_000)
-    deadline = time.monotonic() + 20
-    while not here.door.look().open:
-        assert time.monotonic() < deadline
+    wait_for(lambda: here.door.look().open)
     (connection,) = here.door._server.server_state.connections
     assert len(connection.headers) < 10
     assert line.send("\n").reply().status == 200
@@ -596,9 +554,7 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
     with Here(engine) as here:
         here.loop.pause()
         first = here.line().post(COMPLETIONS, BODY | {"n": 3})
-        deadline = time.monotonic() + 60
-        while engine.snapshot().waiting < 3:
-            assert time.monotonic() < deadline
+        wait_for(lambda: engine.snapshot().waiting == 3)
         assert here.complete(n=3).status == 429
         assert engine.snapshot().waiting == 3
         here.loop.resume()
@@ -653,9 +609,7 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     assert reply.error["type"] == "rate_limit_error"
     for line in kept:
         line.hang_up()
-    deadline = time.monotonic() + 60
-    while (status := here.ask("/v1/models").status) != 200:
-        assert time.monotonic() < deadline, status
+    wait_for(lambda: here.ask("/v1/models").status == 200)
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
@@ -674,8 +628,7 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
             with pytest.raises(KeyboardInterrupt):
                 here.door.wait(queue.SimpleQueue())
             here.door.close()
-            while any(thread.name == "door" for thread in threading.enumerate()):
-                time.sleep(0.01)
+            wait_for(lambda: "door" not in [thread.name for thread in threading.enumerate()])
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not faults
@@ -769,9 +722,7 @@ def test_the_engine_is_told_the_network_and_the_journal_the_address(here, monkey
     line = here.line().post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 9} | more)
     assert line.reply().status == 200
     assert here.door.served.engine.snapshot().ended[-1].client == "10.1.2.3/24"
-    while not here.door.look().ended:
-        time.sleep(0.01)
-    assert here.door.look().ended[-1].client == "127.0.0.1"
+    assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.1"
 
 
 def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
@@ -787,22 +738,16 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
     body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
     at_once = here.door._grammar_pool._max_workers
     lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
-    deadline = time.monotonic() + 20
-    while len(asked) < at_once:
-        assert time.monotonic() < deadline
+    wait_for(lambda: len(asked) == at_once)
     lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
-    while here.door.look().connections < at_once + 5 or not all(
-        visit.is_news and not visit.size for visit in list(here.door._visits)
-    ):
-        assert time.monotonic() < deadline
+    wait_for(lambda: here.door.look().connections == at_once + 5)
+    wait_for(lambda: all(v.is_news and not v.size for v in list(here.door._visits)))
     time.sleep(0.2)
     for line in lines[at_once:]:
         line.hang_up()
-    while here.door.look().connections > at_once:
-        assert time.monotonic() < deadline
+    wait_for(lambda: here.door.look().connections <= at_once)
     goes_on.set()
-    while here.door.look().open:
-        assert time.monotonic() < deadline
+    wait_for(lambda: not here.door.look().open)
     assert len(asked) == at_once
 
 
@@ -916,10 +861,7 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     answer._rest = held
 
     here.loop.resume()
-    deadline = time.monotonic() + 20
-    while answer.left:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not answer.left)
     words = sum(type(each) is Word for each in gc.get_objects())
     assert words == 0, "texts are made of tokens when they are written"
     goes_on.set()

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +9,7 @@ import openai
 import pytest
 from doors import CHAT
 from parrot import Taught
+from waiting import wait_for
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
@@ -71,8 +71,7 @@ def test_thousands_of_texts_leave_room_in_the_line_for_a_chat(here, wanted):
     asked = threading.Thread(target=lambda: found.append(here.ask(PATH, {"input": many})))
     loop.pause()
     asked.start()
-    while engine.sched.submitted == engine.steps == 0 or not engine.sched.waiting:
-        time.sleep(0.005)
+    wait_for(lambda: engine.sched.waiting)
     in_line = len(engine.sched.waiting)
     loop.resume()
     chat = here.ask(CHAT, {"messages": [{"role": "user", "content": "say: 8."}]})
@@ -171,10 +170,8 @@ def test_a_vector_with_a_number_that_json_has_not_is_a_500(here, monkeypatch):
 def test_a_client_that_hangs_up_leaves_nothing_in_line(here):
     here.parrot.loop.pause()
     line = here.line().post(PATH, {"input": TEXTS * 20})
-    while not here.parrot.engine.sched.waiting:
-        time.sleep(0.005)
+    wait_for(lambda: here.parrot.engine.sched.waiting)
     line.hang_up()
-    while here.parrot.engine.has_work:
-        time.sleep(0.005)
+    wait_for(lambda: not here.parrot.engine.has_work)
     here.parrot.loop.resume()
     assert here.is_idle()

@@ -16,6 +16,7 @@ import pytest
 from conform import FLAT, MESSAGES, RESPONSES, SCHEMAS, TOOLS, said
 from doors import CHAT, COMPLETIONS
 from parrot import Taught
+from waiting import wait_for
 
 from parts.api import faults
 from parts.text.grammar import Grammar
@@ -76,24 +77,17 @@ def census(taught) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         """What has been hung up on takes a moment to be noticed."""
-        deadline = time.monotonic() + 10
-        while left := found() - before:
-            assert time.monotonic() < deadline, left
+        until = time.monotonic() + 60
+        while (left := found() - before) and time.monotonic() < until:
             time.sleep(0.1)
+        assert not left
 
-    wait_until(lambda: is_quiet(taught))
+    wait_for(lambda: is_quiet(taught))
     gc.collect()
     gc.disable()
     before = found()
     yield check
     gc.enable()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_quiet(taught: Taught) -> bool:
@@ -117,10 +111,10 @@ def test_nothing_is_left_of_vectors(taught, census):
         assert taught.ask(*VECTORS).status == 200
     taught.parrot.loop.pause()
     lines = [taught.line().post(*VECTORS) for _ in range(MANY)]
-    wait_until(lambda: sum(bool(call.requests) for call in taught.parrot.door.journal.look()[0]))
+    wait_for(lambda: sum(bool(call.requests) for call in taught.parrot.door.journal.look()[0]))
     for line in lines:
         line.hang_up()
-    wait_until(lambda: not taught.parrot.door.journal.look()[0])
+    wait_for(lambda: not taught.parrot.door.journal.look()[0])
     taught.parrot.loop.resume()
     census()
 
@@ -148,11 +142,11 @@ def test_nothing_is_left_of_those_who_hang_up(taught, census, kind):
             asked = json.dumps(body | {"stream": bool(number % 2)})
             asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # no slot remembers such a prompt
             lines.append(taught.line().post(path, asked.encode()))
-        wait_until(lambda: sum(bool(call.requests) for call in journal.look()[0]) == MANY)
+        wait_for(lambda: sum(bool(call.requests) for call in journal.look()[0]) == MANY)
         reach(taught, phase)
         for line in lines:
             line.hang_up()
-        wait_until(lambda: not journal.look()[0])
+        wait_for(lambda: not journal.look()[0])
         loop.resume()
     census()
 
@@ -165,10 +159,10 @@ def reach(taught: Taught, phase: str) -> None:
         if any(slot.phase == phase for slot in engine.snapshot().slots):
             return True
         loop.step()
-        wait_until(lambda: not loop.stepping)
+        wait_for(lambda: not loop.stepping)
         return False
 
-    wait_until(is_there)
+    wait_for(is_there)
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages", "choices"])
@@ -222,6 +216,6 @@ def test_nothing_is_left_of_connections_without_a_whole_request(taught, census):
             line.send(f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 5000000\n\n")
             assert line.reply().status == 413
         line.hang_up()
-    wait_until(lambda: is_quiet(taught))
+    wait_for(lambda: is_quiet(taught))
     taught.parrot.loop.resume()
     census()

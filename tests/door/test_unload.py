@@ -1,9 +1,8 @@
 """A server that nobody asks lets go of its weights, and says so."""
 
-import time
-
 import pytest
 from doors import Server
+from waiting import wait_for
 
 import serve
 
@@ -19,10 +18,7 @@ def test_an_idle_server_lets_go_of_its_weights_and_the_next_request_brings_them_
             return reply.json["choices"][0]["message"]["content"]
 
         assert answer() == "3, 4, 5, 6, 7."
-        deadline = time.monotonic() + 60
-        while server.ask("/health").json != {"status": "unloaded"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: server.ask("/health").json == {"status": "unloaded"})
         assert server.ask("/health").status == 200
         assert answer() == "3, 4, 5, 6, 7."
         streamed = server.ask("/v1/chat/completions", QUESTION | {"stream": True})

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from parts.text.trials import Allowance, BusyError, LimitError, Trials
 
@@ -31,13 +31,6 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(is_so) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(trials):
@@ -106,7 +99,7 @@ def test_a_nursery_that_was_killed_is_replaced(trials):
     another, _ = trials.run(["processes"])
     assert another != nursery
     os.kill(another, signal.SIGKILL)  # between two jobs
-    wait_until(lambda: not is_alive(another))
+    wait_for(lambda: not is_alive(another))
     assert trials.run(["double", "x"]) == "xx"
 
 
@@ -130,7 +123,7 @@ def test_nothing_of_a_nursery_stays(trials):
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "lib")]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == -9, said.stderr
-    wait_until(lambda: not is_alive(int(said.stdout.split()[0])))
+    wait_for(lambda: not is_alive(int(said.stdout.split()[0])))
 
 
 def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
