@@ -4,9 +4,9 @@ The problem. A tour of mere words is skipped, and a tour over the whole screen h
 And a person leaves a tour at any moment, wants everything back as before, and never waits.
 
 The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
-come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. `Tour.look`
-is called as often as the screen is looked at, goes on as far as possible, and never waits. The
-tour's words are a `Telling` in the state, and `draw` draws a strip of a few lines under the
+come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The tour is
+a generator (`Tour._play`), and each scene a generator inside. `Tour.look` is called as often as the
+screen is looked at, lets the generator go on as far as possible, and never waits. The tour's words are a `Telling` in the state, and `draw` draws a strip of a few lines under the
 panes, so the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -117,27 +117,16 @@ class Tour:
         now: Callable[[], float] = time.monotonic,
         scenes: Sequence[Scene] = SCENES,
     ):
-        refuse(desk)
         self.desk = desk
         self.state = desk.state
         self.is_over = False
+        self.waits = False  # nothing happens before the user says something
+        self._runs = False  # a scene runs, and can hurry
         self._now = now
         self._scenes = scenes
-        self._put_back = as_now(desk)
         self._right = 0  # true guesses
-        self._number = -1  # of the scene, from 0
-        desk.eases = False
-        desk.stays = False  # a trial ends by itself
-        self._next_scene()
-
-    @property
-    def scene(self) -> Scene:
-        return self._scenes[self._number]
-
-    @property
-    def waits(self) -> bool:
-        """Does nothing happen before the user says something?"""
-        return self._phase in ("ask", "tell", "end")
+        self._playing = self._play()
+        self.look()
 
     # --- the user's words
 
@@ -145,77 +134,98 @@ class Tour:
         """From 1. Nothing happens if there is no such answer, or nothing was asked."""
         if self.state.tour.asks and 1 <= answer <= len(self.state.tour.answers):
             self.seen.guess = answer
-            self._run()
+            self.go_on()
 
     def go_on(self) -> None:
         """Without a guess; or to the next scene. While a scene runs: at full speed."""
-        if self.state.tour.asks:
-            self._run()
-        elif self._phase == "tell":
-            self._next_scene()
-        elif self._phase == "run" and self._halt != STOP:
+        if self.waits:
+            self.waits = False
+            self.look()
+        elif self._runs:
             self.seen.hurries = True
             self.desk.obey("/slow off")
             self.desk.obey("/resume")
-        elif self._phase == "end":
-            self.leave()
 
     def leave(self) -> None:
         """At once; everything is as before."""
-        if not self.is_over:
-            self.is_over = True
-            self._put_back()
-            self.state.tour = None
+        self._playing.close()
+        self.is_over = True
+        self.state.tour = None
 
     # --- going on by itself
 
     def look(self) -> None:
         """Go on as far as possible."""
-        if self._phase in ("stage", "run") and not self.is_over:
-            spent = self._now() - self._began
-            self.seen.late = self.seen.late or spent >= LONGEST
-            if spent >= HURRY and not self.seen.hurries:
-                self.go_on()
-            found = self.seen.found
-            if found and self._phase == "run":
-                hint = f"{found.so_far} · {RUNS}"
-                self.state.tour = self.state.tour._replace(hint=hint)
-            try:
-                self._go_on()
-            except ValueError as error:
-                self._give_up(str(error))
-            except Exception as error:  # a mistake in the scene
-                show_fault(f"the scene {self.scene.title!r} failed", error)
-                self._give_up(f"{describe(error)}; E shows where")
+        has_failed = self.state.view.stage == "failed"
+        if has_failed or not (self.waits or next(self._playing, "over") is None):
+            self.leave()
 
-    def _go_on(self) -> None:
-        """Obey the story's lines, up to the next wait, question or explanation. If it is late,
-        nothing is obeyed, and nothing waited for."""
+    def _play(self) -> Iterator[None]:
+        """The whole tour. Each `yield` lets the screen and the user act."""
+        refuse(self.desk)
+        self.state.tour = Telling(0, 0, "", "", hint=COMES)
+        while self.state.view.stage != "ready":
+            yield
+        refuse(self.desk)
+        put_back = as_now(self.desk)
+        self.desk.eases = False
+        self.desk.stays = False  # a trial ends by itself
+        try:
+            for self._number, self.scene in enumerate(self._scenes, 1):
+                try:
+                    yield from self._play_scene()
+                except ValueError as error:
+                    self._give_up(str(error))
+                except Exception as error:  # a mistake in the scene
+                    show_fault(f"the scene {self.scene.title!r} failed", error)
+                    self._give_up(f"{describe(error)}; E shows where")
+                yield from self._until_a_word()
+            self._end()
+            yield from self._until_a_word()
+        finally:
+            put_back()
+
+    def _play_scene(self) -> Iterator[None]:
+        """Obey the story's lines. If it is late, nothing is obeyed, and nothing waited for."""
+        self._set_stage()
+        yield from self._until_a_look()
+        for line in self.scene.story(self.seen):
+            if isinstance(line, Question):
+                yield from self._ask(line)
+            elif isinstance(line, Explanation):
+                self._tell(line)
+            elif line in (WAIT, STOP):
+                if line == STOP:
+                    self._runs = False
+                    self.desk.obey("/pause")
+                yield from self._until_quiet()
+            elif not self.seen.late:
+                self._do(line)
+
+    def _until_a_word(self) -> Iterator[None]:
+        self._runs = False
+        self.waits = True
+        while self.waits:
+            yield
+
+    def _until_quiet(self) -> Iterator[None]:
+        """Until the view shows the effect of all lines."""
+        while not self.seen.late:
+            yield from self._until_a_look()
+            if self.desk.heard and not self.state.view.stepping:
+                return
+
+    def _until_a_look(self) -> Iterator[None]:
+        yield
+        spent = self._now() - self._began
+        self.seen.late = self.seen.late or spent >= LONGEST
+        if spent >= HURRY and not self.seen.hurries:
+            self.go_on()
+        if self._runs and self.seen.found:
+            self._hint(f"{self.seen.found.so_far} · {RUNS}")
         faults = self.state.faults[self._faults :]
         if faults:  # a prompt was not fired
             raise ValueError(faults[0].message)
-        late = self.seen.late
-        if self._halt and not (self._is_quiet or late):
-            return
-        for line in self._story:
-            if isinstance(line, Question):
-                self._ask(line)
-                return
-            if isinstance(line, Explanation):
-                self._tell(line)
-                return
-            self._halt = line if line in (WAIT, STOP) else ""
-            if line == STOP:
-                self.desk.obey("/pause")
-            elif not (self._halt or late):
-                self._do(line)
-            if self._halt and not late:
-                return
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Does the view show the effect of all lines?"""
-        return self.desk.heard and not self.state.view.stepping
 
     def _do(self, line: str) -> None:
         if len(line) > 1:
@@ -224,11 +234,7 @@ class Tour:
         if word not in self._pressed:
             self._pressed.append(word)
 
-    def _next_scene(self) -> None:
-        self._number += 1
-        if self._number == len(self._scenes):
-            self._end()
-            return
+    def _set_stage(self) -> None:
         for line in CLEARED:
             self.desk.obey(line)
         self.state.settings = Settings(guesses=False)
@@ -237,30 +243,22 @@ class Tour:
         self.state.selected = 0
         self.state.zoom = None
         self.seen = Sight(self.state)
-        self._story = self.scene.story(self.seen)
         self._faults = len(self.state.faults)
         self._pressed: list[str] = []
-        self._begin("stage")
+        self._began = self._now()
         self._say("The stage is being set …", "esc: leave")
 
-    def _begin(self, phase: str) -> None:
-        self._phase = phase
-        self._began = self._now()
-        self._halt = ""  # WAIT or STOP: the story goes on when the view shows all
-        self.seen.hurries = False
+    # --- the tour's words
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: Question) -> Iterator[None]:
         answers = tuple(question.answers)
-        self._phase = "ask"
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
         self._say(question.text, hint, answers=answers, asks=True)
-
-    def _run(self) -> None:
-        self._begin("run")
-        guess = self.seen.guess
-        self.state.tour = self.state.tour._replace(
-            asks=False, guess=guess, hint=f"it runs … · {RUNS}"
-        )
+        yield from self._until_a_word()
+        self._began = self._now()
+        self._runs = True
+        self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
+        yield from self._until_a_look()
 
     def _tell(self, told: Explanation) -> None:
         guess = self.seen.guess
@@ -278,29 +276,24 @@ class Tour:
         self._explain(f"This scene did not come off{late}: {clean(why)}.")
 
     def _explain(self, text: str, **more: object) -> None:
-        self._phase = "tell"
         # Other programs make steps slow: then the figures are not only the engine's
         others = others_of(self.state.view)
         note = f" · {others}" if others else ""
         self._say(text, f"enter: go on · esc: leave{note}", **more)
 
     def _end(self) -> None:
-        self._number -= 1
-        self._phase = "end"
         came = f"{self._right} of your guesses came true." if self._right else ""
         hint = "enter, esc: settings and policy as they were before"
-        self._say(FAREWELL, hint, verdict=came)
-        self.state.tour = self.state.tour._replace(title="the end")
+        self._say(FAREWELL, hint, title="the end", verdict=came)
 
-    def _say(self, text: str, hint: str, **more: object) -> None:
+    def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
+        title = title or self.scene.title
         self.state.tour = Telling(
-            self._number + 1,
-            len(self._scenes),
-            self.scene.title,
-            text,
-            hint=hint,
-            **more,
+            self._number, len(self._scenes), title, text, hint=hint, **more
         )
+
+    def _hint(self, hint: str, **more: object) -> None:
+        self.state.tour = self.state.tour._replace(hint=hint, **more)
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
@@ -365,46 +358,32 @@ def draw_answers(told: Telling, on: Paper) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def obey(desk: Desk, rest: str) -> str | None:
+def obey(desk: Desk, rest: str) -> str:
     if not desk.talks:
         raise ValueError(
             f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
         )
-    refuse(desk)
+    desk.state.kept["tour"] = Tour(desk)
     desk.state.offers_tour = False
     desk.state.talking = False
-    if desk.state.view.stage == "ready":
-        desk.state.kept["tour"] = Tour(desk)
-        return None
-    desk.state.tour = Telling(0, 0, "", "", hint=COMES)
-    return COMES
+    return COMES if desk.state.view.stage == "loading" else ""
 
 
 def look(desk: Desk) -> bool:
-    """A tour that was wished for while the model loaded begins now; any other goes on."""
+    """The tour goes on. A wish from before the model was there may be refused now."""
     state = desk.state
-    tour = state.kept.get("tour")
     told = state.tour
-    if state.view.stage == "failed":
+    try:
+        state.kept["tour"].look()
+    except ValueError as error:
         state.tour = None
-    elif tour:
-        tour.look()
-    elif state.view.stage == "ready":
-        try:
-            state.kept["tour"] = Tour(desk)
-        except ValueError as error:
-            state.tour = None
-            state.faults.append(Fault(str(error)))
+        state.faults.append(Fault(str(error)))
     return state.tour is not told
 
 
 def press(state: State, act: Callable[[Tour], None]) -> None:
-    """A key: the tour does something. While the model loads there is no tour yet."""
-    tour = state.kept.get("tour")
-    if tour:
-        act(tour)
-    elif act is Tour.leave:
-        state.tour = None
+    """A key: the tour does something."""
+    act(state.kept["tour"])
 
 
 OWN = {
@@ -434,24 +413,20 @@ PAGE = Page(
 
 def run_plain_tour(desk: Desk) -> int:
     """The tour as lines: each question, a guess from standard input, and the explanation."""
-    tour: Tour | None = None
+    tour = Tour(desk)
     told: Telling | None = None
-    while tour is None or not tour.is_over:
+    while not tour.is_over:
         time.sleep(0.05)
         desk.look()
-        stage = desk.state.view.stage
-        if stage == "failed":
-            print(f"nanobatch: {desk.state.view.error}", file=sys.stderr)
-            return 2
-        if stage != "ready":
-            continue
-        tour = tour or Tour(desk)
         tour.look()
-        if desk.state.tour != told:
-            told = desk.state.tour
+        if tour.state.tour not in (told, None):
+            told = tour.state.tour
             print("\n".join(in_lines(told)), flush=True)
         elif tour.waits:
             answer(tour, sys.stdin.readline())
+    if desk.state.view.stage == "failed":
+        print(f"nanobatch: {desk.state.view.error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -460,7 +435,7 @@ def in_lines(told: Telling) -> list[str]:
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
     lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []
-    lines.append(told.text)
+    lines += [told.text] if told.text else []
     lines += [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
     lines += filter(None, [told.verdict, told.place, "  ".join(told.pressed), told.hint])
     return [clean(line) for line in lines]

@@ -48,6 +48,16 @@ RIGHT = {  # on the engine of words, or on the demo model
 each_scene = pytest.mark.parametrize("number", range(len(SCENES)), ids=TITLES)
 
 
+def phase_of(played: tour.Tour) -> str:
+    """Where a tour stands, as a person sees it."""
+    told = played.state.tour
+    if told.asks or told.title == "the end":
+        return "ask" if told.asks else "end"
+    if played.waits:
+        return "tell"
+    return "run" if told.answers else "stage"
+
+
 class Ending:
     """A stream of words that ends by itself after some of them."""
 
@@ -99,7 +109,7 @@ class TourStage(Stage):
 
     def until(self, phase: str) -> "TourStage":
         for _ in range(4000):
-            if self.tour._phase == phase:
+            if phase_of(self.tour) == phase:
                 return self
             self.turn()
         raise AssertionError(f"{phase} never comes: {self.state.tour}")
@@ -286,9 +296,9 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
             stage.tour.go_on()
     if phase in ("stage", "run"):
         stage.turn()
-        assert stage.tour._phase in (phase, "tell"), "some scenes are run in a moment"
+        assert phase_of(stage.tour) in (phase, "tell"), "some scenes are run in a moment"
     elif phase == "tell":
-        assert stage.tour._phase in ("tell", "end")
+        assert phase_of(stage.tour) in ("tell", "end")
     stage.tour.leave()
     stage.turns(6)
     view = state.view
@@ -375,7 +385,7 @@ def test_an_engine_that_stands_still_is_not_waited_for(number):
     stage.tour.guess(1)
     began = stage.now
     for _ in range(60):
-        if stage.tour._phase != "run":
+        if phase_of(stage.tour) != "run":
             break
         stage.now += 0.5
         stage.session.look()
@@ -457,7 +467,7 @@ def test_what_the_scenes_press_is_named_by_its_key():
 
 async def play(it, phase: str) -> None:
     for _ in range(3000):
-        if it.stage.state.kept["tour"]._phase == phase:
+        if phase_of(it.stage.state.kept["tour"]) == phase:
             await it.turns(0)
             return
         it.stage.time.now += 0.05
