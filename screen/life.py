@@ -438,6 +438,13 @@ def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
 
 
+def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
+    """The request so many places further in this order; the first one, if the request has no
+    place there."""
+    place = place_of(request, order)
+    return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
+
+
 def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
     """The request at a percentile of first tokens."""
     return order[percentile(range(len(order)), percent / 100)]

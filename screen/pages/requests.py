@@ -17,6 +17,7 @@ from parts.api.views import Metrics, RequestView
 from parts.text.speech import marked
 from screen import ink
 from screen.ink import clean, count, number, span
+from screen.life import beside, place_of
 from screen.page import Desk, Page
 from screen.panes import hue_of
 from screen.paper import Paper
@@ -31,9 +32,9 @@ def draw(state: State, on: Paper) -> None:
         on.say("Nothing has ended yet. Esc goes back.", on.muted)
         return
     which = "open"
-    ids = [request.id for request in reversed(state.ended)]
-    if r.id in ids:
-        which = f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended"
+    place = place_of(r, state.ended[::-1])
+    if place is not None:
+        which = f"{place + 1:,} of {state.view.engine.finished:,} that have ended"
     note = "↑↓ others  w why  Esc back"
     if on.width >= 100:
         note = "↓ earlier  ↑ later  w why  g steps  y copy  Esc back"
@@ -114,9 +115,8 @@ def obey(desk: Desk, rest: str) -> None:
 
 def browse(state: State, by: int) -> None:
     """Open an earlier or a later one of the ended requests."""
-    ids = [request.id for request in reversed(state.ended)]
-    at = ids.index(state.opened) + by if state.opened in ids else 0
-    state.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
+    if state.ended:
+        state.opened = beside(state.open, state.ended[::-1], by).id
 
 
 PAGE = Page(

@@ -21,6 +21,7 @@ from screen.life import (
     Life,
     Outcome,
     at_percent,
+    beside,
     blamed,
     company_of,
     is_noisy,
@@ -262,10 +263,8 @@ def look_into(state: State, request: RequestView) -> None:
 def lead(state: State, by: int) -> None:
     """To the request with the next sooner first token, or the next later."""
     order = ranked(state.ended)
-    if order and state.open:
-        place = place_of(state.open, order)
-        place = 0 if place is None else place + by
-        look_into(state, order[max(0, min(place, len(order) - 1))])
+    if order:
+        look_into(state, beside(state.open, order, by))
 
 
 def to_mark(state: State) -> None:
