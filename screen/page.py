@@ -14,12 +14,12 @@ Where next: `pages/totals.py`, a small page; `keys.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from screen.ink import DARK
 from screen.paper import Paper
-from screen.room import Ask, EngineRoom, Finding, View
+from screen.room import AnyTrial, Ask, EngineRoom, View
 from screen.state import State
 
 LOG = (100, 40)  # the size of a page in a log
@@ -45,11 +45,7 @@ class Desk(Protocol):
 
     def check_alone(self, what: str) -> None: ...
 
-    def check_load(self, why: str) -> None: ...
-
-    def try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None: ...
-
-    def is_trying(self, name: str) -> bool: ...
+    def try_out(self, what: str, trial: AnyTrial) -> None: ...
 
 
 class Key(NamedTuple):

@@ -189,6 +189,16 @@ class Finding(Protocol):
     ]  # the same in words, for a log: only lines are added from finding to finding
 
 
+class AnyTrial(Protocol):
+    """An experiment on the engine that runs (`trial.py`)."""
+
+    found: Finding
+
+    def run(self, room: EngineRoom) -> Iterator[Finding]: ...
+
+    def takes_in(self, other: AnyTrial) -> bool: ...
+
+
 class View(NamedTuple):
     """The screen's knowledge at one moment."""
 
@@ -307,12 +317,15 @@ class Room:
 
     def ask_experts(self) -> None: ...
 
+    def end_trial(self, name: str) -> None:
+        """No trial runs on a watched engine."""
+
     def _refuse(self, *arguments) -> None:
         raise ValueError(
             "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
         )
 
-    pause = step = slow = switch = set_load = try_out = end_trial = set_budget = _refuse
+    pause = step = slow = switch = set_load = try_out = set_budget = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -377,7 +390,8 @@ class EngineRoom(Room):
         self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Read] = ()  # the steady load picks from these
-        self._trial: Iterator[Finding] | None = None
+        self._trial: AnyTrial | None = None
+        self._findings: Iterator[Finding] = iter(())  # of the trial
         self._tried: set[int] = set()  # requests of the trial
 
     def start(self) -> None:
@@ -575,10 +589,10 @@ class EngineRoom(Room):
 
     def _arrive(self) -> None:
         """The steady load is a Poisson process: the gaps between its arrivals are exponentially
-        distributed."""
+        distributed. While a trial runs, the load rests."""
         rate = self._known.load
         sched = self.engine.sched
-        while rate and not self._known.racing and self.clock() >= self._next_arrival:
+        while rate and not self._trial and self.clock() >= self._next_arrival:
             if len(sched.waiting) >= sched.max_queue:  # so it would go on, with a fault for each
                 self.note(load=0.0)
                 self.fault(f"the steady load is off: the line is full ({sched.max_queue:,})")
@@ -674,32 +688,36 @@ class EngineRoom(Room):
     # --- trials
 
     @wish
-    def try_out(self, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
+    def try_out(self, trial: AnyTrial) -> None:
         """Run a trial: an experiment on the engine that runs, such as the same prompt two hundred
-        times among random neighbours. It ends a pause.
+        times among random neighbours. It ends a pause. A trial that runs may take in another one;
+        else the other is refused.
 
-        A trial is a generator. It is asked for its next finding between two steps, so there it may
+        A trial runs as a generator. It is asked for its next finding between two steps, so there it may
         fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in
         a `finally`. After the last finding it is over, and its requests are cancelled.
         """
-        if self._trial:
+        if self._trial and not self._trial.takes_in(trial):
             self.fault(f"a {'race' if self._known.racing else 'trial'} runs already; X ends it")
             return
         self.loop.resume()
         self._end_slow_once()
-        self._trial = trial(self)
-        self.note(trying=True, trial=None)
+        if self._trial is None:
+            self._trial = trial
+            self._findings = trial.run(self)
+            self.note(trying=True, trial=None)
 
     @wish
-    def end_trial(self) -> None:
-        """End the trial alone: requests that are not the trial's go on."""
-        self._end_trial()
+    def end_trial(self, name: str) -> None:
+        """End this trial, if it runs: requests that are not the trial's go on."""
+        if self._trial and self._trial.found.name == name:
+            self._end_trial()
 
     def _go_on_trying(self) -> None:
         if self._trial is None:
             return
         try:
-            finding = next(self._trial, None)
+            finding = next(self._findings, None)
         except (ValueError, QueueFull) as error:  # the trial cannot be made here
             self.fault(str(error))
             self._end_trial()
@@ -717,7 +735,9 @@ class EngineRoom(Room):
         self._trial = None
         if trial:
             self.note(trying=False)
-            trial.close()
+            # The load goes on, and makes up for nothing
+            self._next_arrival = max(self._next_arrival, self.clock())
+            self._findings.close()
             for request in self._tried.intersection(self.own):
                 self.own[request].cancel()
             self._tried.clear()

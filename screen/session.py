@@ -30,7 +30,7 @@ from screen.ink import clean, count, number, shorten, span
 from screen.keys import COMMANDS, PAGES, pressed
 from screen.page import Page
 from screen.periods import words
-from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute
+from screen.room import SCHEMA, AnyTrial, Ask, EngineRoom, Finding, View, is_mute
 from screen.state import State, client_of, prompt_of
 
 
@@ -236,7 +236,7 @@ class Session:
         self.room.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: s shows how, token by token"
 
-    def try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
+    def try_out(self, what: str, trial: AnyTrial) -> None:
         """Begin a trial, unless others would suffer. A pause ends."""
         self.check_alone(what)
         self.expect(paused=False)
@@ -248,14 +248,6 @@ class Session:
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )
-
-    def check_load(self, why: str) -> None:
-        if self.state.view.load:
-            raise ValueError(f"a steady load runs, and {why}; l ends it")
-
-    def is_trying(self, name: str) -> bool:
-        view = self.state.view
-        return view.trying and view.trial is not None and view.trial.name == name
 
     def _do_policy(self, rest: str) -> None:
         """Change to the named policy, or to the next."""

@@ -16,7 +16,13 @@ from collections.abc import Callable, Generator, Iterator
 
 from parts.api.engine import AnyEngine
 from parts.api.handle import Handle
-from screen.room import EngineRoom, Finding
+from screen.room import AnyTrial, EngineRoom, Finding
+from screen.state import State
+
+
+def runs(state: State, found: Finding | None) -> bool:
+    """Does the trial with these findings run?"""
+    return state.view.trying and state.view.trial is found
 
 
 class Trial:
@@ -27,6 +33,10 @@ class Trial:
 
     def __init__(self, found: Finding):
         self.found = found  # the findings so far
+
+    def takes_in(self, other: AnyTrial) -> bool:
+        """Another one is wished for while this one runs. Is the wish fulfilled with that?"""
+        return False
 
     def run(self, room: EngineRoom) -> Iterator[Finding]:
         self.room = room

@@ -36,7 +36,7 @@ from screen.page import Desk, Page
 from screen.paper import Figure, Paper
 from screen.room import BURST, Ask
 from screen.state import State
-from screen.trial import Trial
+from screen.trial import Trial, runs
 
 BREAKS = {  # by name: the title, and the way
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
@@ -334,7 +334,7 @@ def draw(state: State, on: Paper) -> None:
     """The three ways; and of the last trial, who ended, who went on, and all changes."""
     found = state.found.get("break")
     on.title(
-        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
+        "Break it", "X ends it  Esc back" if runs(state, found) else "1 to 3 break it  Esc back"
     )
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
         here = found is not None and found.what == what
@@ -349,7 +349,7 @@ def draw(state: State, on: Paper) -> None:
         return
     on.heading(f"What came of it: {BREAKS[found.what][0]}")
     words = found.so_far
-    if found.stage != "over" and not state.view.trying:
+    if not (runs(state, found) or found.stage == "over"):
         words += ", and then it was ended"
     on.entry("result" if found.stage == "over" else "so far", words, on.accent)
     on.entry("done", found.did)
@@ -405,8 +405,7 @@ def obey(desk: Desk, rest: str) -> str:
     if not rest:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)
-    desk.check_load("each request has to run alone at last")
-    desk.try_out("breakage", Breaking(what).run)
+    desk.try_out("breakage", Breaking(what))
     return ""
 
 

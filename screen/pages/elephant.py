@@ -37,10 +37,10 @@ from screen.life import work_ends
 from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
 from screen.paper import Figure, Paper
-from screen.room import Ask
+from screen.room import AnyTrial, Ask
 from screen.state import State
 from screen.timeline import Column
-from screen.trial import Trial
+from screen.trial import Trial, runs
 
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
@@ -200,16 +200,22 @@ class Herd(Trial):
 
     `before`: its drops are compared with.
     `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
+    `wanted`: the budgets of drops to come; None: no change.
     """
 
-    def __init__(self, before: Found, stays: bool):
+    def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
         super().__init__(Found("", before.newest, before.drops[-KEPT:]))
-        self.is_over = False
-        # The budgets of drops to come, from any thread; None: no change
-        self.wanted: deque[int | None] = deque()
+        self.wanted = deque(wanted)
         self._stays = stays
         self._fired = 0  # so many chats
         self._has_company = False  # the trial keeps all slots but one filled with chats
+
+    def takes_in(self, other: AnyTrial) -> bool:
+        """More drops."""
+        is_alike = isinstance(other, Herd)
+        if is_alike:
+            self.wanted += other.wanted
+        return is_alike
 
     def steps(self) -> Iterator[Found]:
         sched = self.engine.sched
@@ -224,7 +230,6 @@ class Herd(Trial):
                     self.room.turn_budget(wanted)
                 yield from self._drop_one()
         finally:
-            self.is_over = True
             self.room.turn_budget(budget)
 
     def _gather(self) -> Iterator[Found]:
@@ -381,10 +386,10 @@ def scope_of(
 def draw(state: State, on: Paper) -> None:
     """A trace for each chat, a line for each elephant, and the trade of the budget."""
     found = state.found.get(NAME, Found())
-    runs = state.view.trying and state.view.trial is found
-    keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
+    is_on = runs(state, found)
+    keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
     on.title("The elephant: gaps between two tokens", keys)
-    on.pen().put(f" {shorten(doing(state, found, runs), on.width - 2)}")
+    on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
     drops = found.drops
     below = Paper(on.p, on.width, on.height)
     below.say(sentence(drops) if drops else "", bold=True)
@@ -396,12 +401,12 @@ def draw(state: State, on: Paper) -> None:
     on.lines += below.lines
 
 
-def doing(state: State, found: Found, runs: bool) -> str:
+def doing(state: State, found: Found, is_on: bool) -> str:
     """The work of the moment, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
     words = "over, all is as before" if found.drops else "no elephant has been read yet"
-    if runs:
+    if is_on:
         words = found.so_far
     if state.view.paused:
         words = "paused: space goes on"
@@ -535,30 +540,8 @@ def obey(desk: Desk, rest: str) -> None:
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # else the room refuses
         state.view.made_with.with_budget(budget)
-    if is_running(desk):
-        state.kept[NAME].wanted.extend(budgets or [None])
-        return
-    herd = Herd(state.found.get(NAME, Found()), desk.stays)
-    herd.wanted.extend(budgets or [None])
-    desk.try_out("elephant", herd.run)
-    state.kept[NAME] = herd
-
-
-def is_running(desk: Desk) -> bool:
-    """Does the trial run, or has the engine yet to hear of it?"""
-    herd = desk.state.kept.get(NAME)
-    if herd is None or herd.is_over:
-        return False
-    view = desk.state.view
-    is_other = view.trial is not None and view.trial.name != NAME
-    return not desk.heard or (view.trying and not is_other)
-
-
-def leave(desk: Desk) -> None:
-    """The trial ends, and puts back all changes."""
-    if is_running(desk):
-        desk.room.end_trial()
-        del desk.state.kept[NAME]  # the next one is another trial, though the engine may not know
+    before = state.found.get(NAME, Found())
+    desk.try_out(NAME, Herd(before, desk.stays, budgets or [None]))
 
 
 PAGE = Page(
@@ -571,7 +554,7 @@ PAGE = Page(
     obey=obey,
     example="40 104",
     read=as_budget,
-    leave=leave,
+    leave=lambda desk: desk.room.end_trial(NAME),  # puts back all changes
     repeats=True,
     is_live=True,
     disturbs=True,

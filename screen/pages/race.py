@@ -26,7 +26,7 @@ from screen.ink import clean, count, span, wrap
 from screen.page import Desk, Page
 from screen.panes import aligned, draw_cells, fit_slots
 from screen.paper import Paper
-from screen.room import RIVALS, EngineRoom, Leg, Race, Read, View
+from screen.room import RIVALS, Leg, Race, Read, View
 from screen.runs import (
     FIGURES,
     Contest,
@@ -40,6 +40,7 @@ from screen.runs import (
     until,
 )
 from screen.state import State, prices
+from screen.trial import Trial
 
 FILM = (4.0, 10.0)  # seconds of the film with both legs, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
@@ -48,19 +49,20 @@ RACE_RUNS = "The legs run one after the other. Then both are shown together, on 
 NEXT = "runs next"
 RACE_WAITS = "The race begins when everything that runs now has ended."
 RACE_BEGINS = "The race begins."
+NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
+NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
 
 
 @dataclass
 class Shown:
-    """The subject of the two pages."""
+    """The subject of the race's page."""
 
-    # The wanted comparison, or the wanted race; None: the race that runs, or has just ended
-    contest: Contest | None = None
+    # The wanted race, or an ended one; None: the race that runs
+    contest: Contest | None = NO_RACE
     last: Contest | None = None  # the last ended race
     # How far both legs are shown, in seconds of the clock; None: to the end
     film: float | None = None
-    is_new: bool = False  # nobody has looked at the last race
-    looked: float = 0.0  # the time of the last look at the film
+    began: float | None = None  # the time of the first look at the film
 
 
 def shown_in(state: State) -> Shown:
@@ -68,13 +70,19 @@ def shown_in(state: State) -> Shown:
 
 
 def draw(state: State, on: Paper) -> None:
-    """Each run under its figures, and a sentence about the winner."""
     shown = shown_in(state)
-    contest = shown.contest or race_in(state)
-    film = shown.film
+    draw_contest(state, on, shown.contest or race_in(state), shown.film)
+
+
+def draw_comparison(state: State, on: Paper) -> None:
+    draw_contest(state, on, state.kept.get("compare", NOTHING))
+
+
+def draw_contest(state: State, on: Paper, contest: Contest, film: float | None = None) -> None:
+    """Each run under its figures, and a sentence about the winner."""
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     result = verdict(contest.runs)
-    if film is not None and contest is shown.last:
+    if film is not None:
         result = ""
         runs = [until(run, film) for run in contest.runs]
         seconds = f"{film:.2f} of {longest:.2f} s"
@@ -189,8 +197,8 @@ def compare(state: State, rival: str = "") -> Contest:
 
 
 def race_in(state: State) -> Contest:
-    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be
-    compared."""
+    """The race from its first leg on, measured. In every leg the requests are numbered from 1, so
+    that legs can be compared."""
     runs = []
     legs = state.view.legs
     costs = prices(state)
@@ -205,14 +213,12 @@ def race_in(state: State) -> Contest:
         how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
         run = measured(leg.policy, columns, [*known.values()], costs, how)
         runs.append(run._replace(requests=known))
-    if legs and state.view.racing:
+    if state.view.racing:
         runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]
-    size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
-    title = f"Race: {' and '.join([run.policy for run in runs] or RIVALS)}{size}"
+    size = count(len(legs[0].requests), "request")
+    title = f"Race: {' and '.join(run.policy for run in runs)}, {size}"
     if state.view.paused:
         return Contest(title, runs, "Paused: space goes on.")
-    if not runs:
-        return asked(state, RIVALS)
     if state.view.racing:
         return Contest(title, runs, RACE_RUNS)
     took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
@@ -264,29 +270,31 @@ def lines_of(contest: Contest) -> list[str]:
 how_many = partial(read_whole, "race", least=1, most=1000)
 
 
-def run(room: EngineRoom, reads: Sequence[Read], policies: Sequence[str]) -> Iterator[Race]:
-    """The trial: when all requests have ended, these under one policy, then again under the
-    next."""
-    engine = room.engine
-    own = room.next_policy
-    race = Race((), tuple(policies))
-    try:
-        while engine.has_work:
-            yield race
-        for policy in policies:
-            # Nothing runs, so this is done at once; the slots forget the leg before
-            engine.drain(policy)
-            first = engine.sched.steps + 1
-            handles = [room.submit(read.ask, read=read) for read in reads]
-            leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
-            before = race.legs
-            race = Race((*before, leg), race.to_race[1:])
-            while engine.has_work:
-                yield race
-            race = race._replace(legs=(*before, leg._replace(last_step=engine.sched.steps)))
-        yield race
-    finally:
-        engine.drain(own)
+class Racing(Trial):
+    """When all requests have ended, these under one policy, then again under the next."""
+
+    def __init__(self, reads: Sequence[Read], policies: Sequence[str]):
+        super().__init__(Race((), tuple(policies)))
+        self._reads = reads
+
+    def steps(self) -> Iterator[Race]:
+        engine = self.engine
+        own = self.room.next_policy
+        try:
+            yield from self.until_idle()
+            for policy in self.found.to_race:
+                # Nothing runs, so this is done at once; the slots forget the leg before
+                engine.drain(policy)
+                first = engine.sched.steps + 1
+                handles = [self.room.submit(read.ask, read=read) for read in self._reads]
+                leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
+                before = self.found.legs
+                self.tell(legs=(*before, leg), to_race=self.found.to_race[1:])
+                yield from self.until_idle()
+                self.tell(legs=(*before, leg._replace(last_step=engine.sched.steps)))
+            yield self.found
+        finally:
+            engine.drain(own)
 
 
 def obey_race(desk: Desk, rest: str) -> None:
@@ -306,16 +314,17 @@ def obey_race(desk: Desk, rest: str) -> None:
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
     shown = shown_in(state)
-    shown.contest = None if state.view.racing else asked(state, policies)
-    shown.is_new = False
+    if not state.view.racing:
+        shown.contest = asked(state, policies)
+        shown.film = None
     # A chat template may take long, so the stepping thread does not read prompts
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
-    desk.try_out("race", lambda room: run(room, reads, policies))
+    desk.try_out("race", Racing(reads, policies))
 
 
 def obey_compare(desk: Desk, rest: str) -> None:
     rival = policy_of(rest).name if rest else ""
-    shown_in(desk.state).contest = compare(desk.state, rival)
+    desk.state.kept["compare"] = compare(desk.state, rival)
 
 
 def show_again(state: State) -> None:
@@ -323,38 +332,36 @@ def show_again(state: State) -> None:
     shown = shown_in(state)
     shown.contest = shown.last
     shown.film = 0.0 if verdict(shown.last.runs) else None
-    shown.looked = time.monotonic()
+    shown.began = None
 
 
 def take(state: State, before: View) -> None:
-    """A wanted race may have begun, or have ended."""
+    """A wanted race may have begun, or have ended. An ended race is shown once more: both legs side
+    by side, on one clock."""
     shown = shown_in(state)
     view = state.view
-    has_begun = view.racing or view.legs != before.legs
-    if has_begun and shown.contest and not shown.contest.runs:
+    is_wanted = shown.contest and not shown.contest.runs
+    if view.racing and view.legs:
         shown.contest = None
-    if before.racing and not view.racing:
+    elif view.legs and not view.racing and (before.racing or view.trial is not before.trial):
         shown.last = race_in(state)
-        shown.is_new = True
+        show_again(state)
+    elif is_wanted and view.heard != before.heard and not view.trying:
+        shown.contest = shown.contest._replace(note=NO_RACE.note)
 
 
 def look(desk: Desk) -> bool:
-    """An ended race is shown once more: both legs side by side, on one clock; but not if a
-    comparison is wanted meanwhile."""
+    """The film goes on."""
     shown = shown_in(desk.state)
+    if shown.film is None:
+        return False
     now = time.monotonic()
-    was = shown.film
-    if shown.is_new and shown.contest is None:
-        show_again(desk.state)
-    elif shown.film is not None:
-        longest = max(run.makespan for run in shown.last.runs)
-        least, most = FILM
-        shown.film += longest / min(max(longest, least), most) * (now - shown.looked)
-        if shown.film >= longest:
-            shown.film = None
-    shown.is_new = False
-    shown.looked = now
-    return shown.film != was
+    shown.began = shown.began or now
+    longest = max(run.makespan for run in shown.last.runs)
+    least, most = FILM
+    film = (now - shown.began) * longest / min(max(longest, least), most)
+    shown.film = film if film < longest else None
+    return True
 
 
 def to_the_end(state: State) -> None:
@@ -372,7 +379,7 @@ PAGE = Page(
     example="12 static serial",
     words=(*POLICIES, "last"),
     read=how_many,
-    tell=lambda state: lines_of(shown_in(state).last),
+    tell=lambda state: lines_of(shown_in(state).contest),
     own={"end": to_the_end},
     take=take,
     look=look,
@@ -385,11 +392,11 @@ COMPARE = Page(
     "c",
     "Compare",
     "the last run simulated under two policies (/compare serial)",
-    draw,
+    draw_comparison,
     footer=4,
     obey=obey_compare,
     example="fair",
     words=[*POLICIES],
-    tell=lambda state: lines_of(shown_in(state).contest),
+    tell=lambda state: lines_of(state.kept["compare"]),
     repeats=True,
 )

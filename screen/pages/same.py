@@ -34,7 +34,7 @@ from screen.page import Desk, Page
 from screen.paper import Paper
 from screen.room import BURST, Ask
 from screen.state import State
-from screen.trial import Trial
+from screen.trial import Trial, runs
 
 RUNS = 200
 LONGEST = 24  # tokens of a run: 200 runs then take seconds
@@ -322,7 +322,7 @@ def unlike(found: Company) -> list[Alike]:
 def draw(state: State, on: Paper) -> None:
     """How many answers there are, the company, and the differences."""
     found = state.found.get("same")
-    note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
+    note = "X ends it  Esc back" if runs(state, found) else "a runs it anew  Esc back"
     on.title("The same answer in company", note)
     if found is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
@@ -353,7 +353,7 @@ def product_of(found: Company) -> str:
 def draw_counter(state: State, on: Paper, found: Company) -> None:
     """How many runs there are so far, and how many answers."""
     words = found.so_far
-    if not state.view.trying and found.stage != "over":
+    if not (runs(state, found) or found.stage == "over"):
         words += ", and then it was ended"
     hue = on.bad if found.unlike else on.accent if found.runs else on.muted
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
@@ -408,15 +408,15 @@ def obey(desk: Desk, rest: str) -> None:
     """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
     (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
     or one of ours. /same last shows the last."""
-    if rest == "last" or (not rest and desk.is_trying("same")):
+    is_on = runs(desk.state, desk.state.found.get("same"))
+    if rest == "last" or (is_on and not rest):
         return
     word, _, prompt = rest.partition(" ")
     if not word[:1].isdigit():
         word, prompt = str(RUNS), rest
-    runs = how_many(word)
-    desk.check_load("the prompt has to run alone first")
+    many = how_many(word)
     ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
-    desk.try_out("trial in company", Gathering(ask, runs).run)
+    desk.try_out("trial in company", Gathering(ask, many))
 
 
 def own_prompt(state: State) -> str:

@@ -4,10 +4,10 @@ The problem. A tour of mere words is skipped, and a tour over the whole screen h
 And a person leaves a tour at any moment, wants everything back as before, and never waits.
 
 The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
-come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The tour is
-a generator (`Tour._play`), and each scene a generator inside. `Tour.look` is called as often as the
-screen is looked at, lets the generator go on as far as possible, and never waits. The tour's words are a `Telling` in the state, and `draw` draws a strip of a few lines under the
-panes, so the engine's work is seen.
+come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The player
+is a generator (`Tour._play`), and so is each scene. `Tour.look` is called as often as the screen is
+looked at, goes on as far as possible, and never waits. The tour's words are a `Telling` in the
+state, and `draw` draws a strip of a few lines under the panes, so the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
 
@@ -171,7 +171,9 @@ class Tour:
         self.desk.eases = False
         self.desk.stays = False  # a trial ends by itself
         try:
-            for self._number, self.scene in enumerate(self._scenes, 1):
+            for number, scene in enumerate(self._scenes, 1):
+                self._number = number
+                self.scene = scene
                 try:
                     yield from self._play_scene()
                 except ValueError as error:
@@ -288,9 +290,7 @@ class Tour:
 
     def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
         title = title or self.scene.title
-        self.state.tour = Telling(
-            self._number, len(self._scenes), title, text, hint=hint, **more
-        )
+        self.state.tour = Telling(self._number, len(self._scenes), title, text, hint=hint, **more)
 
     def _hint(self, hint: str, **more: object) -> None:
         self.state.tour = self.state.tour._replace(hint=hint, **more)

@@ -195,7 +195,6 @@ def with_slab(stage: Stage) -> Stage:
     [
         (["/break"], "what shall break? /break step, nan, client"),
         (["/break it"], "break = 'it'; choose one of step, nan, client"),
-        (["/load 2", "/break step"], "a steady load runs"),
         (["/break nan"], "this engine has no slab"),
     ],
 )

@@ -31,7 +31,7 @@ def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
     stage.finish()
     assert [stage.state.requests[id].reason for id in cut] == ["cancelled"] * 2
     stage.session.obey("/compare serial")
-    ran, other = race.shown_in(stage.state).contest.runs
+    ran, other = stage.state.kept["compare"].runs
     assert len(ran.columns) == len(stage.state.history)
     assert len(other.ttfts) < len(ran.ttfts) == 10
 
@@ -81,7 +81,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     stage.session.obey("/burst 20")
     stage.finish()
     assert stage.session.obey("/compare") == ""
-    ran, rival = race.shown_in(stage.state).contest.runs
+    ran, rival = stage.state.kept["compare"].runs
     assert (ran.policy, ran.how, rival.policy, rival.how) == (
         "continuous",
         "simulated",
@@ -93,7 +93,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     ) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
-    text = " ".join(" ".join(plain(drawn(race.draw, stage.state, 100, 30))).split())
+    text = " ".join(" ".join(plain(drawn(race.draw_comparison, stage.state, 100, 30))).split())
     for part in (
         "static, simulated",
         "continuous, simulated",
@@ -116,7 +116,7 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
     stage.session.obey("/compare")
     wait = engine.submitted - engine.finished - run
     said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
-    assert race.shown_in(stage.state).contest.note.startswith(said)
+    assert stage.state.kept["compare"].note.startswith(said)
     while stage.state.view.engine.waiting or any(
         r.metrics.ttft_s is None for r in stage.state.requests.values()
     ):
@@ -124,7 +124,7 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
     stage.session.obey("/compare")
     # "0 more have no token yet"
     said = r"Not over: \d of them still run, and count as far as they are\. Simulated"
-    assert re.match(said, race.shown_in(stage.state).contest.note)
+    assert re.match(said, stage.state.kept["compare"].note)
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
@@ -134,7 +134,9 @@ def test_if_there_are_no_more_requests_than_slots_it_says_why_the_policies_are_a
     stage.session.obey("/burst 8")
     stage.finish()
     stage.session.obey(order)
-    runs = (race.shown_in(stage.finish().state).last or race.shown_in(stage.state).contest).runs
+    stage.finish()
+    kept = stage.state.kept
+    runs = (kept.get("compare") or race.shown_in(stage.state).last).runs
     steps = len(runs[0].columns)
     assert f" take {steps} steps each: there are no more requests than slots" in race.verdict(runs)
 
@@ -146,9 +148,7 @@ def test_a_run_that_changed_its_policy_says_so():
     stage.session.obey("/policy static")
     stage.finish()
     stage.session.obey("/compare")
-    assert (
-        "What really ran (continuous, then static) took" in race.shown_in(stage.state).contest.note
-    )
+    assert "What really ran (continuous, then static) took" in stage.state.kept["compare"].note
 
 
 def test_after_a_race_its_second_leg_is_compared_and_not_both():
@@ -159,7 +159,7 @@ def test_after_a_race_its_second_leg_is_compared_and_not_both():
     stage.session.obey("/race 12")
     stage.finish()
     stage.session.obey("/compare")
-    assert race.shown_in(stage.state).contest.title == "Compare: continuous and static, 12 requests"
+    assert stage.state.kept["compare"].title == "Compare: continuous and static, 12 requests"
 
 
 def test_there_is_nothing_to_compare_before_two_requests_ran_together():
@@ -301,7 +301,7 @@ def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(poli
     stage.session.obey("/burst 6")  # in the middle: their arrival must be found on that clock
     stage.finish()
     stage.session.obey("/compare")
-    own, _ = race.shown_in(stage.state).contest.runs
+    own, _ = stage.state.kept["compare"].runs
     columns = stage.state.history
     real = runs.measured(
         policy, columns, list(stage.state.requests.values()), state.prices(stage.state)
@@ -310,9 +310,9 @@ def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(poli
     assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
     assert (
         f"{len(columns):,} steps, {ink.span(real.makespan)} on that clock"
-        in race.shown_in(stage.state).contest.note
+        in stage.state.kept["compare"].note
     )
-    assert "of it interruptions" in race.shown_in(stage.state).contest.note
+    assert "of it interruptions" in stage.state.kept["compare"].note
 
 
 def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were():
@@ -366,7 +366,6 @@ def test_the_last_race_can_be_opened_again():
         assert "Compare" in it.text()
         await it.press("escape")
         assert "Slots" in it.text()
-        race.shown_in(it.stage.state).looked -= 60
         await it.press("R", turns=0)
         assert race.shown_in(it.stage.state).film is not None
         await it.press("end", turns=0)
@@ -395,7 +394,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     stage.finish()
     assert "shy" in plain(drawn(charts.draw_ttft, stage.state, 40, 9))[1]
     stage.session.obey("/compare")
-    assert race.shown_in(stage.state).contest.title == "Compare: shy and continuous, 20 requests"
+    assert stage.state.kept["compare"].title == "Compare: shy and continuous, 20 requests"
     assert "one newcomer a step." in "".join(plain(drawn(keys.draw_help, stage.state, 120, 90)))
     for program in (tui, ask):
         with pytest.raises(SystemExit):
@@ -471,8 +470,9 @@ def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
         await it.press("r", turns=30)
         it.stage.finish()
         await it.pilot.press("escape", "c")
-        await it.turns(2)
-        assert "Compare" in it.text() and race.shown_in(it.stage.state).film is None
+        for _ in range(3):
+            await it.turns(2)
+            assert "Compare: " in it.text()
 
     show(scenario)
 
@@ -487,11 +487,11 @@ def test_a_film_plays_although_the_engine_has_no_news():
         assert "of" in it.text() and race.shown_in(it.stage.state).film is not None
         for _ in range(3):
             seen = it.text()
-            race.shown_in(it.stage.state).looked -= 1.0
+            race.shown_in(it.stage.state).began -= 1.0
             it.app.look()
             await it.pilot.pause()
             assert it.text() != seen
-        race.shown_in(it.stage.state).looked -= 60.0
+        race.shown_in(it.stage.state).began -= 60.0
         it.app.look()
         await it.pilot.pause()
         assert "continuous takes" in it.text()
@@ -532,3 +532,39 @@ def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins()
         assert "No race while a trial runs" in it.text() and "The race begins" not in it.text()
 
     show(scenario, size=(120, 40))
+
+
+def test_a_race_that_waits_names_its_own_policies_and_once_cancelled_does_not_say_that_it_begins():
+    """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
+    ever."""
+
+    async def scenario(it):
+        it.stage.session.obey("/burst 3")
+        await it.turns(3)
+        it.app.action_command("/race 3 serial fair")
+        await it.turns(3)
+        assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
+        await it.press("X", turns=3)
+        assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
+        it.app.action_command("/race 3")
+        await it.turns(3)
+        assert "static, running" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_race_whose_prompts_do_not_fit_a_slot_does_not_say_that_it_begins():
+    stage = Stage(max_len=24).load()
+    stage.session.obey("/race 3")
+    stage.finish()
+    assert "slot holds 24" in stage.state.faults[-1].message
+    assert race.NO_RACE.note in " ".join(plain(drawn(race.draw, stage.state, 120, 40)))
+
+
+def test_a_comparison_of_an_engine_that_is_gone_says_that_there_is_none():
+    """Another process had taken its place, and the page spoke of a race that begins."""
+    stage = raced(3)
+    stage.session.obey("/compare")
+    stage.state.absorb(stage.state.view._replace(life=9))
+    text = " ".join(plain(drawn(keys.PAGES["compare"].draw, stage.state, 120, 40)))
+    assert "Nothing has run yet" in text and "race" not in text

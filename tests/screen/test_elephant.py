@@ -287,7 +287,7 @@ def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_t
     if end == "cancel":
         stage.session.obey("/cancel all")
     if end == "page":
-        elephant.leave(stage.session)
+        elephant.PAGE.leave(stage.session)
     finish(stage)
     assert stage.engine.sched.budget == 60 and not stage.engine.sched.running
     stage.session.obey("/budget off")
@@ -387,7 +387,7 @@ def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
     stage.session.stays = True
     stage.session.obey("/elephant")
     stage.turns(80)
-    elephant.leave(stage.session)
+    elephant.PAGE.leave(stage.session)
     stage.session.obey("/elephant")
     stage.turns(80)
     assert len(drops(stage)) == 2 and stage.state.view.trying
@@ -447,3 +447,26 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
     (said,) = stage.state.view.trial.lines[-1:]
     assert f"the calmest of 3 drops): a chat's gap was {span(calmest)}, the longest" in said
     assert "Noisy" not in page(stage) and "; with" not in said
+
+
+def test_two_keys_before_the_engine_has_heard_one_drop_two_elephants_into_one_trial():
+    """The screen guessed whether the trial ran; now the engine's thread knows."""
+    stage = like_a_cpu(Stage().load())
+    for order in ("/elephant 24", "/elephant 264"):
+        stage.session.obey(order)
+    finish(stage)
+    assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
+
+
+def test_leaving_the_page_ends_no_other_trial():
+    stage = Stage().load()
+    stage.session.obey("/break client")
+    stage.turns(2)
+    elephant.PAGE.leave(stage.session)
+    stage.turns(2)
+    assert stage.state.view.trying
+    stage.session.obey("/elephant")
+    stage.turns(2)
+    assert "a trial runs already" in stage.state.faults[-1].message
+    stage.session.obey("/cancel all")
+    stage.finish()

@@ -11,6 +11,7 @@ from stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
 from screen import keys, panes, room, session
+from screen.trial import Trial
 
 
 def test_a_switch_of_policy_drains_the_slots_first():
@@ -304,6 +305,14 @@ class Seen(NamedTuple):
     name: str = "seen"
 
 
+class Tried(Trial):
+    """A trial of the tests, from its steps."""
+
+    def __init__(self, run):
+        super().__init__(Seen(0))
+        self.run = run
+
+
 def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_none():
     stage, asks = Stage().load(), stage_asks(3)
 
@@ -313,7 +322,7 @@ def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_no
             yield Seen(sum(handle.finish_reason is not None for handle in handles))
         yield Seen(len(handles))
 
-    stage.session.try_out("trial", trial)
+    stage.session.try_out("trial", Tried(trial))
     found = []
     for _ in range(300):
         stage.turns()
@@ -342,7 +351,7 @@ def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
         finally:
             engine_room.engine.sched.budget = budget
 
-    stage.session.try_out("trial", trial)
+    stage.session.try_out("trial", Tried(trial))
     stage.turns(2)
     if end == "cancel":
         assert stage.engine.sched.budget == 1 and stage.state.view.trying
@@ -364,15 +373,15 @@ def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
         while True:
             yield Seen(0)
 
-    stage.session.try_out("trial", trial)
+    stage.session.try_out("trial", Tried(trial))
     stage.turns(2)
-    stage.session.try_out("trial", trial)
+    stage.session.try_out("trial", Tried(trial))
     stage.turns(2)
     assert "a trial runs already" in stage.state.faults[-1].message
     for view in (stage.state.view._replace(watches=True), stage.state.view._replace(door=object())):
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
-            stage.session.try_out("trial", trial)
+            stage.session.try_out("trial", Tried(trial))
 
 
 def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
@@ -389,7 +398,7 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
 
     for _ in range(2):
         log.obey("something of a user's")
-        stage.session.try_out("trial", trial)
+        stage.session.try_out("trial", Tried(trial))
         while not stage.session.settled:
             stage.room.loop.turn()
             log.look()
@@ -418,6 +427,28 @@ def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
     ]
     assert stage.state.view.load == 0 and len(stage.state.requests) == 20
     stage.finish()
+
+
+@pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
+def test_a_steady_load_rests_while_a_trial_runs_and_makes_up_for_nothing(order):
+    """Some trials were refused under a load. And behind a race came all that would have come
+    meanwhile, at once."""
+    stage = Stage().load()
+    stage.session.obey("/load 2")
+    stage.turns()
+    stage.session.obey(order)
+    stage.turns(2)
+    while stage.state.view.trying:
+        stage.time.now += 1
+        stage.turns()
+    assert not stage.state.faults and stage.state.view.load == 2
+    before = stage.engine.sched.submitted
+    stage.turns(3)
+    assert stage.engine.sched.submitted - before < 3
+    for _ in range(30):
+        stage.time.now += 0.2
+        stage.turns()
+    assert stage.engine.sched.submitted - before > 4
 
 
 def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
