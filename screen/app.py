@@ -32,7 +32,6 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.geometry import Region
-from textual.screen import ModalScreen
 from textual.widget import Widget
 
 from parts.api import faults
@@ -85,7 +84,12 @@ SLOW = ("rate", "batch", "ttft", "cost", "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
 BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
 STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
-# The actions denied to a user meanwhile
+# Keys of every page, besides the page's own, and the actions denied there
+ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedown": "leaf(1)"}
+ON_A_PAGE |= {"up": "scroll(-1)", "down": "scroll(1)"}
+ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
+OF_PANES = ("move", "nudge", "zoom", "view")
+# The actions denied to a user while the tour speaks
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 WARNINGS = 4  # so many are shown at a time
 TRACEBACKS = 100  # so many are kept, the newest
@@ -108,48 +112,6 @@ class Tracebacks(logging.Handler):
         self.count += 1
 
 
-class Sheet(ModalScreen):
-    """A page, over all the panes. A key of another page opens that one; `i`, `/` and `e` lead to
-    the prompt box."""
-
-    SCROLLS = (("up", -1), ("down", 1))
-    LEAVES = (("pageup", -1), ("pagedown", 1), ("home", -1000), ("end", 1000))
-    BINDINGS = (
-        Binding("escape,enter", "dismiss", show=False),
-        Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        *(Binding(key.keys, f"app.{key.action}", show=False) for key in keys.ON_A_PAGE),
-        *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
-        *(Binding(key, f"leaf({by})", show=False) for key, by in LEAVES),
-    )
-
-    def __init__(self, page: Page):
-        super().__init__(name=page.name)
-        self.page = page
-        self.top = 0  # the first line in sight
-
-    def compose(self) -> Iterable[Widget]:
-        yield Pane(self._window, "sheet", wheel="screen.scroll")
-
-    def _window(self, state: State, on: Paper) -> None:
-        """The lines in sight. The heading stays; the lines under the heading can be scrolled."""
-        if is_small(on.width, on.height):
-            panes.draw_small(state, on)
-        elif state.view.engine is None and not self.page.is_early:
-            panes.draw_loading(state, on)
-        else:
-            self.page.draw(state, on)
-            self.top = max(0, min(self.top, -on.room))
-            del on.lines[1 : 1 + self.top]
-            on.cut("", "")
-
-    def action_scroll(self, by: int) -> None:
-        self.top += by
-
-    def action_leaf(self, by: int) -> None:
-        """By a page: the last line in sight becomes the first."""
-        self.top += by * max(1, self.size.height - 3)
-
-
 class Screen(App):
     """The whole screen. It places the panes, looks for news up to ten times a second, and turns
     keys into wishes."""
@@ -158,8 +120,6 @@ class Screen(App):
     CSS = """
     Screen { layers: panes; }
     Pane, PromptBox { position: absolute; }
-    Sheet { background: $background; }
-    Sheet Pane { width: 100%; height: 100%; }
     #status, #keys { background: $foreground 10%; }
     #tour { background: $foreground 5%; }
     #prompt, #mark, #settings { background: $surface; color: $foreground; }
@@ -212,11 +172,9 @@ class Screen(App):
         self.palette = DARK
         self.prompt = PromptBox(earlier or History())
         self._returns = False  # the box is left once a command is obeyed
-
-    @property
-    def page(self) -> Page | None:
-        """The open page, over all the panes."""
-        return self.screen.page if isinstance(self.screen, Sheet) else None
+        self.page: Page | None = None  # the open page, in the place of all panes
+        self._top = 0  # so many of its lines are above the lines in sight
+        self._was_typing = False  # the page was opened out of the prompt box
 
     @property
     def strip(self) -> Page | None:
@@ -227,7 +185,15 @@ class Screen(App):
 
     def compose(self) -> Iterable[Widget]:
         yield from (Pane(draw, name, WHEEL.get(name, "")) for name, draw in PANES.items())
+        yield Pane(self.draw_page, "sheet", wheel="scroll")
         yield self.prompt
+
+    def draw_page(self, state: State, on: Paper) -> None:
+        """The lines in sight. The heading stays; the lines under the heading can be scrolled."""
+        self.page.draw(state, on)
+        self._top = max(0, min(self._top, -on.room))
+        del on.lines[1 : 1 + self._top]
+        on.cut("", "")
 
     def on_mount(self) -> None:
         faults.LOG.addHandler(self._tracebacks)
@@ -264,6 +230,8 @@ class Screen(App):
         slots = len(view.engine.slots) if view.engine else 0
         if is_small(*self.size) or view.stage == "failed":
             return {"small" if view.stage == "ready" else "loading": Region(0, 0, *self.size)}
+        if self.page and (view.engine or self.page.is_early):
+            return {"sheet": Region(0, 0, *self.size)}
         if view.stage == "loading":
             places = arrange_loading(*self.size)
         elif self.state.tour:
@@ -312,7 +280,7 @@ class Screen(App):
         if before.stage != view.stage and self.state.leads:
             self.state.talking = self.state.typing or bool(self.state.talks.open.turns)
         if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
-            self.action_main()
+            self.turn_to(None)
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
@@ -375,7 +343,7 @@ class Screen(App):
         there."""
         beside = self._places.get("settings")
         is_long = beside and cell_len(message) > beside.width - 2
-        if message and (is_long or len(self.screen_stack) > 1):
+        if message and (is_long or self.page):
             self.notify(message, markup=False, timeout=3)
         elif message:
             self.state.said = message
@@ -404,7 +372,7 @@ class Screen(App):
         letter that is typed meanwhile would overtake Backspace and Enter.
         """
         is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
-        is_ours = all(isinstance(sheet, Sheet) for sheet in self.screen_stack[1:])
+        is_ours = len(self.screen_stack) == 1  # else the palette has the keyboard
         if not (is_new and is_ours):
             await super().on_event(event)
         elif self.return_code is None:  # else the screen is left
@@ -414,10 +382,9 @@ class Screen(App):
     async def press(self, event: events.Key) -> None:
         # Enter is a newline, if it was pressed before the terminal was ours
         key = "enter" if event.key == "ctrl+j" else event.key
-        on_main = len(self.screen_stack) == 1
         if await self.action_own(key):
             return
-        if on_main and self.is_text(event):
+        if not self.page and self.is_text(event):
             await self.run_action("prompt")
             if self.focused:  # else the tour has the engine
                 self.prompt.take(event.character)
@@ -434,15 +401,16 @@ class Screen(App):
             self.prompt.take("\n".join(event.text.splitlines()))
 
     async def action_own(self, key: str) -> bool:
-        """A key of the open page alone. False: the page has no such key."""
+        """A key of the open page. False: the page has no such key."""
         page = self.page or self.strip
         do = page.own.get(key) if page else None
+        if self.page:
+            do = do or ON_A_PAGE.get(key)
         if isinstance(do, str):
             await self.run_action(do)
         elif do:
             do(self.state)
-            if self.page:
-                self.screen.top = 0
+            self._top = 0
             self.paint()
         return do is not None
 
@@ -480,17 +448,14 @@ class Screen(App):
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
         """If no model could be loaded, only a few actions make sense. Typed letters are no keys."""
+        if self.page and action in OF_PANES:
+            return False
         if self.state.view.stage == "failed":
             return action in ("quit", "theme", "command_palette", "suspend_process")
         return action != "prompt" or self.focused is None
 
-    def action_main(self) -> None:
-        """Back to the main screen."""
-        while len(self.screen_stack) > 1:
-            self.screen.dismiss()
-
     def action_prompt(self, begin: str = "") -> None:
-        self.action_main()  # the box is there
+        self.turn_to(None)  # the box is there
         self.screen.set_focus(self.prompt)  # at once: the next letter is on the way
         self._returns = bool(begin)
         if begin:
@@ -598,10 +563,16 @@ class Screen(App):
         self.state.move(columns * zoom)
 
     def action_leaf(self, by: int) -> None:
-        if self.state.talking:
+        """On a page the last line in sight becomes the first."""
+        if self.page:
+            self._top += by * max(1, self.size.height - 3)
+        elif self.state.talking:
             self.action_roll(by * 4)
         else:
             self.action_move(40 * by)
+
+    def action_scroll(self, by: int) -> None:
+        self._top += by
 
     def action_roll(self, by: int) -> None:
         """By so many times three lines of the conversation."""
@@ -634,7 +605,7 @@ class Screen(App):
         elif steps := state.steps_of(request) if request else []:
             state.look_at(steps[0])
             self.action_select(request.slot)
-            self.screen.dismiss()
+            self.turn_to(None)
         else:
             self.say("its steps are not remembered")
 
@@ -730,7 +701,7 @@ class Screen(App):
         runs something anew."""
         page = keys.PAGES[name]
         if self.page is page and not page.repeats:
-            self.screen.dismiss()
+            self.turn_to(None)
             return
         if page.is_view and self.state.talking and not self.page:
             self.state.talking = False
@@ -740,21 +711,31 @@ class Screen(App):
         self.action_command(f"/{name}")
 
     def show_page(self, page: Page) -> None:
-        """In the place of the open page."""
         if page.is_view or page.is_strip:
-            self.action_main()
+            self.turn_to(None)
             self.state.talking = page.is_view
             if page.is_strip:
                 self.action_leave()
         elif self.page is not page:
-            if self.page:
-                self.screen.dismiss()
-            self.push_screen(Sheet(page), lambda _: self.left(page))
+            self.turn_to(page)
 
-    def left(self, page: Page) -> None:
-        if page.leave:
-            page.leave(self.session)
-        self.call_after_refresh(self.paint)
+    def action_close(self) -> None:
+        self.turn_to(None)
+
+    def turn_to(self, page: Page | None) -> None:
+        """Open a page, in the place of the open one; None: back to the panes, or to the box."""
+        before = self.page
+        if not before:
+            self._was_typing = self.state.typing
+        elif before.leave:
+            before.leave(self.session)
+        self.page = page
+        self._top = 0
+        if page:
+            self.screen_stack[0].set_focus(None)
+        self.paint()
+        if before and not page and self._was_typing:
+            self.screen_stack[0].set_focus(self.prompt)
 
     # --- scripts
 

@@ -68,9 +68,9 @@ TOURING = (
     Key("", "enter", "own('enter')", "Go on", "", 1),
     Key("", "esc", "own('escape')", "Leave the tour", "", 1),
 )
-# Keys of the main screen alone: on a page, arrows and Enter do other things
-OF_PANES = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit")
-LOOKS = (*OF_PANES, "theme", "suspend_process", "copy", "go")
+# The actions that leave the engine alone
+LOOKS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
+LOOKS += ("suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 IN_A_TALK = {
     "prompt": ("Ask", 1),
@@ -301,7 +301,7 @@ HELP = Page(
     draw_help,
     footer=1,
     tell=lambda state: [" ".join(f"/{name}" for name in sorted(COMMANDS))],
-    own={"space": "screen.leaf(1)"},  # as in every pager
+    own={"space": "leaf(1)"},  # as in every pager
     is_early=True,
 )
 # For a step with more lines than the pane
@@ -476,7 +476,6 @@ PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
 KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
-ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in (*OF_PANES, "fire")]
 OF_THE_ENGINE = ["pause"]
 for line in ("step", "policy", "load", "slow -", "slow +", "slow off", "budget -", "budget +"):
     OF_THE_ENGINE.append(f"command('/{line}')")

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from screen import ink
 from screen.ink import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
-BACK = "screen.dismiss"  # the action behind a click on a page's note
+BACK = "close"  # the action behind a click on a page's note
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 

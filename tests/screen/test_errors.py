@@ -30,7 +30,7 @@ def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
             and "RuntimeError: the device is on fire" in text
         )
         await it.press("escape")
-        assert it.app.screen.name != "errors"
+        assert it.app.page is None
 
     show(scenario, size=(120, 40))
 
@@ -47,7 +47,7 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
         await it.sees("other faults)")
         assert 1 <= len(it.app._notifications) <= app.WARNINGS
         await it.press("question_mark")
-        assert it.app.screen.name == "help"
+        assert it.app.page.name == "help"
 
     show(scenario, size=(120, 40))
 

@@ -559,14 +559,14 @@ def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
         it.stage.session.obey("one")
         await it.turns(2)
         await it.press(page, "i", *"hi there", "enter", "escape", turns=2)
-        assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
+        assert it.app.page is None and it.app.focused is None
         assert "hi there" in [
             state.prompt_of(request) for request in it.stage.state.requests.values()
         ]
         await it.press(page, "slash", turns=0)
         assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
         await it.press("escape", "question_mark", "escape", turns=0)
-        assert it.app.focused is None and len(it.app.screen_stack) == 1
+        assert it.app.focused is None and it.app.page is None
 
     show(scenario)
 
@@ -585,15 +585,15 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
             ("h", "clients"),
         ):
             await it.press(key, turns=0)
-            assert it.app.screen.name == page and len(it.app.screen_stack) == 2
+            assert it.app.page.name == page
         await it.press("h", turns=0)
-        assert len(it.app.screen_stack) == 1
+        assert it.app.page is None
         await it.press("question_mark", "r", turns=20)
         assert (
-            it.app.screen.name == "race" and it.stage.state.view.racing and "running …" in it.text()
+            it.app.page.name == "race" and it.stage.state.view.racing and "running …" in it.text()
         )
         await it.press("c", turns=0)
-        assert it.app.screen.name == "compare" and "simulated" in it.text()
+        assert it.app.page.name == "compare" and "simulated" in it.text()
 
     show(scenario)
 
@@ -988,6 +988,5 @@ def test_every_click_leads_to_what_is_there():
     assert len(clicks) > 40
     for click in clicks:
         name, _, rest = click.partition("(")
-        where, _, name = name.rpartition(".")
-        assert hasattr(app.Sheet if where else app.Screen, f"action_{name}"), click
+        assert hasattr(app.Screen, f"action_{name}"), click
         assert name != "page" or rest.strip("()'") in keys.PAGES, click

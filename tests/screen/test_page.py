@@ -34,13 +34,13 @@ async def scenario(it):
     assert "H Hello" in it.text().splitlines()[-1]
     it.stage.session.obey("/resume")  # else the letter might be text
     await it.press("H", turns=0)
-    assert it.app.screen.name == "hello" and "8 slots say hello." in it.text()
+    assert it.app.page.name == "hello" and "8 slots say hello." in it.text()
     await it.press("t", turns=0)
-    assert it.app.screen.name == "totals"
+    assert it.app.page.name == "totals"
     await it.press("H", "H", turns=0)
-    assert len(it.app.screen_stack) == 1
+    assert it.app.page is None
     await it.press("slash", *"hell", "tab", "enter", turns=0)
-    assert it.app.screen.name == "hello"
+    assert it.app.page.name == "hello"
     assert any("Hello (H)" in each.title for each in it.app.get_system_commands(it.app.screen))
 
 stage = show(scenario, size=(200, 50)).finish()

@@ -517,7 +517,7 @@ def test_keys_of_the_tour_and_no_others_reach_the_engine():
         assert it.stage.engine.sched.submitted == submitted and it.app.focused is None
         await it.sees("the tour has the engine; esc leaves it")
         await it.press("d", "question_mark")
-        assert it.app.screen.name == "help"
+        assert it.app.page.name == "help"
         await it.press("escape")
         assert state.tour.asks, "that closed the page, and not the tour"
         for size in ((120, 40), (59, 20), (60, 20), (200, 50), (80, 24)):
