@@ -17,7 +17,7 @@ from nanobatch import Engine, Result, Sampling
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs" / "learn"
 RUNGS = sorted(LEARN.glob("[0-9]*_*.py"))
-TOKENS = 1150  # of code: what ten minutes allow (Python 3.12 counts the parts of an f-string, too)
+TOKENS = 1150  # of code: what ten minutes allow
 TOKENS_A_LINE = 9.5  # on average: a line does one thing
 
 

@@ -4,6 +4,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 NO_CODE = {
@@ -37,8 +38,24 @@ def code_tokens(text: str) -> list[tokenize.TokenInfo]:
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
             prose |= set(range(docstring.lineno, docstring.end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    tokens = whole_strings(tokenize.generate_tokens(io.StringIO(text).readline))
     return [token for token in tokens if token.type not in NO_CODE and token.start[0] not in prose]
+
+
+def whole_strings(tokens: Iterator[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
+    """An f-string is one token, as in Python 3.11. Since 3.12 each of its parts is one."""
+    for token in tokens:
+        first = token
+        depth = 0
+        while (depth := depth + opens(token)) > 0:
+            token = next(tokens)
+        yield first if first is token else first._replace(end=token.end)
+
+
+def opens(token: tokenize.TokenInfo) -> int:
+    """1 for the start of an f-string, -1 for its end."""
+    kind = tokenize.tok_name[token.type]
+    return kind.endswith("STRING_START") - kind.endswith("STRING_END")
 
 
 def tokens_by_line(text: str) -> Counter[int]:
