@@ -32,7 +32,6 @@ import json
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
@@ -61,7 +60,7 @@ TRIAL = Allowance(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
 STEPS = 64  # a trial follows a grammar for so many tokens, twice
 RULES = 500  # of a grammar in Lark's notation
 AT_ONCE = 2  # so many are made at a time, once they have been tried
-KNOWN = 1000  # so many verdicts are remembered
+KNOWN = 1000  # so many verdicts are remembered, then all are forgotten
 # Between the parts of JSON. Without a bound, a model that likes spaces would write nothing else.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
@@ -142,8 +141,7 @@ class Grammars:
         self._source = tokenizer
         self._V = V
         self._end_tokens = end_tokens
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash
-        self._learning = threading.Lock()
+        self._verdicts: dict[bytes, str] = {}  # by a grammar's hash
 
     @cached_property
     def _known(self) -> dict[str, Any]:
@@ -172,20 +170,17 @@ class Grammars:
 
     def _judge(self, source: Mapping[str, Any]) -> str:
         """What is wrong with a grammar; empty if nothing is. It is tried once."""
-        [(kind, text)] = source.items()
-        key = hashlib.sha256(json.dumps([kind, text]).encode()).digest()
-        with self._learning:
-            if key in self._verdicts:
-                self._verdicts.move_to_end(key)
-                return self._verdicts[key]
-        try:
-            fault = one_line(self._trials.run({kind: text}), 300)  # it may quote all of the text
-        except LimitError as error:
-            fault = f"it {error} to be made and tried; simplify it"
-        with self._learning:
+        job = dict(source)
+        key = hashlib.sha256(json.dumps(job).encode()).digest()
+        fault = self._verdicts.get(key)
+        if fault is None:
+            try:
+                fault = one_line(self._trials.run(job), 300)  # it may quote all of the text
+            except LimitError as error:
+                fault = f"it {error} to be made and tried; simplify it"
+            if len(self._verdicts) >= KNOWN:
+                self._verdicts.clear()
             self._verdicts[key] = fault
-            if len(self._verdicts) > KNOWN:
-                self._verdicts.popitem(last=False)
         return fault
 
 

@@ -432,7 +432,7 @@ def test_a_verdict_that_is_kept_is_short(grammars):
         assert 250 < len(grammars._judge(source)) < 350
 
 
-def test_a_grammar_is_tried_once_and_the_verdict_is_kept_for_the_newest(monkeypatch):
+def test_a_grammar_is_tried_once_and_the_verdicts_that_are_kept_are_not_many(monkeypatch):
     grammars = Grammars(make_tokenizer(), V, ENDS)
     monkeypatch.setattr(grammar_file, "KNOWN", 3)
     tried = []
@@ -440,4 +440,5 @@ def test_a_grammar_is_tried_once_and_the_verdict_is_kept_for_the_newest(monkeypa
     monkeypatch.setattr(Trials, "run", lambda self, job: tried.append(job) or run(self, job))
     for word in ("a", "b", "a", "c", "a", "d", "a", "b"):
         make(grammars, choice=[word])
-    assert [job["choice"] for job in tried] == [("a",), ("b",), ("c",), ("d",), ("b",)]
+    assert "".join(job["choice"][0] for job in tried) == "abcdab"
+    assert len(grammars._verdicts) == 3
