@@ -169,11 +169,9 @@ def _what(path: str) -> os.stat_result | None:
 
 def _write_to_special(path: str, data: bytes) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # else a pipe without a reader would wait
-    try:
+    with open(handle, "wb") as file:
         os.set_blocking(handle, True)
-        _write_all(handle, data)
-    finally:
-        os.close(handle)
+        file.write(data)
 
 
 def _write_to_plain(path: str, data: bytes) -> None:
@@ -192,16 +190,15 @@ def replace(path: str, data: bytes) -> None:
         os.close(os.open(path, os.O_WRONLY))  # a file that is protected stays so
     handle, beside = _open_beside(path)
     try:
-        try:
+        with open(handle, "wb") as file:
             now = os.fstat(handle)
             if before and (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
                 os.fchown(handle, before.st_uid, before.st_gid)
             if before:
                 os.fchmod(handle, stat.S_IMODE(before.st_mode))
-            _write_all(handle, data)
+            file.write(data)
+            file.flush()
             os.fsync(handle)  # else a power cut may leave a name without its contents
-        finally:
-            os.close(handle)
         os.replace(beside, path)
     except BaseException:
         with suppress(OSError):
@@ -211,29 +208,18 @@ def replace(path: str, data: bytes) -> None:
 
 def _overwrite(path: str, data: bytes) -> None:
     """Write over what is there, and put that back if it fails. Only a kill in the middle harms."""
-    handle = os.open(path, os.O_RDWR)
+    before = Path(path).read_bytes()
     try:
-        with open(handle, "rb", closefd=False) as file:
-            before = file.read()
-        try:
-            _write_from_start(handle, data)
-        except BaseException:
-            _write_from_start(handle, before)
-            raise
-    finally:
-        os.close(handle)
+        _write_over(path, data)
+    except BaseException:
+        _write_over(path, before)
+        raise
 
 
-def _write_from_start(handle: int, data: bytes) -> None:
-    os.lseek(handle, 0, os.SEEK_SET)
-    _write_all(handle, data)
-    os.ftruncate(handle, len(data))
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
+def _write_over(path: str, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.write(data)
+        file.truncate()
 
 
 def _open_beside(path: str) -> tuple[int, str]:
