@@ -651,16 +651,17 @@ class Engine:
             done = self.sched.commit(plan, tokens, accept, read)
             for request in done.ended:
                 self._ledger.retire(request.id)
+            ended = self.clock()
             view = StepView.of(
                 plan,
-                done.ghosts,
-                started=flight.began,
+                ghosts=done.ghosts,
+                tokens=self._ledger.output_tokens - said,
+                ended=ended,
+                plan_s=flight.began - plan.at,
                 build_s=flight.build_s,
                 device_s=flight.device_s,
                 wait_s=flight.wait_s + read - began,
-                read=read,
-                ended=self.clock(),
-                tokens=self._ledger.output_tokens - said,
+                commit_s=ended - read,
                 guesses=done.guesses,
             )
             self._ledger.record(view)

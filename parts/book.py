@@ -19,6 +19,7 @@ Where next: `docs/zero/start.py`, which makes such a folder.
 from __future__ import annotations
 import __future__
 
+import argparse
 import ast
 import ctypes
 import inspect
@@ -194,16 +195,9 @@ def check_book(folder: str) -> Path:
 def asked() -> str:
     """The book that the command line names, or the environment. Read before the other options are,
     because these need the chapters."""
-    words = sys.argv[1:]
-    named = os.environ.get(VARIABLE, "")
-    for at, word in enumerate(words):
-        if word == "--":
-            break
-        if word == "--book" and words[at + 1 :]:
-            named = words[at + 1]
-        elif word.startswith("--book="):
-            named = word.removeprefix("--book=")
-    return named
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--book", nargs="?", default=os.environ.get(VARIABLE))
+    return parser.parse_known_args()[0].book or ""
 
 
 def open_book(folder: str) -> Book:

@@ -154,14 +154,14 @@ def replay(
         tokens = len(plan.emitters) + sum(right for *_, right in guessed)
         view = StepView.of(
             plan,
-            (),
-            started=plan.at,
+            ghosts=(),
+            tokens=tokens,
+            ended=ended,
+            plan_s=0.0,
             build_s=0.0,
             device_s=ended - plan.at,
             wait_s=0.0,
-            read=ended,
-            ended=ended,
-            tokens=tokens,
+            commit_s=0.0,
             guesses=guessed,
         )
         columns.append(column(view, limits.slots, columns[-1] if columns else None))

@@ -233,16 +233,16 @@ class Handle:
         if self.grammar is None or not count or self.finish_reason:
             return ()
         newest = self.logprobs[count - 1]
-        allowed = {id for id, value in newest.top if value > -math.inf}
-        before = list(self.tokens[max(0, count - 5) : count - 1])
         token = self.tokens[count - 1]
-        others = [(id, value) for id, value in newest.free if id != token]
-        ids = [token, *(id for id, _ in others)]
-        values = [newest.logprob, *(value for _, value in others)]
+        allowed = {token, *(id for id, value in newest.top if value > -math.inf)}
+        before = list(self.tokens[max(0, count - 5) : count - 1])
+        likely = {token: newest.logprob}
+        for id, value in newest.free:
+            likely.setdefault(id, value)
+        texts = self._engine.text.after(before, [*likely])
         seen = []
-        texts = self._engine.text.after(before, ids)
-        for text, id, value in zip(texts, ids, values, strict=True):
-            seen.append((text, math.exp(value), id == token or id in allowed))
+        for text, (id, value) in zip(texts, likely.items(), strict=True):
+            seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
 
     def take(self, token: int, now: float, logprob: TokenLogprob | array | None) -> str | None:

@@ -168,12 +168,8 @@ class Roof(NamedTuple):
         """Of two measurements: a roof is the most that was ever seen."""
         if not self.reading:
             return other
-        return Roof(
-            reading=max(self.reading, other.reading),
-            again=max(self.again, other.again),
-            multiplying=max(self.multiplying, other.multiplying),
-            others=min(self.others, other.others),
-        )
+        best = Roof(*map(max, self, other))
+        return best._replace(others=min(self.others, other.others))
 
 
 class ExpertsView(NamedTuple):
@@ -287,25 +283,9 @@ class StepView:
     guesses: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
-    def of(
-        plan: Plan,
-        ghosts: tuple[int, ...],
-        *,
-        started: float,
-        build_s: float,
-        device_s: float,
-        wait_s: float,
-        read: float,
-        ended: float,
-        tokens: int | None = None,
-        guesses: tuple[tuple[int, int, int], ...] = (),
-    ) -> StepView:
-        """A plan in plain numbers, once it has been run.
-
-        `tokens`: that were delivered. By default, one for each that was asked, but no ghost.
-        """
-        if tokens is None:
-            tokens = len(plan.emitters) - len(ghosts)
+    def of(plan: Plan, **rest: Any) -> StepView:
+        """A plan in plain numbers, once it has been run. `rest`: the fields of which a plan says
+        nothing."""
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -313,20 +293,12 @@ class StepView:
             prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
             decode=tuple((d.slot, d.request.id) for d in plan.decodes),
             held=tuple((r.slot, r.id) for r in plan.held),
-            ghosts=ghosts,
             blocked=plan.blocked,
             waiting=plan.waiting,
             policy=plan.policy,
-            began=plan.at,
-            tokens=tokens,
             cost=plan.cost,
-            ended=ended,
-            plan_s=started - plan.at,
-            build_s=build_s,
-            device_s=device_s,
-            wait_s=wait_s,
-            commit_s=ended - read,
-            guesses=guesses,
+            began=plan.at,
+            **rest,
         )
 
     @property
