@@ -98,15 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
         stdin = sys.stdin.read() if "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
-        slots = args.slots
-        if slots is None:
-            slots = 1 if talks else min(len(prompts), 8)
+        slots = args.slots or (1 if talks else min(len(prompts), 8))
         sampling = Sampling(
             **{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
         )
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
-        options["usual_len"] = 8192 if talks else 1024
-        options["guesses"] = args.guesses
+        options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
                 return engine.follow()
@@ -123,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt, engine.text)
-    except (ValueError, QueueFull, UnicodeDecodeError) as error:
+    except (ValueError, QueueFull) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -104,19 +104,11 @@ def options() -> program.CommandLine:
         metavar="FILE.json",
         help=f"at the end, write what ran last; {command('docs/make/page.py')} makes a page of it: {record.HOLDS}",
     )
-    add(
-        "--serve",
-        type=program.option(address_of),
-        metavar="[HOST:]PORT",
-        help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
-    )
+    says = "let programs ask that speak OpenAI's protocol (default: 4 slots)"
+    parser.add_read("--serve", address_of, says, metavar="[HOST:]PORT")
     parser.add_keys()
-    add(
-        "--watch",
-        type=program.option(base_of),
-        metavar="URL",
-        help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here",
-    )
+    says = "watch a server, such as http://127.0.0.1:8000, instead of an engine in here"
+    parser.add_read("--watch", base_of, says, metavar="URL")
     add(
         "--key",
         default="",

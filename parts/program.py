@@ -1,5 +1,5 @@
-"""What the programs share: a mistake on the command line takes one line, and Ctrl-C ends them
-quietly at any moment.
+"""What the programs share: their options, a mistake in one of these takes one line, and Ctrl-C ends
+them quietly at any moment.
 
 The problem. The imports of a program take up to a second, and Ctrl-C may come while they run,
 outside of any `try`. There it is an exception like others: Python prints a traceback, and a library
@@ -267,19 +267,6 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def option(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A function that reads an option's value, in the form that argparse wants. Of any other error
-    argparse does not tell what is wrong."""
-
-    def reads(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return reads
-
-
 class CommandLine(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
@@ -302,17 +289,24 @@ class CommandLine(argparse.ArgumentParser):
         message = re.sub(r"^argument [^:]+: (?=--)", "", message)
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
+    def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
+        """An option whose value `read` makes of a text. (Of a ValueError argparse does not tell what
+        is wrong.)"""
+
+        def reads(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        self.add_argument(name, type=reads, help=says, **how)
+
     def add_whole(self, name: str, least: int, most: float, says: str, **how: Any) -> None:
-        """An option that takes a whole number."""
-
-        def read(text: str) -> int:
-            return read_whole(name, text, least, most)
-
-        self.add_argument(name, type=option(read), help=says, **how)
+        self.add_read(name, lambda text: read_whole(name, text, least, most), says, **how)
 
     def add_model(self) -> None:
         says = "a model folder, a hub id such as owner/name, or 'demo'"
-        self.add_argument("--model", type=option(read_model), default="demo", help=says)
+        self.add_read("--model", read_model, says, default="demo")
 
     def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
         """The model, and what every program asks for that serves one. `slots`, `max_len`: what is
@@ -325,7 +319,7 @@ class CommandLine(argparse.ArgumentParser):
         usual, *_ = policies
         self.add_argument("--policy", default=usual, choices=policies, help=says)
         says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
-        self.add_argument("--guesses", type=option(read_guesses), metavar="N", help=says)
+        self.add_read("--guesses", read_guesses, says, metavar="N")
         self.add_book()
 
     def add_book(self) -> None:
@@ -337,25 +331,10 @@ class CommandLine(argparse.ArgumentParser):
         """What every program that opens the door asks for."""
         key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
         says = "what clients must give ($NANOBATCH_API_KEY)"
-        self.add_argument("--api-key", type=option(read_key), default=key, help=says)
-        self.add_argument(
-            "--watch-key",
-            type=option(read_key),
-            default=watch,
-            help="shows texts to /watch; where any key is set, nothing else does",
-        )
-        self.add_argument(
-            "--allow-host",
-            type=option(read_host),
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="a proxy's (repeatable)",
-        )
-        self.add_argument(
-            "--alias",
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="another name that clients may give the model (repeatable); '*' is any",
-        )
+        self.add_read("--api-key", read_key, says, default=key)
+        says = "shows texts to /watch; where any key is set, nothing else does"
+        self.add_read("--watch-key", read_key, says, default=watch)
+        some = {"action": "append", "default": [], "metavar": "NAME"}
+        self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "another name that clients may give the model (repeatable); '*' is any"
+        self.add_argument("--alias", help=says, **some)
