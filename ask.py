@@ -23,11 +23,12 @@ except KeyboardInterrupt:
 import argparse
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
 from parts import dialogue
+from parts.api.settings import GRAMMAR
 from parts.checks import one_line, printable
+from parts.files import read_some
 from parts.model import find
 from parts.text.speech import Speech
 
@@ -123,15 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, QueueFull) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
-    except OSError as error:
-        return program.unwritten("standard output", error)
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
 
 def read_schema(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_some(path, GRAMMAR)
+    except (OSError, ValueError) as error:
         raise ValueError(f"--json {path} cannot be read: {one_line(error)}") from None
 
 

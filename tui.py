@@ -59,7 +59,7 @@ from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.device import rows
 from parts.dialogue import History, history_file
-from parts.files import LineFile, check_writable, write_whole
+from parts.files import LineFile, check_writable, read_some, write_whole
 from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
 from screen import record
@@ -73,6 +73,7 @@ from screen.state import State
 from screen.terminal import HUNG_UP
 
 TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
+PROMPTS = 10_000_000  # characters of their file
 WRITTEN = ("screenshot", "record")  # options with a file, written at the end
 
 
@@ -167,7 +168,7 @@ def read_prompts(file: str | None) -> list[str]:
     if not file:
         return []
     with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = read_some(file, PROMPTS).splitlines()
         prompts = [line.strip() for line in lines if line.strip()]
         if not prompts:
             raise ValueError("there is no prompt in it")
@@ -332,8 +333,8 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
             return run_plain_tour(session)
         stays = bool(args.serve or args.watch)
         return run_plain(session, args.script, write, stays)
-    except OSError as error:
-        return program.unwritten("the log", error)
+    except program.Unwritten as error:
+        return program.unwritten(error)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from parts.checks import one_line, printable, shown
-from parts.files import write_whole
+from parts.files import read_some, write_whole
 from parts.text.speech import Parser, Part, Speech
 
 HELP = """/new            begin another conversation (the system message stays)
@@ -41,7 +41,7 @@ HELP = """/new            begin another conversation (the system message stays)
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
 REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
-LARGEST = 10_000_000  # bytes of a conversation's file
+LARGEST = 10_000_000  # characters of a conversation's file
 LEAST = 16  # tokens of an answer for which there must be room
 FEW = 0.25  # of a slot: with less room left, the dialogue says how much
 
@@ -80,10 +80,7 @@ class Conversation:
     def load(cls, path: str) -> Conversation:
         """Refuses what is no conversation, in a line."""
         try:
-            if os.path.getsize(path) > LARGEST:
-                raise ValueError(f"has more than {LARGEST:,} bytes")
-            messages = json.loads(Path(path).read_text(encoding="utf-8"))["messages"]
-            return cls.of(messages)
+            return cls.of(json.loads(read_some(path, LARGEST))["messages"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
 

@@ -85,6 +85,15 @@ def read_text(path: Path) -> str:
         raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
 
 
+def read_some(path: str, most: int) -> str:
+    """The text in a file that a user names. It may be a device without an end."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"it has more than {most:,} characters")
+    return text
+
+
 def read_json(path: Path) -> dict:
     """The JSON object in a file, or one line that says why there is none."""
     text = read_text(path)

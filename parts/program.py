@@ -43,7 +43,7 @@ if _is_ours:
 import argparse  # noqa: E402
 import shlex  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
-from contextlib import contextmanager, suppress  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from typing import Any, NoReturn, TextIO  # noqa: E402
 
 from parts import book  # noqa: E402
@@ -57,20 +57,30 @@ if _is_ours and book.asked():
         sys.exit(2)
 
 
-class Stderr:
-    """Standard error. What cannot be written there, on a full disk or to a terminal that has gone,
-    cannot be told to anybody, and what comes next is done all the same."""
+class Unwritten(Exception):
+    """Standard output cannot be written: its reader has seen enough, or the disk is full."""
 
-    def __init__(self, file: TextIO):
+
+class Stream:
+    """A standard stream. What cannot be written to standard error, on a full disk or to a terminal
+    that has gone, cannot be told to anybody, and what comes next is done all the same."""
+
+    def __init__(self, file: TextIO, is_output: bool = False):
         self._file = file
+        self._is_output = is_output
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
-            self._file.write(text)
+        self._try(self._file.write, text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._file.flush()
+        self._try(self._file.flush)
+
+    def _try(self, act: Callable[..., Any], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError as error:
+            if self._is_output:
+                raise Unwritten from error
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
@@ -83,9 +93,9 @@ def open_streams() -> None:
         pass
     os.close(unused)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    if not isinstance(sys.stderr, Stderr):
-        sys.stderr = Stderr(sys.stderr or os.fdopen(2, "w", closefd=False))
+    if not isinstance(sys.stderr, Stream):
+        sys.stdout = Stream(sys.stdout or os.fdopen(1, "w", closefd=False), is_output=True)
+        sys.stderr = Stream(sys.stderr or os.fdopen(2, "w", closefd=False))
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -93,21 +103,27 @@ def run(main: Callable[[], int]) -> NoReturn:
     open_streams()
     try:
         _on_ctrl_c(signal.default_int_handler)
-        code = main()
+        try:
+            code = main()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
+    except Unwritten as error:
+        code = unwritten(error)
     finally:
         _on_ctrl_c(_leave)
     sys.exit(code)
 
 
-def unwritten(what: str, error: OSError) -> int:
-    """The exit code of a program that cannot write its output any more: the reader has seen enough,
-    or the disk is full."""
+def unwritten(error: Unwritten) -> int:
+    """The exit code of a program that cannot write its output any more."""
     sys.stdout = None  # so that Python does not try to flush it at exit
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error.__cause__, BrokenPipeError):
         return 141
-    print(f"nanobatch: {what} cannot be written: {one_line(error)}", file=sys.stderr)
+    why = one_line(error.__cause__)
+    print(f"nanobatch: standard output cannot be written: {why}", file=sys.stderr)
     return 1
 
 

@@ -304,15 +304,10 @@ class Text:
         end = calmly(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
         return self.speech.is_thinking(end)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] = {},
-        hints: Mapping[str, Any] = {},
-    ) -> str:
+    def render(self, *given: Any) -> str:
         """The text that the template makes of a conversation. It ends where the assistant's answer
-        begins. The other arguments are those of a `Chat`."""
+        begins. `given`: the messages, and what else a `Chat` has."""
+        messages, tools, options, hints = Chat(*given)
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(

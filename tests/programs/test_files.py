@@ -295,8 +295,46 @@ def test_a_plain_log_on_a_full_disk_is_one_line_and_exit_code_1():
             timeout=300,
         )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("nanobatch: the log cannot be written: ")
+    assert done.stderr.splitlines()[-1].startswith("nanobatch: standard output cannot be written: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+@pytest.mark.parametrize(
+    "command", ["ask.py --list", "tui.py --version", "bench.py --from docs/bench-open.json"]
+)
+def test_output_that_cannot_be_written_ends_every_program_alike(command):
+    """Python flushes at exit, too, and then it was a traceback, with the exit code 120."""
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    words = [sys.executable, *command.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, **how)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("nanobatch: standard output cannot be written: ")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, **how)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ask.py --json /dev/zero hi", "tui.py --plain --prompts /dev/zero", "ask.py --chat"],
+)
+def test_a_file_without_an_end_is_one_line(command):
+    """It was read until the memory was full."""
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        input="/load /dev/zero\n",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "/dev/zero" in done.stdout + done.stderr
+    assert "characters" in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture
