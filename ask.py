@@ -30,6 +30,7 @@ from parts.api.settings import GRAMMAR
 from parts.checks import one_line, printable
 from parts.files import read_some
 from parts.model import find
+from parts.program import say
 from parts.text.speech import Speech
 
 
@@ -112,17 +113,14 @@ def main(arguments: list[str] | None = None) -> int:
                 return dialogue.begin(engine, sampling, prompts)
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
-            print(f"nanobatch: {engine.summary}", file=sys.stderr)
+            say(engine.summary)
             if not engine.text.has_template and not args.raw:
-                print(
-                    "nanobatch: this model has no chat template; prompts are taken as plain text",
-                    file=sys.stderr,
-                )
+                say("this model has no chat template; prompts are taken as plain text")
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt, engine.text)
     except (ValueError, QueueFull) as error:
-        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        say(one_line(error))
         return 2
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
@@ -164,7 +162,7 @@ def show(handle: Handle, prompt: str, text: Text) -> None:
         flush=True,
     )
     if result.error:
-        print(f"nanobatch: request {handle.id}: {one_line(result.error)}", file=sys.stderr)
+        say(f"request {handle.id}: {one_line(result.error)}")
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not program.rank():
             show(data)
     except (ValueError, Failure, OSError) as error:
-        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        program.say(one_line(error))
         return 2 if isinstance(error, ValueError) else 1
     return 0
 

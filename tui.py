@@ -219,7 +219,7 @@ def open_room(args: argparse.Namespace) -> Room:
     except OSError as error:  # the port is taken
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
     if door.warning:
-        print(f"nanobatch: {door.warning}", file=sys.stderr)
+        program.say(door.warning)
     load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
     return EngineRoom(load, door.start(), program.name_of(args.model))
 
@@ -229,7 +229,7 @@ def failed(state: State) -> int:
     told once more."""
     if state.view.stage != "failed":
         return 0
-    print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
+    program.say(state.view.error or state.printed)
     return 2
 
 
@@ -278,7 +278,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
-            print(f"nanobatch: {said}", file=sys.stderr)
+            program.say(said)
     return is_done
 
 
@@ -314,10 +314,10 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # a browser ends the screen without a word
-        print("nanobatch: the screen has ended by itself, a mistake in it", file=sys.stderr)
+        program.say("the screen has ended by itself, a mistake in it")
         code = 1
     for block in session.state.tracebacks[-5:]:
-        print(f"nanobatch: {block}", file=sys.stderr)
+        program.say(block)
     if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
         print("\n".join(farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture
@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return serve.follow(args)
     if args.record:
-        print(f"nanobatch: {shown(args.record)} will hold {record.HOLDS}", file=sys.stderr)
+        program.say(f"{shown(args.record)} will hold {record.HOLDS}")
     most = Settings().max_tokens if args.model == "demo" else TALK
     settings = Settings(0.0, most, args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
@@ -352,12 +352,12 @@ def main(arguments: list[str] | None = None) -> int:
         room = open_room(args)
         room.start()
     except ValueError as error:
-        print(f"nanobatch: {error}", file=sys.stderr)
+        program.say(error)
         return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if own := book.opened():
         session.state.book = own.folder.name
-        print(f"nanobatch: {own}", file=sys.stderr)
+        program.say(own)
     if args.asks:
         room.fire(session.asks(len(prompts)))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.

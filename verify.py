@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))
     except ValueError as error:
-        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        program.say(one_line(error))
         return 2
     print(json.dumps(found, indent=1) if args.json else "\n".join(shown(found)))
     return 1 if found["differ"] or not found["answers"] else 0

@@ -32,6 +32,7 @@ from typing import Any
 
 from parts.checks import one_line, printable, shown
 from parts.files import read_some, write_whole
+from parts.program import say
 from parts.text.speech import Parser, Part, Speech
 
 HELP = """/new            begin another conversation (the system message stays)
@@ -312,6 +313,7 @@ def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
     """Talk with the person at this terminal."""
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
-    print(f"nanobatch: {engine.summary}\nnanobatch: /help says more", file=sys.stderr)
+    say(engine.summary)
+    say("/help says more")
     history = History(history_file() if sys.stdin.isatty() else None)
     return Dialogue(engine, sampling, keep(history)).run(questions)

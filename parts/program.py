@@ -57,6 +57,11 @@ if _is_ours and book.asked():
         sys.exit(2)
 
 
+def say(line: str) -> None:
+    """What a program tells of itself, apart from its output."""
+    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+
+
 class Unwritten(Exception):
     """Standard output cannot be written: its reader has seen enough, or the disk is full."""
 
@@ -123,7 +128,7 @@ def unwritten(error: Unwritten) -> int:
     if isinstance(error.__cause__, BrokenPipeError):
         return 141
     why = one_line(error.__cause__)
-    print(f"nanobatch: standard output cannot be written: {why}", file=sys.stderr)
+    say(f"standard output cannot be written: {why}")
     return 1
 
 

@@ -14,16 +14,12 @@ Where next: `Engine.release` in `nanobatch.py`.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from parts.api.engine import AnyEngine
-
-
-def say(line: str) -> None:
-    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+from parts.program import say
 
 
 class Idle:
