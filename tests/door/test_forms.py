@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 from doors import CHAT, COMPLETIONS, Server
-from hostile import HOSTILE, again
+from hostile import HOSTILE, asked
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
@@ -167,7 +167,7 @@ def test_others_are_served_as_ever_beside_clients_with_hostile_grammars(server, 
         number = client
         while not is_over.is_set():
             number += 10
-            wish = {"prompt": "A story", "max_tokens": 85, **again(HOSTILE[name], number)}
+            wish = {"prompt": "A story", "max_tokens": 85, **asked(name, number)}
             answers[server.ask(COMPLETIONS, wish).status] += 1
 
     attackers = [threading.Thread(target=attack, args=(client,)) for client in range(3)]

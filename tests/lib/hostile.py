@@ -1,7 +1,6 @@
 """Grammars that take much time or memory: to be made, to be followed, or both.
 
-Each is the fields of a request's body. A grammar may be honest and large: what counts is that nobody
-else notices.
+A grammar may be honest and large: what counts is that nobody else notices.
 """
 
 import json
@@ -81,22 +80,24 @@ LARKS = {
     + "".join(f'A{n}: ("b" | A{n + 1})* "c"\n' for n in range(490))
     + 'A490: "a"',
 }
-HOSTILE = {
-    **{name: {"guided_json": schema} for name, schema in SCHEMAS.items()},
-    **{name: {"guided_regex": regex} for name, regex in REGEXES.items()},
-    **{name: {"guided_grammar": lark} for name, lark in LARKS.items()},
-    "a choice of 4,000": {"guided_choice": [f"c{n}" for n in range(4_000)]},
-    "a choice of long ones": {"guided_choice": [f"{n} " + "x y" * 100 for n in range(100)]},
+HOSTILE: dict[str, dict[str, Any]] = {  # as `Sampling` takes them
+    **{name: {"json": schema} for name, schema in SCHEMAS.items()},
+    **{name: {"regex": regex} for name, regex in REGEXES.items()},
+    **{name: {"lark": lark} for name, lark in LARKS.items()},
+    "a choice of 4,000": {"choice": [f"c{n}" for n in range(4_000)]},
+    "a choice of long ones": {"choice": [f"{n} " + "x y" * 100 for n in range(100)]},
 }
+FIELDS = {"json": "guided_json", "regex": "guided_regex", "lark": "guided_grammar"}
+FIELDS |= {"choice": "guided_choice"}
 
 
-def again(body: dict[str, Any], number: int) -> dict[str, Any]:
-    """The same with a text of its own, so that nobody can remember it."""
-    [(kind, source)] = body.items()
-    if kind == "guided_json":
-        return {kind: source | {"title": f"number {number}"}}
-    if kind == "guided_choice":
-        return {kind: [*source, f"number {number}"]}
-    if kind == "guided_regex":
-        return {kind: f"{source}|number {number}"}
-    return {kind: f"{source}\n// number {number}\n"}
+def asked(name: str, number: int) -> dict[str, Any]:
+    """A request's field with this grammar and a text of its own, so that nobody can remember it."""
+    [(kind, source)] = HOSTILE[name].items()
+    others = {
+        "json": lambda: source | {"title": f"number {number}"},
+        "choice": lambda: [*source, f"number {number}"],
+        "regex": lambda: f"{source}|number {number}",
+        "lark": lambda: f"{source}\n// number {number}\n",
+    }
+    return {FIELDS[kind]: others[kind]()}
