@@ -298,51 +298,6 @@ def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
         )
 
 
-@pytest.mark.parametrize("run_ahead", [True, False])
-@pytest.mark.parametrize("fails_at", range(1, 12))
-def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(
-    parts, monkeypatch, fails_at, run_ahead
-):
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-        expected = engine.submit([4, 5], FEW).result().tokens
-        calls, forward = iter(range(1, 10**6)), nanobatch.forward
-
-        def failing(*args):
-            if next(calls) == fails_at:
-                raise RuntimeError("the device is on fire")
-            return forward(*args)
-
-        monkeypatch.setattr(nanobatch, "forward", failing)
-        handles = [
-            engine.submit([n] * (20 * n), Sampling(max_tokens=5, ignore_eos=True))
-            for n in range(1, 5)
-        ]
-        results = [handle.result(timeout=60) for handle in handles]
-        failed = [result for result in results if result.finish_reason == "error"]
-        assert 1 <= len(failed) <= 3 and all(
-            "the device is on fire" in result.error for result in failed
-        )
-        assert all(result.finish_reason in ("error", "length") for result in results)
-        engine.check()
-        assert engine.submit([4, 5], FEW).result().tokens == expected
-
-
-def test_a_detokenizer_that_raises_ends_its_own_request_alone(engine):
-    expected = engine.submit([4, 5], LONG).result().tokens
-    good, bad = engine.submit([4, 5], LONG), engine.submit([6, 7], LONG)
-
-    class Panic(BaseException):
-        """What a panic in the tokenizer's Rust looks like: no Exception."""
-
-    class Broken:
-        def push(self, token):
-            raise Panic("no such character")
-
-    bad._stream = Broken()
-    assert bad.result().finish_reason == "error" and "no such character" in bad.error
-    assert good.result().tokens == expected
-
-
 def test_close_ends_every_open_handle_and_refuses_what_comes_after(parts):
     engine = Engine(*parts, slots=1, max_len=128)
     with engine.serving():

@@ -77,6 +77,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
             failures += len(failed)
             assert all("the device is on fire" in result.error for result in failed)
             assert all(result.finish_reason in ("error", "length") for result in results)
+            engine.check()
             assert engine.submit([4, 5], FEW).result(timeout=60).tokens == expected
     assert failures >= 5
 

@@ -697,9 +697,9 @@ def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
     tmp_path, monkeypatch, source
 ):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    monkeypatch.setattr(template, "LIMITS", template.LIMITS._replace(seconds=1))
+    monkeypatch.setattr(template, "LIMITS", template.LIMITS._replace(seconds=0.3))
     line = unfit(make_model(tmp_path, source))
-    assert "takes more than 1 s for a trial conversation" in line
+    assert "takes more than 0.3 s for a trial conversation" in line
 
 
 @no_limit_of_memory
