@@ -1,13 +1,13 @@
 """`engine.on_commit`: one function that is called when there is news, with nothing locked; and what
 it may do."""
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from processes import run
 
 import nanobatch
 from nanobatch import Engine, Sampling
@@ -193,15 +193,7 @@ def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
 def test_a_short_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(tmp_path):
     """Sixteen threads, two engines, and hooks that raise, wait, exit, submit and cancel at
     random."""
-    model = str(make_checkpoint(tmp_path, seed=1))
-    storm = [
-        sys.executable,
-        str(ROOT / "tests" / "long" / "storm.py"),
-        "--requests",
-        "400",
-        "--model",
-        model,
-    ]
-    done = subprocess.run(storm, capture_output=True, timeout=120, text=True)
+    model = make_checkpoint(tmp_path, seed=1)
+    done = run("tests/long/storm.py", "--requests", "400", "--model", model)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert " 0 wrong" in done.stdout

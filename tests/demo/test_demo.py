@@ -2,25 +2,21 @@
 
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 
 import mlx_lm.utils
 import pytest
 from plants import plant
+from processes import ROOT, run
 from transformers import AutoTokenizer
 
 import corpus
 import eval as exam
 import kv
-import nanobatch
 import stories
 import tui
 from nanobatch import Engine, Sampling
@@ -273,18 +269,8 @@ def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, 
 
 
 def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
-    program = Path(nanobatch.__file__).resolve().parent / "ask.py"
-    command = [
-        sys.executable,
-        str(program),
-        "--prompt",
-        "Count from 3 to 12.",
-        "--prompt",
-        "Spell the word lantern.",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120
-    )
+    prompts = ("Count from 3 to 12.", "Spell the word lantern.")
+    done = run(ROOT / "ask.py", *prompts, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "3, 4, 5, 6, 7, 8, 9, 10, 11, 12." in done.stdout
     assert "l-a-n-t-e-r-n." in done.stdout

@@ -12,13 +12,13 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from processes import run
 
 from door import openai
 from door.journal import Call, Figures
@@ -46,21 +46,17 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
         patch = solution(exercise, kind)
         # No repository around it has a say
         alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-        run = subprocess.run(
-            ["git", "apply", "-C1", patch], cwd=folder, env=alone, capture_output=True, text=True
-        )
-        assert run.returncode == 0, (
-            f"{patch.name}: the patch no longer applies: write it anew\n{run.stderr}"
-        )
+        git = ["git", "apply", "-C1", patch]
+        done = subprocess.run(git, cwd=folder, env=alone, capture_output=True, text=True)
+        assert done.returncode == 0, f"{patch.name} no longer applies: write it anew\n{done.stderr}"
     return folder
 
 
 def verdicts(tree: Path) -> dict[str, list[str]]:
     """For each exercise what its tests say: "" for a test that passes, else the message."""
     options = ["-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
-    command = [sys.executable, "-m", "pytest", "exercises", *options]
-    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600)
-    assert run.returncode in (0, 1), run.stdout + run.stderr
+    done = run("-m", "pytest", "exercises", *options, cwd=tree)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
     said = defaultdict(list)
     for case in ElementTree.parse(tree / "out.xml").iter("testcase"):
         problem = next(
@@ -106,9 +102,8 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
         for path in ROOT.glob(f"tests/**/test_{name}.py")
     ]
     assert len(checks) == 2
-    command = [sys.executable, "-m", "pytest", *checks, "-q", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr
+    done = run("-m", "pytest", *checks, "-q", "-p", "no:cacheprovider", cwd=tree)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
 def exercise_of(name: str, monkeypatch) -> dict:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run, without_backend
 from source import places, tokens_by_line
 
 from nanobatch import Engine, Result, Sampling
@@ -68,27 +69,22 @@ def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
 def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
     """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches
     something else."""
-    run = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0 and not run.stderr, run.stderr
-    answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", run.stdout, re.MULTILINE)
+    done = run(path, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    said = done.stdout
+    answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", said, re.MULTILINE)
     assert answers
     sampling = Sampling(max_tokens=128)
     results = engine.generate([engine.text.ask(prompt) for prompt, _, _ in answers], sampling)
     for (prompt, text, count), result in zip(answers, results, strict=True):
         assert (text, int(count)) == (result.text, len(result.tokens)), prompt
-    assert re.search(r"^slot 0  ▒1[▒█]+", run.stdout, re.MULTILINE)
+    assert re.search(r"^slot 0  ▒1[▒█]+", said, re.MULTILINE)
     pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
-    assert all(f"  {picture}\n" in run.stdout for picture in pictures), (
-        "the text shows another picture"
-    )
+    assert all(f"  {picture}\n" in said for picture in pictures), "the text shows another picture"
     # So much is there to see on a machine that is busy, too
     if path.stem in ("1_one_token", "2_cache"):
-        check_that_the_cache_pays(
-            run.stdout, [len(engine.text.ask(p)) for p, _, _ in answers], results
-        )
-    figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", run.stdout)
+        check_that_the_cache_pays(said, [len(engine.text.ask(p)) for p, _, _ in answers], results)
+    figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", said)
     assert figures and all(int(tokens) > 0 for _, tokens in figures)
     if path.stem in (
         "3_static",
@@ -164,20 +160,9 @@ def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
 def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
-    (tmp_path / "mlx").mkdir()
-    (tmp_path / "mlx" / "__init__.py").write_text("")
-    (tmp_path / "mlx" / "core.py").write_text(
-        "raise ImportError('libmlx.so: cannot open shared object file')\n"
-    )
-    alone = {**os.environ, "PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"}
-    run = subprocess.run(
-        [sys.executable, RUNGS[0]], env=alone, capture_output=True, text=True, timeout=120
-    )
-    assert (
-        run.returncode == 2
-        and run.stderr.count("\n") == 1
-        and "pip install -e '.[cpu]'" in run.stderr
-    ), run.stderr
+    done = run(RUNGS[0], **without_backend(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install -e '.[cpu]'" in done.stderr
 
 
 def test_the_ladders_readme_names_every_rung_and_only_what_is_there():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from processes import run
 
 from measure.plan import read_rival
 from parts import book
@@ -270,11 +271,6 @@ def test_a_plausible_mistake_is_named_by_its_stage(mistake, tmp_path):
 # --- as a reader meets them ---------------------------------------------------------------------
 
 
-def run(*command: object, **options) -> subprocess.CompletedProcess:
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, **options)
-
-
 def full_book(folder: Path) -> Path:
     folder.mkdir()
     for chapter in tasks():
@@ -462,12 +458,12 @@ book.open_book(sys.argv[1])
 from nanobatch import Engine
 import kv
 with Engine.load("demo", slots=1, max_len=64) as engine:
-    print(kv.__file__, engine.exact, engine.summary.rpartition("; ")[2])
+    print(kv.__file__, engine.exact, engine.summary, sep="\\n")
 """
     said = run("-c", code, folder)
-    file, exact, *named = said.stdout.split()
+    file, exact, summary = said.stdout.splitlines()
     assert (file, exact) == (str(folder / "kv.py"), "False"), said.stderr
-    assert " ".join(named).endswith(", book mine")
+    assert summary.endswith(", book mine")
     column = read_rival(str(folder), "continuous")
     assert (column.checkout, column.environment) == (None, {"NANOBATCH_BOOK": str(folder)})
     assert read_rival(str(ROOT), "continuous").environment == {"NANOBATCH_BOOK": ""}

@@ -17,6 +17,8 @@ import openai
 import pytest
 from checkpoints import make_checkpoint
 from doors import CHAT, COMPLETIONS, ROOT, Server, free_ports, hail
+from processes import run
+from waiting import wait_for
 
 from door.http import HEAD_S
 
@@ -777,9 +779,7 @@ def test_a_hang_up_frees_the_slot_and_takes_the_request_out_of_the_line(server, 
     ]
     if stream:
         lines[0].until(b'"content":"')
-    deadline = time.monotonic() + 60
-    while not server.gauge("requests_running"):
-        assert time.monotonic() < deadline
+    wait_for(lambda: server.gauge("requests_running"))
     before = server.gauge("generated_tokens_total")
     for line in lines:
         if abrupt:  # a reset instead of a farewell
@@ -969,12 +969,10 @@ def test_with_a_key_only_health_is_free(guarded):
 def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
     body = {"prompt": "x", "max_tokens": 16_000, "ignore_eos": True}  # they go on until we hang up
     lines = [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(1)]
-    deadline = time.monotonic() + 60
-    while b"_running 1" not in guarded.ask("/metrics", **key("kéy")).body:
-        assert time.monotonic() < deadline
+    counts = lambda what: what in guarded.ask("/metrics", **key("kéy")).body  # noqa: E731
+    wait_for(lambda: counts(b"_running 1"))
     lines += [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(2)]
-    while b"_waiting 2" not in guarded.ask("/metrics", **key("kéy")).body:
-        assert time.monotonic() < deadline
+    wait_for(lambda: counts(b"_waiting 2"))
     reply = guarded.ask(COMPLETIONS, body, **key("kéy"))
     for line in lines:
         line.hang_up()
@@ -982,8 +980,7 @@ def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
     assert reply.headers["retry-after"] == "1"
     many = guarded.ask(COMPLETIONS, body | {"n": 3}, **key("kéy"))
     assert many.status == 400 and "line" in many.error["message"]  # it could never get in line
-    while b"_waiting 0" not in guarded.ask("/metrics", **key("kéy")).body:
-        assert time.monotonic() < deadline
+    wait_for(lambda: counts(b"_waiting 0"))
 
 
 def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):
@@ -1097,10 +1094,8 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
     """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
     processes."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=120
-    )
-    lines = done.stderr.decode().strip().splitlines()
+    done = run("serve.py", *arguments)
+    lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
 
 
@@ -1117,16 +1112,8 @@ def test_a_readers_chapters_answer_over_http_and_the_first_line_names_them(tmp_p
 
 def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
     """There is no such model, but that is not what is said."""
-    command = [
-        sys.executable,
-        str(ROOT / "serve.py"),
-        "--port",
-        str(server.port),
-        "--model",
-        "no/such-model",
-    ]
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    lines = done.stderr.decode().strip().splitlines()
+    done = run("serve.py", "--port", server.port, "--model", "no/such-model")
+    lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
 
 
@@ -1153,13 +1140,10 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
             return 0
 
     try:
-        while not (first := status()):
-            time.sleep(0.02)
+        assert wait_for(status) == 503
         reply = server.chat()
         loaded.touch()
-        while (last := status()) == 503:
-            time.sleep(0.02)
-        assert (first, last) == (503, 200)
+        wait_for(lambda: status() == 200)
         assert (reply.status, reply.error["code"]) == (503, "loading")
         assert reply.headers["retry-after"]
     finally:
@@ -1173,9 +1157,7 @@ def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(by)
-        deadline = time.monotonic() + 60
-        while server.ask("/health").status == 200:
-            assert time.monotonic() < deadline
+        wait_for(lambda: server.ask("/health").status != 200)
         reply = server.chat()
         assert (reply.status, reply.error["code"]) == (503, "draining")
         rest = line.everything()
@@ -1188,8 +1170,7 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(signal.SIGTERM)
-        while server.ask("/health").status == 200:  # two signals at once may count as one
-            assert server.process.poll() is None
+        wait_for(lambda: server.ask("/health").status != 200)  # two at once may count as one
         server.process.send_signal(signal.SIGTERM)
         rest = line.everything()
         assert b'"error":' in rest and b'"finish_reason":"' not in rest
@@ -1250,13 +1231,7 @@ def test_a_signal_at_any_line_of_a_server_that_waits_lets_it_end(tmp_path):
     """Ctrl-C came out of a line of Python's own `wait`: its lock was never released, and no other
     signal ended the server. Or it was released twice, and the exit code was 2."""
     lines = ["0", "4", "8", "20"]  # 20 and 32 were such lines
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALS_AT_LINES, str(tmp_path / "model"), *lines],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run("-c", SIGNALS_AT_LINES, tmp_path / "model", *lines)
     assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]
 
 
@@ -1278,12 +1253,13 @@ def test_a_second_signal_ends_a_server_that_does_not_come_to_the_first():
     process = subprocess.Popen(command, cwd=ROOT)
     server = Server.__new__(Server)
     server.host, server.port = "127.0.0.1", port
-    deadline = time.monotonic() + 60
+
+    def is_up() -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            return server.ask("/health").status == 200
+
     try:
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ConnectionRefusedError):
-                if server.ask("/health").status == 200:
-                    break
+        wait_for(is_up)
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)

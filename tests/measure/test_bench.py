@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 from checkpoints import make_checkpoint
+from processes import run
 
 import bench
 from docs.make import plot
@@ -61,16 +62,10 @@ def spec(tmp_path_factory) -> Spec:
     return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=120
-    )
-
-
 def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
     """The part `decode`, tiny."""
     small = "--parts decode --prompt 8 --output 4 --samples 1 --rows"
-    return run("--model", spec.folder, *small.split(), rows, *more)
+    return run("bench.py", "--model", spec.folder, *small.split(), rows, *more)
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -484,7 +479,7 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     picture = tmp_path / "run.svg"
     measured = decode(spec, "2", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
-    shown = run("--from", str(data))
+    shown = run("bench.py", "--from", data)
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
     assert {"processor", "version", "mlx-lm", "device", "commit"} <= written["machine"].keys()

@@ -6,11 +6,12 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
+from processes import run
 
 from nanobatch import Engine, Sampling
 from parts.dialogue import Conversation, Dialogue
@@ -226,18 +227,12 @@ def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):
 
 
 def test_a_pipe_can_hold_a_conversation_and_a_prompt_begins_it():
-    command = [sys.executable, "ask.py", "--chat", "--max-tokens", "8", "Count from 3 to 5."]
-    done = subprocess.run(
-        command, input="And back?\n", cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    prompt = "Count from 3 to 5."
+    done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
     assert done.returncode == 0, done
     assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout
 
 
 def test_a_model_without_a_template_knows_no_turns(tmp_path):
-    from checkpoints import make_checkpoint
-
-    folder = make_checkpoint(tmp_path)
-    command = [sys.executable, "ask.py", "--chat", "--model", str(folder)]
-    done = subprocess.run(command, input="", cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run("ask.py", "--chat", "--model", make_checkpoint(tmp_path))
     assert done.returncode == 2 and "no chat template" in done.stderr

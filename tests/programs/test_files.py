@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from doors import COMPLETIONS, Server
+from processes import run
 
 import bench
 from docs.make import page, plot, tables
@@ -27,18 +28,12 @@ OLD = "what was there before\n" * 100
 KILLS = int(os.environ.get("NANOBATCH_KILLS", 12))
 
 
-def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess:
+def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess[str]:
     """Run a few lines that write files, in a process of their own. Root may write anywhere, so there
     it becomes another user."""
     drop = f"os.setgid({NOBODY}); os.setuid({NOBODY})" if os.geteuid() == 0 else ""
     code = f"import os, sys, time\nfrom parts.files import *\n{drop}\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        **how,
-    )
+    return run("-c", code, *arguments, **how)
 
 
 def limited() -> None:
@@ -248,18 +243,6 @@ def test_a_server_goes_on_when_its_log_cannot_be_written():
 # --- the programs -------------------------------------------------------------------------------
 
 
-def tui(*arguments: object, **how) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "tui.py", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        **how,
-    )
-
-
 def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_earlier_ones(
     tmp_path,
 ):
@@ -271,8 +254,7 @@ def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_ear
     record, picture = files
     options = ("--script", "burst2", "--record", record, "--screenshot", picture)
     # Python would keep what it compiles, cut short, and the next program would end of it
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = tui(*options, preexec_fn=limited, env=environment)
+    done = run("tui.py", *options, preexec_fn=limited, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "File too large" in line]
     assert len(said) == 2 and all(str(file) in done.stderr for file in files), done.stderr

@@ -3,16 +3,14 @@ breaks the promise is found. NANOBATCH_VERIFY=1 tries every way, as the program 
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import run
 
 import verify
 from parts.model.layers import Packed
 
-ROOT = Path(__file__).parents[2]
 QUICK = "company,reuse,guesses,prefill"
 WAYS = ",".join(verify.WAYS) if os.environ.get("NANOBATCH_VERIFY") else QUICK
 FEW = verify.QUESTIONS if os.environ.get("NANOBATCH_VERIFY") else verify.QUESTIONS[::3]
@@ -65,13 +63,7 @@ def test_a_product_that_sums_in_another_order_from_eight_rows_on_is_found(capsys
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_another_blas_shows_what_others_have():
     code = "import sys, verify; verify.QUESTIONS = verify.QUESTIONS[:2]; sys.exit(verify.main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--ways", "company", "--rounds", "1"],
-        env=os.environ | {"NANOBATCH_BLAS": "openblas"},
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    done = run("-c", code, "--ways", "company", "--rounds", "1", NANOBATCH_BLAS="openblas")
     assert done.returncode == 1
     assert "Nothing is promised here" in done.stdout and "openblas (" in done.stdout
     assert "4 differ, of 4 answers" in done.stdout

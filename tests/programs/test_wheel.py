@@ -2,7 +2,6 @@
 git and tried by `python .ci/release.py`, which takes a minute and a package registry."""
 
 import glob
-import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from processes import run
 
 from parts import program
 from parts.device import blas
@@ -29,21 +29,14 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-def run(site: Path, code: str, *arguments: str) -> subprocess.CompletedProcess:
+def user(site: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A user's Python, somewhere else, with that folder for its site-packages."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd="/",
-        env=os.environ | {"PYTHONPATH": str(site)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    return run("-c", code, *arguments, cwd="/", PYTHONPATH=str(site))
 
 
-def command(site: Path, *arguments: str) -> subprocess.CompletedProcess:
+def command(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from nanobatch_checkout.parts.wheel.launch import main; sys.exit(main())"
-    return run(site, code, *arguments)
+    return user(site, code, *arguments)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
@@ -93,20 +86,20 @@ def test_a_command_that_is_none_gets_one_line(site):
 
 def test_import_nanobatch_beside_a_wheel_says_in_one_line_how_to_reach_the_engine(site):
     """It was a package whose name one can install and not import."""
-    done = run(site, "import nanobatch")
+    done = user(site, "import nanobatch")
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
         "ImportError: the engine is imported from its own folder; put that first"
     )
     remedy = line[line.index("sys.path.insert") :].partition(", and then")[0]
-    done = run(
+    done = user(
         site, f"import sys; {remedy}; from nanobatch import Sampling; print(Sampling(seed=3))"
     )
     assert "seed=3" in done.stdout, done.stderr
 
 
 def test_nobody_finds_our_modules_under_their_short_names(site):
-    done = run(site, "import sched; print(sched.scheduler); import kv")
+    done = user(site, "import sched; print(sched.scheduler); import kv")
     assert "<class 'sched.scheduler'>" in done.stdout
     assert "No module named 'kv'" in done.stderr
 
