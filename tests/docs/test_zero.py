@@ -10,7 +10,6 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -467,9 +466,7 @@ with Engine.load("demo", slots=1, max_len=64) as engine:
     column = read_rival(str(folder), "continuous")
     assert (column.checkout, column.environment) == (None, {"NANOBATCH_BOOK": str(folder)})
     assert read_rival(str(ROOT), "continuous").environment == {"NANOBATCH_BOOK": ""}
-    log = run(
-        "tui.py", "--book", folder, "--plain", "--script", "burst2 wait", stdin=subprocess.DEVNULL
-    )
+    log = run("tui.py", "--book", folder, "--plain", "--script", "burst2 wait")
     assert "nanobatch: book mine\n" in log.stderr and log.returncode == 0, log.stderr
     parts = panes.parts_of_status(State(book="mine"), Paper(DARK, 100, 1))
     assert [text for text, *_ in islice(parts, 3)] == ["nanobatch", "demo", "book mine"]
