@@ -29,7 +29,9 @@ import pytest
 from checkpoints import make_checkpoint
 from doors import free_ports, hail
 from harness import random_asks, run_schedule
+from processes import python
 from rank import SIZES, again, live
+from waiting import wait_for
 
 from nanobatch import Engine, Prefill, Runner
 from parts import program
@@ -47,6 +49,7 @@ from parts.ranks.meet import LOOPBACK, join
 from parts.ranks.ranks import LOST, Ranks
 
 ROOT = Path(__file__).parents[2]
+RANK = str(ROOT / "tests" / "lib" / "rank.py")
 
 
 # --- shares -------------------------------------------------------------------------------------
@@ -579,9 +582,7 @@ leader.leave()
 def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up():
     """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of
     the end."""
-    done = subprocess.run(
-        [sys.executable, "-c", GOODBYE], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120
-    )
+    done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 
 
@@ -666,14 +667,13 @@ class Pair(ExitStack):
         texts = self.said(0).split("[[")[1:]
         return [json.JSONDecoder().raw_decode(f"[[{text}")[0] for text in texts]
 
-    def says(self, rank: int, pattern: str, seconds: float = 120) -> re.Match:
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.said(rank))):
-            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.said(
-                rank
-            )
-            time.sleep(0.02)
-        return found
+    def says(self, rank: int, pattern: str) -> re.Match:
+        def find() -> re.Match | None:
+            found = re.search(pattern, self.said(rank))
+            assert found or self.processes[rank].poll() is None, self.said(rank)
+            return found
+
+        return wait_for(find)
 
 
 def test_two_processes_answer_like_one(tmp_path):
@@ -687,7 +687,7 @@ def test_two_processes_answer_like_one(tmp_path):
     }
     packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
     folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
-    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "answers", *folders) as pair:
+    with Pair(tmp_path, RANK, "answers", *folders) as pair:
         alone = []
         for folder in folders:
             with Engine.load(folder, **SIZES) as engine:
@@ -769,7 +769,7 @@ def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
 )
 def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fault, codes, says):
     """MLX may wait for a lost rank for ever, and with it the thread that steps."""
-    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), fault) as pair:
+    with Pair(tmp_path, RANK, fault) as pair:
         assert pair.codes() == codes, pair.said(0) + pair.said(1)
         (results,) = pair.found()
         assert len(results) == 4
@@ -845,7 +845,7 @@ def inside():
 
 def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, inside):
     """No word comes of it, and MLX would wait for ever."""
-    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "cut", inside=inside) as pair:
+    with Pair(tmp_path, RANK, "cut", inside=inside) as pair:
         assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
         (results,) = pair.found()
         assert len(results) == 4
@@ -892,7 +892,7 @@ def test_a_line_that_was_cut_while_an_order_was_on_its_way_is_noticed(inside):
 
 def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
     """The others wait for its numbers inside of MLX, and no request is there to be told."""
-    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "killed in load") as pair:
+    with Pair(tmp_path, RANK, "killed in load") as pair:
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
 
@@ -901,8 +901,7 @@ def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
 def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
     """Stopped, such as by Ctrl-Z; or busy with something that lets no other thread of Python run:
     it could not say that it lives. Either takes longer than a machine may be silent."""
-    lib = str(ROOT / "tests" / "lib" / "rank.py")
-    with Pair(tmp_path, lib, how, str(victim)) as pair:
+    with Pair(tmp_path, RANK, how, str(victim)) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert pair.found() == [[["length", 12]] * 4]
 
@@ -932,11 +931,21 @@ def test_while_a_rank_waits_its_door_says_that_it_loads(tmp_path):
 
 
 SHORT_OF_TIME = """
-import os, sys
+import os, sys, time
 from parts.ranks import meet
 meet.MEET_S = 1.0
+hosts, rank = os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"]
+meets = meet.meet
+
+def together(*given):
+    open(hosts + rank, "w").close()
+    while not os.path.exists(hosts + "10"[int(rank)]):
+        time.sleep(0.01)
+    return meets(*given)
+
 if sys.argv[1:] == ["other keys"]:
-    os.environ["NANOBATCH_RING_KEY"] = os.environ["MLX_RANK"]
+    os.environ["NANOBATCH_RING_KEY"] = rank
+    meet.meet = together  # one may come seconds after the other
 sys.argv = ["ask.py", "Hello"]
 import ask
 sys.exit(ask.main())
@@ -999,10 +1008,7 @@ def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
     then the ranks never met."""
     ask = [str(ROOT / "ask.py"), "What is 17 + 6?"]
     with Pair(tmp_path, *ask, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
-        wait = time.monotonic() + 60
-        while strangers.calls[pair.hosts[0]] < 200:  # it listens, and they have come first
-            assert time.monotonic() < wait and pair.processes[0].poll() is None, pair.said(0)
-            time.sleep(0.01)
+        wait_for(lambda: strangers.calls[pair.hosts[0]] >= 200)  # they have come first
         pair.start(1)
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert "23" in pair.said(0)
