@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from checkpoints import make_checkpoint
@@ -20,6 +21,9 @@ from nanobatch import Engine, Model, Text
 from parts.device import rows
 from parts.model.load import read_model
 
+# What a user's environment may say to the programs, and no test expects
+STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
+STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
 LONG = ("ranks", "device/test_rows", "book/test_exact", "book/test_schemas", "docs/test_exercises")
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
@@ -37,10 +41,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Each worker, and each program that it starts, multiplies with its share of the cores. Threads
     that wait for each other on cores that are taken would make everything many times slower.
 
-    Tests start hundreds of programs. Each would compile all that it imports anew, where the
-    environment says that bytecode shall not be kept. So for the tests it is kept.
+    Tests start hundreds of programs. What the environment says to a user's programs is taken away:
+    the size and the colours of a terminal, a key, another book, a proxy. Where it says that bytecode
+    shall not be kept, each program would compile all that it imports anew.
     """
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for name in STRANGE.split():
+        os.environ.pop(name, None)
+    os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
@@ -130,12 +137,12 @@ def quick_compiler(tmp_path) -> dict[str, str]:
     folder = tmp_path / "compiler"
     folder.mkdir()
     (folder / "go").touch()
-    made = getattr(device.blas.library, "_name", "nothing")
-    waits = f"while [ ! -e {folder}/go ]; do sleep 0.02; done"
+    made = quote(getattr(device.blas.library, "_name", "nothing"))
+    waits = f"while [ ! -e {quote(str(folder))}/go ]; do sleep 0.02; done"
     copies = f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"'
     (folder / "cc").write_text(f"#!/bin/sh\n{waits}\n{copies}\n")
     (folder / "cc").chmod(0o755)
-    return {"CC": str(folder / "cc"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return {"CC": quote(str(folder / "cc")), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture

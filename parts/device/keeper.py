@@ -71,7 +71,7 @@ class Keeper:
 
     def _hear(self) -> tuple[int, list[str]]:
         code, said = json.loads(self._process.stdout.readline() or f'[{UNRUN}, "it was ended"]')
-        return code, [line.strip()[:200] for line in said.splitlines() if line.strip()]
+        return code, [line.strip()[:500] for line in said.splitlines() if line.strip()]
 
 
 def keep(place: str) -> None:
