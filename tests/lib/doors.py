@@ -21,6 +21,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from waiting import wait_for
+
 ROOT = Path(__file__).parents[2]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
@@ -33,9 +35,9 @@ class Server:
     patience = 60.0  # seconds for an answer; a busy machine takes a few
 
     def __init__(self, *arguments: str, wait: bool = True, **environment: str):
-        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         command = [sys.executable, str(self.program), "--port", "0", *arguments]
-        with self.log.open("wb") as log:
+        with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
+            self.log = Path(log.name)
             self.process = subprocess.Popen(
                 command, stderr=log, stdout=log, env=os.environ | environment, cwd="/"
             )
@@ -43,20 +45,19 @@ class Server:
         if wait:
             self.wait()
 
-    def wait(self, seconds: float = 120) -> None:
+    def wait(self) -> None:
         """Until it says where it is."""
-        self.address = self.says(r"at (http://\S+)/v1", seconds)[1]
+        self.address = self.says(r"at (http://\S+)/v1")[1]
         self.host, self.port = self.address.removeprefix("http://").rsplit(":", 1)
         self.port = int(self.port)
 
-    def says(self, pattern: str, seconds: float = 60) -> re.Match:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if found := re.search(pattern, self.log.read_text()):
-                return found
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.02)
-        raise AssertionError(f"{pattern!r} is not in the log: {self.log.read_text()}")
+    def says(self, pattern: str) -> re.Match:
+        def find() -> re.Match | None:
+            found = re.search(pattern, self.log.read_text())
+            assert found or self.process.poll() is None, self.log.read_text()
+            return found
+
+        return wait_for(find)
 
     def stop(self, by: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
@@ -108,11 +109,9 @@ class Server:
 
     def is_idle(self) -> bool:
         """Do all slots become free, and does nothing wait?"""
-        deadline = time.monotonic() + self.patience
-        while time.monotonic() < deadline:
-            if self.gauge("requests_running") == self.gauge("requests_waiting") == 0:
-                return True
-            time.sleep(0.02)
+        names = ("requests_running", "requests_waiting")
+        with suppress(AssertionError):
+            return wait_for(lambda: not any(map(self.gauge, names)))
         return False
 
     def line(self) -> Line:

@@ -119,7 +119,8 @@ class Parrot:
         is_taught: bool = True,
         **options: Any,
     ):
-        folder = Path(tempfile.mkdtemp()) / "parrot"
+        self._place = tempfile.TemporaryDirectory()
+        folder = Path(self._place.name) / "parrot"
         make_checkpoint(folder, seed=1, max_position_embeddings=max_len)
         (folder / "chat_template.jinja").write_text(template)
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -135,6 +136,7 @@ class Parrot:
         self.door.close()
         self.loop.stop()
         self.engine.close()
+        self._place.cleanup()
 
 
 class Taught(Server):

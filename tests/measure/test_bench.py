@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from checkpoints import make_checkpoint
 from processes import run
+from waiting import wait_for
 
 import bench
 from docs.make import plot
@@ -625,21 +625,19 @@ def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_jo
     if not children.parent.exists():
         process.kill()
         pytest.skip("no /proc here")
-    while not (
-        samples := [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]
-    ):
+
+    def sampling() -> list[str]:
         assert process.poll() is None
-        time.sleep(0.02)
+        return [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]
+
+    samples = wait_for(sampling)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (stdout, process.returncode) == ("", 130)
     assert re.fullmatch(
         r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
     ), stderr
-    deadline = time.monotonic() + 60  # it may still be importing what it needs to notice
-    while line_of(samples[0]):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not line_of(samples[0]))  # it may still be importing what it needs to notice
 
 
 def line_of(pid: str) -> str:

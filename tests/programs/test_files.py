@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from doors import COMPLETIONS, Server
 from processes import run
+from waiting import wait_for
 
 import bench
 from docs.make import page, plot, tables
@@ -99,9 +100,13 @@ def test_a_pipe_is_written_to_and_its_reader_is_not_told_of_an_end_before(open_f
         write_whole(pipe, "nobody reads")
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     code = "check_writable(sys.argv[1]); import time; time.sleep(0.3); write_whole(sys.argv[1], 'x' * 100_000)"
-    deadline = time.monotonic() + 60
-    while (done := python(code, pipe)).returncode and time.monotonic() < deadline:
-        assert "No such device" in done.stderr  # the reader has not come yet
+
+    def is_written() -> bool:
+        done = python(code, pipe)
+        assert not done.returncode or "No such device" in done.stderr, done  # nobody reads yet
+        return not done.returncode
+
+    wait_for(is_written)
     assert reader.communicate(timeout=60)[0] == b"x" * 100_000
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, processors
+from waiting import wait_for
 
 from nanobatch import Text
 from parts.files import ModelError
@@ -804,15 +805,15 @@ def interrupted(tmp_path, monkeypatch):
             start_new_session=True,
             text=True,
         )
-        deadline = time.monotonic() + 30
-        # The trial is its watcher's child, that is its nursery's. It runs when it has used a processor
-        trials = []
-        while not any(map(used_by, trials)):
-            assert time.monotonic() < deadline and program.poll() is None
-            time.sleep(0.001)
+
+        def running() -> list[int]:
+            """The trial is its watcher's child, that is its nursery's. It runs when it has used a
+            processor."""
+            assert program.poll() is None
             watchers = itertools.chain(*map(children, children(program.pid)))
-            trials = [*itertools.chain(*map(children, watchers))]
-        [child] = trials
+            return [*filter(used_by, itertools.chain(*map(children, watchers)))]
+
+        [child] = wait_for(running)
         os.killpg(program.pid, signal.SIGINT)
         return program.communicate(timeout=60)[0], child
 
