@@ -108,34 +108,30 @@ class Decoding(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A plan without its requests: numbers and sampling settings.
+    """A plan without its requests: plain numbers.
 
-    Together with the slab and each slot's newest tokens (`SlotState` keeps more of them for a
-    penalty), an order decides the result. So other ranks can run it, too, and the same orders give
-    the same bits.
+    Together with the slab and each slot's newest token, an order decides the logits. So other ranks
+    can run it, too, and the same orders give the same bits.
     """
 
     scrubs: Sequence[tuple[int, int, int]]  # (slot, start, stop): rows to be zeroed first
     prefills: Sequence[Prefill]
     decodes: Sequence[Decoding]
-    picks: Mapping[int, Sequence[Pick]]  # by slot: how a token is chosen for each of its rows
 
     @staticmethod
-    def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
+    def of(plan: Plan) -> Order:
         prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
             prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
-        picks = {}
-        for member in plan.emitters:
-            picks[member.slot] = picks_of(member, handles[member.request.id])
         decodes = []
-        for request, slot, row, guess in plan.decodes:
-            is_known = picks[slot][0].index == request.committed  # nothing of it is in flight
-            ids = (request.answer[-1], *guess) if is_known else ()
-            decodes.append(Decoding(slot, row, ids))
+        for decode in plan.decodes:
+            request = decode.request
+            is_known = first_of(decode) == request.committed  # nothing of it is in flight
+            ids = (request.answer[-1], *decode.guess) if is_known else ()
+            decodes.append(Decoding(decode.slot, decode.position, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
-        return Order(plan.scrubs, prefills, decodes, picks)
+        return Order(plan.scrubs, prefills, decodes)
 
     def passes(self) -> list[tuple[list[Prefill], Sequence[Decoding]]]:
         """The chunks and the decoding sequences of each forward pass.
@@ -155,19 +151,29 @@ class Order(NamedTuple):
         return [*((prefills, ()) for prefills in before), (last, self.decodes)]
 
 
-def picks_of(member: Chunk | Decode, handle: Handle) -> list[Pick]:
-    """How the next tokens are chosen of this request, which has just been planned."""
+def first_of(member: Chunk | Decode) -> int:
+    """Which token of its answer comes first out of this part of a plan, from 0."""
+    return member.request.planned - 1 - len(member.guess)
+
+
+Picks = Mapping[int, Sequence[Pick]]  # by slot: how a token is chosen for each of its rows
+
+
+def picks_of(member: Chunk | Decode, handle: Handle, masks: Sequence[bytes]) -> list[Pick]:
+    """How the next tokens are chosen of a request that has just been planned.
+
+    `masks`: what its grammar allows at each place, as far as its guesses are allowed.
+    """
     request = member.request
-    guess = member.guess
-    first = request.planned - 1 - len(guess)
-    # The device remembers the tokens that are still in flight (`SlotState.add`).
     before: tuple[int, ...] = ()
-    if first == request.committed and handle.sampling.looks_back:
+    if handle.sampling.looks_back:
         before = (*request.prompt[-PENALTY_CONTEXT:], *request.answer)
     picks = []
-    for i in range(1 + len(guess)):
-        seen = before and (*before, *guess[:i])
-        picks.append(Pick(member.slot, handle.sampling, handle.seed, first + i, seen))
+    for i in range(1 + len(member.guess)):
+        seen = before and (*before, *member.guess[:i])
+        mask = masks[min(i, len(masks) - 1)] if masks else None
+        pick = Pick(member.slot, handle.sampling, handle.seed, first_of(member) + i, seen, mask)
+        picks.append(pick)
     return picks
 
 
@@ -192,9 +198,9 @@ class Begun(NamedTuple):
     """A step whose forward passes have been started, and whose tokens have yet to be chosen."""
 
     order: Order
-    logits: list[mx.array]  # (n, V): one for each pass
+    states: list[mx.array]  # (n, D): one for each pass that asks
+    logits: list[mx.array]  # (n, V)
     slots: list[int]  # whose rows of logits follow each other
-    vectors: dict[int, mx.array]  # (D,), by slot: the last states of prompts without an answer
     began: float
     took: float
 
@@ -206,7 +212,7 @@ class Flight(NamedTuple):
     # logits were not finite
     tokens: mx.array
     logprobs: list[Logprobs]
-    vectors: dict[int, mx.array]
+    vectors: dict[int, mx.array]  # (D,), by slot: the last states of prompts without an answer
     began: float
     build_s: float  # Python built the graph
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
@@ -229,7 +235,7 @@ class Flight(NamedTuple):
 class Runner:
     """The device half of the engine: the model, the slab, each slot's newest tokens. No request.
 
-    The same orders and masks in the same sequence give the same bits. Only the times of a flight
+    The same orders and picks in the same sequence give the same bits. Only the times of a flight
     depend on the clock.
     """
 
@@ -258,13 +264,13 @@ class Runner:
         with device_lock, device_stream():
             picks = {0: [Pick(0, Sampling(), 0, 0)]}
             prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
-            self.run(Order((), (prompt,), (), picks)).read()
-            self.run(Order((), (), [Decoding(0, 1, ())], picks)).read()
+            self.run(Order((), (prompt,), ()), picks).read()
+            self.run(Order((), (), [Decoding(0, 1, ())]), picks).read()
             self.reset()
 
-    def run(self, order: Order) -> Flight:
-        """Both halves of a step, one after the other. No row has a mask."""
-        return self.finish(self.begin(order), masks={})
+    def run(self, order: Order, picks: Picks) -> Flight:
+        """Both halves of a step, one after the other."""
+        return self.finish(self.begin(order), picks)
 
     def begin(self, order: Order) -> Begun:
         """The first half of a step: start each forward pass as soon as it is built."""
@@ -272,47 +278,42 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            # Without picks, since ranks that follow choose no token
-            self.ranks.tell([order.scrubs, order.prefills, order.decodes])
+            self.ranks.tell(list(order))
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
-        logits, slots, vectors = self._forward(order)
-        return Begun(order, logits, slots, vectors, began, took=self.clock() - began)
+        states, logits, slots = self._forward(order)
+        return Begun(order, states, logits, slots, began, took=self.clock() - began)
 
-    def finish(self, begun: Begun, masks: Mapping[int, Sequence[bytes]]) -> Flight:
-        """The second half: choose a token for each row, and start that, too.
-
-        `masks`: by slot, which tokens a grammar allows (`Grammar.masks`). The others allow all.
-        """
+    def finish(self, begun: Begun, picks: Picks) -> Flight:
+        """The second half: choose a token for each row, and start that, too."""
         resumed = self.clock()
-        emitted, logprobs = self._choose(begun, masks)
+        emitted, logprobs, vectors = self._choose(begun, picks)
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         # With guesses, Python alone will know which token is the newest, and hand it in.
         first = emitted[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)
-        self._enqueue(emitted, self._newest, self._slot_state.history, logprobs, begun.vectors)
+        self._enqueue(emitted, self._newest, logprobs, vectors)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens=emitted,
             logprobs=logprobs,
-            vectors=begun.vectors,
+            vectors=vectors,
             began=begun.began,
             build_s=took - self._device_s - self._wait_s,
             device_s=self._device_s,
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[int], dict[int, mx.array]]:
-        """Run the passes of a step. Returns each pass's logits (n, V), the slots whose rows they
-        are, and the vectors that are wanted."""
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[mx.array], list[int]]:
+        """Run the passes of a step. Returns each pass's states (n, D) and logits (n, V), and the
+        slots whose rows they are."""
+        states = []
         logits = []
         slots: list[int] = []
-        vectors: dict[int, mx.array] = {}
         for prefills, decodes in order.passes():
             ids: list[mx.array] = []
             windows: list[Window] = []
             asked: list[int] = []  # places among the tokens of this pass
-            embeds: dict[int, int] = {}  # by slot: which of those that are asked
             count = 0  # tokens of this pass so far
             for prefill in prefills:
                 self._copy_prefix(prefill)
@@ -320,8 +321,6 @@ class Runner:
                 ids.append(mx.array(padded))
                 windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
                 if prefill.asked:
-                    if prefill.slot in order.picks and order.picks[prefill.slot][0].sampling.embeds:
-                        embeds[prefill.slot] = len(asked)
                     asked.append(count + len(prefill.ids) - 1)
                     slots.append(prefill.slot)
                 count += len(padded)
@@ -335,15 +334,14 @@ class Runner:
                 asked += range(count, count + tokens)
                 slots += decoding
                 count += tokens
-            states = forward(self.model, mx.concatenate(ids), windows, asked)  # (n, D)
+            found = forward(self.model, mx.concatenate(ids), windows, asked)
             if asked:
-                logits.append(self.model.head(states))
-                for slot, place in embeds.items():
-                    vectors[slot] = states[place].astype(mx.float32)
+                states.append(found)
+                logits.append(self.model.head(found))
                 self._start([logits[-1]])
             else:  # the states are never computed: we start what has been written
                 self._start(self.slab.written())
-        return logits, slots, vectors
+        return states, logits, slots
 
     def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
@@ -358,30 +356,28 @@ class Runner:
         return [*prefill.ids, *[0] * (width - len(prefill.ids))]
 
     def _choose(
-        self,
-        begun: Begun,
-        masks: Mapping[int, Sequence[bytes]],
-    ) -> tuple[mx.array, list[Logprobs]]:
-        """A token for each row that asks, -1 for the others. On a rank that follows, all are -1."""
-        order = begun.order
-        most = max([1, *(len(decode.ids) for decode in order.decodes)])
+        self, begun: Begun, picks: Picks
+    ) -> tuple[mx.array, list[Logprobs], dict[int, mx.array]]:
+        """A token for each row that asks, -1 for the others. On a rank that follows, all are -1.
+        Beside them log probabilities and vectors, as far as they are wanted."""
+        most = max([1, *(len(decode.ids) for decode in begun.order.decodes)])
         emitted = mx.full((self.slab.slots, most), -1, mx.int32)
         if not begun.slots or self.ranks.rank:
-            return emitted, []
-        picks: list[Pick] = []
-        places = []  # of each pick, among the rows of its slot
-        by_row = {}
+            return emitted, [], {}
+        chosen: list[Pick] = []
+        places: list[int] = []  # of each pick, among the rows of its slot
         for slot in begun.slots:
-            for i, pick in enumerate(order.picks[slot]):
-                if slot in masks:  # behind a guess that is forbidden, any mask will do
-                    by_row[len(picks)] = masks[slot][min(i, len(masks[slot]) - 1)]
-                picks.append(pick)
-                places.append(i)
-        logits = mx.concatenate(begun.logits)
-        tokens, logprobs = choose(logits, picks, self._slot_state, by_row)
-        slots = mx.array([pick.slot for pick in picks])
+            chosen += picks[slot]
+            places += range(len(picks[slot]))
+        tokens, logprobs = choose(mx.concatenate(begun.logits), chosen, self._slot_state)
+        slots = mx.array([pick.slot for pick in chosen])
         emitted[slots, mx.array(places)] = tokens
-        return emitted, logprobs
+        vectors = {}
+        states = mx.concatenate(begun.states)
+        for row, pick in enumerate(chosen):
+            if pick.sampling.embeds:
+                vectors[pick.slot] = states[row].astype(mx.float32)
+        return emitted, logprobs, vectors
 
     def _copy_prefix(self, prefill: Prefill) -> None:
         """Take over another slot's first rows, if this chunk goes on from there."""
@@ -427,7 +423,7 @@ class Runner:
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
                 decodes = [Decoding(*each) for each in decodes]
-                self.run(Order(scrubs, prefills, decodes, picks={})).read()
+                self.run(Order(scrubs, prefills, decodes), picks={}).read()
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -561,7 +557,7 @@ class Engine:
             try:
                 planned = self._plan() if plan else None
                 if planned:
-                    self._run(*planned)
+                    self._run(planned)
                 worked = bool(self._flights)
                 while len(self._flights) > self._may_fly(planned):
                     self._commit()
@@ -572,8 +568,8 @@ class Engine:
                     raise
                 return True  # something was done, but it failed
 
-    def _plan(self) -> tuple[Plan, Order] | None:
-        """What the scheduler decides, and the same in plain numbers, for the device."""
+    def _plan(self) -> Plan | None:
+        """What the scheduler decides."""
         if self.is_released:
             if self.has_work:  # if the weights cannot be read, this step fails
                 self._come_back()
@@ -584,58 +580,55 @@ class Engine:
             plan = self.sched.plan(self.clock())
             self._unstarted = plan
             self._blocked = plan.blocked if plan else ()
-            if plan is None:
-                return None
-            return plan, Order.of(plan, self._ledger.open)
+            return plan
 
-    def _run(self, plan: Plan, order: Order) -> None:
+    def _run(self, plan: Plan) -> None:
         """Start a step on the device.
 
-        A grammar says which tokens may come next, and it needs to know the token before. With
-        run-ahead, that token is still on the device. But only the choice of the next token has to
-        wait for it. So in a step with a grammar, the forward pass is started first. Then the step
-        before is committed, and the choice follows:
+        A penalty or a grammar needs to know the token before. With run-ahead, that token is still
+        on the device. But only the choice of the next token has to wait for it. So in a step with
+        one of these, the forward pass is started first. Then the step before is committed, and the
+        choice follows:
 
             device   |   run N          |   forward N+1           |   choose N+1
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
         """
-        begun = self.runner.begin(order)
-        masks: dict[int, list[bytes]] = {}
-        if any(picks[0].sampling.grammar for picks in order.picks.values()):
+        begun = self.runner.begin(Order.of(plan))
+        handles = [self._ledger.open.get(member.request.id) for member in plan.emitters]
+        settings = [handle.sampling for handle in handles if handle]
+        if any(each.looks_back or each.grammar for each in settings):
             while self._flights:
                 self._commit()
-            masks = self._masks(plan)
-        flight = self.runner.finish(begun, masks)
+        picks = {member.slot: self._picks(member) for member in plan.emitters}
+        flight = self.runner.finish(begun, picks)
         self._flights.append((plan, flight))
         self._unstarted = None
 
-    def _masks(self, plan: Plan) -> dict[int, list[bytes]]:
-        """By slot: the tokens that a grammar allows, and those behind each guess. A grammar that
-        fails ends its own request."""
-        masks = {}
-        for member in plan.emitters:
-            handle = self._ledger.open.get(member.request.id)
-            grammar = handle and handle.grammar
-            if grammar is None:  # none is wanted, or the request has ended and is a ghost
-                continue
+    def _picks(self, member: Chunk | Decode) -> list[Pick]:
+        """How its tokens are chosen. A grammar that fails ends its own request."""
+        handle = self._ledger.open.get(member.request.id)
+        if handle is None:  # the request has ended, and what its rows say will be dropped
+            return [Pick(member.slot, Sampling(), 0, 0)] * (1 + len(member.guess))
+        masks: Sequence[bytes] = ()
+        grammar = handle.grammar
+        if grammar is not None:
             try:
-                masks[member.slot] = grammar.masks(member.guess)
+                masks = grammar.masks(member.guess)
             except BaseException as error:  # a panic in the library's Rust is no Exception
                 let_go(error)
                 with self.changed:
                     self._end(handle, "error", describe(error), error)
-        return masks
+        return picks_of(member, handle, masks)
 
-    def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
+    def _may_fly(self, plan: Plan | None) -> int:
         """How many steps may stay in flight: one if the engine runs ahead.
 
         On a CPU, a step that yields a first token is read at once (`hurries`). MLX's queue is short
         there: to start the next step takes nearly as long as that step itself, and the token would
         come only then. A step is read at once, too, where guesses are in it, or may be in the next.
         """
-        if planned is None or not self.run_ahead:
+        if plan is None or not self.run_ahead:
             return 0
-        plan, _ = planned
         is_due = plan.is_due(self.hurries) or self.guesses.may_follow(plan)
         return 0 if is_due else 1
 

@@ -38,8 +38,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from parts.api.settings import SHORT_LIST, Sampling
@@ -51,34 +50,34 @@ SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
 class Pick(NamedTuple):
-    """A row out of which a token comes in this step, and the settings of its request."""
+    """A row out of which a token comes in this step, and how its request wants it chosen."""
 
     slot: int
     sampling: Sampling
     seed: int
     index: int  # the token is the request's index-th, from 0
-    # With a penalty, unless a token is in flight: the prompt's last tokens, and the answer so far
-    before: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()  # with a penalty: the prompt's last tokens, and the answer so far
+    mask: bytes | None = None  # a bit for each token that the grammar allows, the lowest first
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return self.before[len(self.before) - self.index :]
 
 
 def choose(
     logits: mx.array,  # (n, V)
     picks: Sequence[Pick],
     state: SlotState,
-    masks: Mapping[int, bytes] = MappingProxyType({}),
 ) -> tuple[mx.array, list[Logprobs]]:  # (n,)
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
 
     `logits`: one row for each pick. If a row is not finite, its token is -1.
-    `masks`: by row, the tokens that a grammar allows. All others get the logit minus infinity
-    before anything else is computed.
     """
     groups = defaultdict(list)
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
-        groups[pick.sampling.group, has_logprobs, row in masks].append(row)
+        groups[pick.sampling.group, has_logprobs, pick.mask is not None].append(row)
 
-    state.learn(picks)
     order = []
     tokens = []
     logprobs = []
@@ -87,7 +86,7 @@ def choose(
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
         unmasked = x
         if has_mask:
-            x = x + state.mask([masks[row] for row in rows])
+            x = x + state.mask([pick.mask for pick in members])
         if group != "greedy":
             x = edit(x.astype(mx.float32), members, state)
             spread = Spread.of(x)
@@ -108,80 +107,19 @@ def choose(
     tokens = mx.concatenate(tokens)  # (n, 1), in the order of the groups
     if order != sorted(order):
         tokens = tokens[mx.argsort(mx.array(order))]
-    state.add(picks, tokens)
     return tokens[:, 0], logprobs
 
 
 class SlotState:
-    """What sampling keeps on the device from step to step, slot by slot: the tokens that penalties
-    look back at, and biases.
-
-        column    0 ... 19                  20   21   22 ...
-        token     the prompt's last ones    the answer
-    """
+    """What sampling keeps from step to step: the bias of each slot's request, and how a mask is
+    read."""
 
     def __init__(self, slots: int, V: int):
-        self.history = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # it grows with the answers
         self._no_bias = mx.zeros(V)
         self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
         octets = mx.arange(256)[:, None]
         bits = octets >> mx.arange(8) & 1  # (256, 8)
         self._mask_of_byte = mx.where(bits == 1, 0, -math.inf)
-
-    def learn(self, picks: Sequence[Pick]) -> None:
-        """Before tokens are chosen: what Python knows takes the place of what the device does. With
-        guesses, a slot has several picks. The last one knows most, and each looks no further than
-        its own place.
-
-        A short prompt repeats its first token, because that one is the first to leave anyway.
-        """
-        picks = [pick for pick in picks if pick.sampling.looks_back]
-        indices = [pick.index for pick in picks]
-        self._grow(max(indices, default=-1))
-        known = {pick.slot: pick for pick in picks if pick.before}
-        for slot, pick in known.items():
-            tokens = pick.before[:1] * PENALTY_CONTEXT + pick.before
-            length = PENALTY_CONTEXT + pick.index
-            newest = mx.array(tokens[-length:])
-            self.history[slot, :length] = newest
-
-    def _grow(self, index: int) -> None:
-        """So that the answers' tokens up to this one have a column."""
-        missing = PENALTY_CONTEXT + 1 + index - self.history.shape[1]
-        if missing > 0:
-            blocks = -(-missing // SHORT_LIST)
-            widths = [(0, 0), (0, blocks * SHORT_LIST)]
-            self.history = mx.pad(self.history, widths)
-
-    def recent(self, picks: Sequence[Pick]) -> mx.array:  # (n, 20)
-        """The tokens before each pick's."""
-        slots = column([pick.slot for pick in picks])
-        first = column([pick.index for pick in picks])
-        return self.history[slots, first + mx.arange(PENALTY_CONTEXT)]
-
-    def answer(self, picks: Sequence[Pick]) -> tuple[mx.array, mx.array]:  # (n, L) twice
-        """Each pick's answer so far, and where a token stands: behind its end, the first is repeated."""
-        slots = [pick.slot for pick in picks]
-        counts = [pick.index for pick in picks]
-        width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)
-        rows = self.history[mx.array(slots)]
-        tokens = rows[:, PENALTY_CONTEXT : PENALTY_CONTEXT + width]
-        is_said = mx.arange(width) < column(counts)
-        return mx.where(is_said, tokens, tokens[:, :1]), is_said
-
-    def add(
-        self,
-        picks: Sequence[Pick],
-        tokens: mx.array,  # (n, 1)
-    ) -> None:
-        """After tokens have been chosen: the next step looks back at them, if a penalty wants it.
-        (Which token is a slot's newest behind guesses, Python will say.)"""
-        rows = [row for row, pick in enumerate(picks) if pick.sampling.looks_back]
-        if rows:
-            slots = [picks[row].slot for row in rows]
-            places = [PENALTY_CONTEXT + picks[row].index for row in rows]
-            said = mx.maximum(tokens[mx.array(rows), 0], 0)
-            self.history[mx.array(slots), mx.array(places)] = said
 
     def bias(self, pick: Pick) -> mx.array:  # (V,)
         """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
@@ -199,8 +137,8 @@ class SlotState:
     def mask(self, masks: Sequence[bytes]) -> mx.array:  # (n, V)
         """0 for each token that is allowed, and minus infinity for the others.
 
-        Each token has a bit, the lowest first. On a CPU, to look up each byte, which stands for
-        eight tokens, takes MLX a fifth of the time that shifting bits takes.
+        On a CPU, to look up each byte, which stands for eight tokens, takes MLX a fifth of the time
+        that shifting bits takes.
         """
         octets = mx.array(memoryview(b"".join(masks)))
         each = self._mask_of_byte[octets].reshape(len(masks), -1)
@@ -219,12 +157,16 @@ def edit(
         x = x + mx.stack(biases)
     if any(s.repetition_penalty != 1 for s in settings):
         penalty = column([s.repetition_penalty for s in settings])
-        recent = state.recent(picks)  # (n, 20)
+        recent = tokens_of([pick.before[-PENALTY_CONTEXT:] for pick in picks], PENALTY_CONTEXT)
         old = gather(x, recent)
         new = mx.where(old < 0, old * penalty, old / penalty)
         x = mx.put_along_axis(x, recent, new, axis=-1)
     if any(s.counts for s in settings):
-        tokens, is_said = state.answer(picks)  # (n, L)
+        answers = [pick.answer for pick in picks]
+        counts = [len(answer) for answer in answers]
+        width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)  # so that the shapes are few
+        tokens = tokens_of(answers, width)  # (n, width)
+        is_said = mx.arange(width) < column(counts)
         presence = column([s.presence_penalty for s in settings])
         frequency = column([s.frequency_penalty for s in settings])
         # Of a token that was said often, all entries have the same value: any may be the last
@@ -233,6 +175,15 @@ def edit(
         rows = mx.arange(len(picks))[:, None]
         x = x.at[rows, tokens].add(-frequency * is_said)
     return x
+
+
+def tokens_of(rows: Sequence[tuple[int, ...]], width: int) -> mx.array:  # (n, width)
+    """Tokens that stand before each pick's. A short row repeats its first token to the end."""
+    full = []
+    for row in rows:
+        first = row[:1] or (0,)
+        full.append(row + first * (width - len(row)))
+    return mx.array(full)
 
 
 # --- without a filter ---------------------------------------------------------------------------

@@ -79,15 +79,15 @@ class Dictation:
         self.answers[handle.id] = text.answer
         return handle
 
-    def _dictate(self, begun, masks):
-        emitted, logprobs = self._choose(begun, masks)
+    def _dictate(self, begun, picks):
+        emitted, *rest = self._choose(begun, picks)
         owners = {request.slot: request.id for request in self.engine.sched.running.values()}
         slots, rows = emitted.shape
         said = [[-1] * rows for _ in range(slots)]
         for slot in begun.slots:
             answer = self.answers.get(owners.get(slot), ())
-            for i, pick in enumerate(begun.order.picks[slot]):
+            for i, pick in enumerate(picks[slot]):
                 known = pick.index < len(answer)
                 said[slot][i] = answer[pick.index] if known else 0
         # Always true: but what was chosen has to be computed first
-        return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), logprobs
+        return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), *rest

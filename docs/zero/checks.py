@@ -29,7 +29,18 @@ import kv
 import llama
 import sampling
 import sched
-from nanobatch import Decoding, Engine, Flight, Handle, Order, Pick, Prefill, Runner, Sampling
+from nanobatch import (
+    Decoding,
+    Engine,
+    Flight,
+    Handle,
+    Order,
+    Pick,
+    Picks,
+    Prefill,
+    Runner,
+    Sampling,
+)
 from parts.api.faults import LOG
 from parts.device.mlx import device_lock, mx
 from parts.model import ops, rope
@@ -963,7 +974,7 @@ def new_runner() -> Runner:
     return Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
 
 
-def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> None:
+def try_orders(orders: Sequence[tuple[Order, Picks]], wanted: Sequence[dict[int, str]]) -> None:
     """By step and slot: what is said."""
     _, text = demo()
     runner = new_runner()
@@ -975,9 +986,9 @@ def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> Non
         start(*results)
 
     runner._start = note
-    for number, (order, said) in enumerate(zip(orders, wanted, strict=True), 1):
+    for number, (step, said) in enumerate(zip(orders, wanted, strict=True), 1):
         starts.clear()
-        tokens, _ = runner.run(order).read()
+        tokens, _ = runner.run(*step).read()
         if not starts:
             raise Wrong(f"order {number}: `self._start` was not called, so nothing may be written")
         sizes = [len(each) for each in tokens]
@@ -991,11 +1002,12 @@ def order(
     decodes: Sequence[tuple[int, int]] = (),
     index: int = 0,
     **settings,
-) -> Order:
+) -> tuple[Order, Picks]:
+    """An order, and how its tokens are chosen."""
     slots = [prefill.slot for prefill in prefills if prefill.asked]
     slots += [slot for slot, _ in decodes]
     picks = {slot: [Pick(slot, Sampling(**settings), 0, index)] for slot in slots}
-    return Order((), tuple(prefills), [Decoding(*each, ()) for each in decodes], picks)
+    return Order((), tuple(prefills), [Decoding(*each, ()) for each in decodes]), picks
 
 
 @check(
@@ -1014,7 +1026,7 @@ def _() -> None:
 @check(5, "who asks for log probabilities gets them", "_choose")
 def _() -> None:
     asks = order([Prefill(2, ids_of(), 0, None, True)], logprobs=2)
-    tokens, logprobs = new_runner().run(asks).read()
+    tokens, logprobs = new_runner().run(*asks).read()
     equal("whose log probabilities came, by slot and index", [*logprobs], [(2, 0)])
     found = logprobs[2, 0]
     equal("the likeliest token", found.top[0], (tokens[2][0], found.logprob))
@@ -1448,7 +1460,7 @@ def _() -> None:
         enqueue(*results)
 
     runner._enqueue = note
-    flight = runner.run(order([Prefill(1, ids, 0, None, True)]))
+    flight = runner.run(*order([Prefill(1, ids, 0, None, True)]))
     if not any(each is flight.tokens for each in started):
         raise Wrong(
             "the tokens were never handed to self._enqueue: the device would start too late"

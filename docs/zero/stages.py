@@ -330,9 +330,9 @@ and back from places to ids""",
                 the last token of each prefill that is `asked`, and each token that decodes.
                 What `self.model.head` makes of their states are the logits. Start the pass:
                 `self._start([logits])`; if nothing is asked, `self._start(self.slab.written())`.
-                Return a list of the logits, the slots that are asked, in the same order, and an empty
-                dict. If nothing is asked, all three are empty. (Leave `order.passes`, `alike`,
-                `_padded` and vectors aside: they are for what is switched off.)""",
+                Return a list of the states, a list of the logits, and the slots that are asked, in the
+                same order. If nothing is asked, all three are empty. (Leave `order.passes`, `alike` and
+                `_padded` aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
@@ -346,25 +346,25 @@ if order.decodes:
     asked += range(count, count + len(decoding)); slots += decoding
 states = forward(self.model, mx.concatenate(ids), windows, asked)
 logits = self.model.head(states)
-start it; return [logits], slots, {}     (or [], [], {})""",
+start it; return [states], [logits], slots     (or [], [], [])""",
                 ),
             ),
             Task(
                 "nanobatch.Runner._choose",
-                """`begun.logits` has a row for each of `begun.slots`; `begun.order.picks` says, by
-                slot, how its token is chosen: a list of one `Pick`. Return an array (slots, 1): the
-                token of each slot that was asked, and -1 for the others; and the log probabilities, as
-                `choose` returns them. If nothing was asked: all -1, and an empty list. (Leave `masks`
-                and guesses aside.)""",
+                """`begun.logits` has a row for each of `begun.slots`; `picks` says, by slot, how its
+                token is chosen: a list of one `Pick`. Return an array (slots, 1): the token of each
+                slot that was asked, and -1 for the others; the log probabilities, as `choose` returns
+                them; and an empty dict. If nothing was asked: all -1, and the others empty. (Leave
+                guesses and vectors aside.)""",
                 (
                     "`choose(logits, picks, self._slot_state)` returns tokens (n,) and log "
                     "probabilities. It wants the picks in the order of the rows.",
                     "`mx.full((slots, 1), -1, mx.int32)`, and then `emitted[mx.array(slots), 0] = tokens`.",
                     """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
-if not begun.slots: return emitted, []
-picks = [begun.order.picks[slot][0] for slot in begun.slots]
+if not begun.slots: return emitted, [], {}
+chosen = [picks[slot][0] for slot in begun.slots]
 tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
-emitted[...] = tokens""",
+emitted[...] = tokens; return emitted, logprobs, {}""",
                 ),
             ),
         ),
@@ -515,37 +515,36 @@ if request.prefilled:
                 "nanobatch.Runner.finish",
                 """Choose the tokens (`_choose`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
-                `self._enqueue(...)`: the tokens, the newest ones, `self._slot_state.history` and the log
-                probabilities. Return a `Flight`. Its `build_s` is what this half and `begun.took` took together,
-                without `self._device_s` and `self._wait_s`. (Leave `masks` and ranks aside: hand
-                `masks` on.)""",
+                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return a
+                `Flight`. Its `build_s` is what this half and `begun.took` took together, without
+                `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
                     "With `first = emitted[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
-emitted, logprobs = self._choose(begun, masks)
+emitted, logprobs, vectors = self._choose(begun, picks)
 self._newest = mx.where(...)
-self._enqueue(emitted, self._newest, self._slot_state.history, logprobs)
+self._enqueue(emitted, self._newest, logprobs)
 took = begun.took + self.clock() - resumed
-return Flight(emitted, logprobs, {}, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
+return Flight(emitted, logprobs, vectors, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
                 ),
             ),
             Task(
                 "nanobatch.Engine._may_fly",
                 """How many steps may be left unread now? With run-ahead one, if a step was just
-                planned; else none. `planned` is what `_plan` returned. If `self.hurries`, a step that
-                yields a first token is read at once. (No guesses.)""",
+                planned; else none. If `self.hurries`, a step that yields a first token is read at once.
+                (No guesses.)""",
                 (
                     "Nothing was planned: then there is nothing to run ahead with.",
-                    "`plan, _ = planned`, and `plan.is_due(self.hurries)`.",
-                    "0 if planned is None or not self.run_ahead; 0 if it hurries and ...; else 1",
+                    "`plan.is_due(self.hurries)` says whether its tokens must be read first.",
+                    "0 if plan is None or not self.run_ahead; 0 if it hurries and ...; else 1",
                 ),
             ),
             Task(
                 "nanobatch.Engine.step",
                 """One turn: plan (`self._plan()`, unless `plan` is False), start what was planned
-                (`self._run(*planned)`), then commit (`self._commit()` takes the oldest) until no more
+                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until no more
                 than `self._may_fly(planned)` of `self._flights` are left. All of it within
                 `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
                 An exception is told to `self._fail(error)`, and the engine goes on (True); what is no
@@ -556,7 +555,7 @@ return Flight(emitted, logprobs, {}, begun.began, took - ... - ..., self._device
                     """with self._changing(), device_lock, device_stream():
     try:
         planned = self._plan() if plan else None
-        if planned: self._run(*planned)
+        if planned: self._run(planned)
         worked = bool(self._flights)
         while ... > self._may_fly(planned): self._commit()
         return worked

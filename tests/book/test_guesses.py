@@ -155,8 +155,8 @@ def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
     picks_of = nanobatch.picks_of
     field = "index" if bug == "one index for all rows" else "before"
 
-    def planted(member, handle):
-        picks = picks_of(member, handle)
+    def planted(*member):
+        picks = picks_of(*member)
         return [pick._replace(**{field: getattr(picks[0], field)}) for pick in picks]
 
     monkeypatch.setattr(nanobatch, "picks_of", planted)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness import random_asks
 
-from nanobatch import Engine, Order, Prefill, Runner, Sampling
+from nanobatch import Engine, Order, Picks, Prefill, Runner, Sampling
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.fit import Sizes
 from sampling import Pick
@@ -31,18 +31,25 @@ class Recorded:
     """What a runner was told, and what came of it."""
 
     def __init__(self, runner: Runner):
-        self.runner, self.orders, self.tokens, self.logprobs = runner, [], [], []
+        self.runner, self.steps, self.tokens, self.logprobs = runner, [], [], []
 
-    def play(self, order: Order) -> None:
-        tokens, logprobs = self.runner.run(order).read()
-        self.orders.append(order)
+    @property
+    def orders(self) -> list[Order]:
+        return [order for order, _ in self.steps]
+
+    @property
+    def picks(self) -> list[Picks]:
+        return [picks for _, picks in self.steps]
+
+    def play(self, order: Order, picks: Picks) -> None:
+        tokens, logprobs = self.runner.run(order, picks).read()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
-    def play_all(self, orders: list[Order]) -> Recorded:
+    def play_all(self, steps: list[tuple[Order, Picks]]) -> Recorded:
         with device_lock, device_stream():
-            for order in orders:
-                self.play(order)
+            for step in steps:
+                self.play(*step)
         return self
 
     @property
@@ -60,21 +67,16 @@ def record(parts) -> Recorded:
     asks = random_asks(rng, 36, longest=120, tokens=14, alike=0.7)
     with Engine(model, text, **SIZES._asdict()) as engine:
         handles = []
-        recorded, begin = Recorded(engine.runner), engine.runner.begin
-        finish = engine.runner.finish
+        recorded, finish = Recorded(engine.runner), engine.runner.finish
 
-        def recording(order):
-            recorded.orders.append(order)
-            return begin(order)
-
-        def reading(begun, masks):
-            flight = finish(begun, masks)
+        def reading(begun, picks):
+            recorded.steps.append((begun.order, picks))
+            flight = finish(begun, picks)
             tokens, logprobs = flight.read()
             recorded.tokens.append(tokens)
             recorded.logprobs.append(logprobs)
             return flight
 
-        engine.runner.begin = recording
         engine.runner.finish = reading
         for n, ask in enumerate(asks):
             settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[
@@ -104,23 +106,24 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
         "no pass in which only some chunks end their prompts"
     )
     assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
-    assert {picks[0].sampling.group for order in orders for picks in order.picks.values()} >= {
+    picks = [pick for each in record.picks for pick, *_ in each.values()]
+    assert {pick.sampling.group for pick in picks} >= {
         "greedy",
         "edited",
         "open",
         "short list",
         "long list",
     }
-    assert sum(bool(picks[0].before) for order in orders for picks in order.picks.values()) > 3
+    assert sum(bool(pick.before) for pick in picks) > 3
 
 
 def test_an_order_says_who_samples_and_nothing_else_does(record):
     compared = 0
-    for order, tokens in zip(record.orders, record.tokens, strict=True):
+    for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
         decoding = [slot for slot, *_ in order.decodes]
         slots = [*(prefill.slot for prefill in order.prefills), *decoding]
         asked = {*(prefill.slot for prefill in order.prefills if prefill.asked), *decoding}
-        assert order.picks.keys() == asked
+        assert picks.keys() == asked
         assert len(set(slots)) == len(slots), "a slot moves on by two units"
         said = {slot for slot, rows in enumerate(tokens) if max(rows) >= 0}
         assert said == asked
@@ -134,7 +137,7 @@ def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock
 ):
     rng = random.Random(1)
     options = {} if clock == "steady" else {"clock": lambda: rng.uniform(-1e9, 1e9)}
-    played = Recorded(Runner(parts[0], SIZES, **options)).play_all(record.orders)
+    played = Recorded(Runner(parts[0], SIZES, **options)).play_all(record.steps)
     assert played.tokens == record.tokens
     assert played.logprobs == record.logprobs
     assert played.slab == record.slab
@@ -142,11 +145,11 @@ def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock
 
 def test_a_runner_that_is_reset_is_as_good_as_new(parts, record):
     played = Recorded(Runner(parts[0], SIZES))
-    played.play_all(record.orders[::-1][:10])  # nonsense: what they refer to was never written
+    played.play_all(record.steps[::-1][:10])  # nonsense: what they refer to was never written
     with device_lock, device_stream():
         played.runner.reset()
     played.tokens.clear()
-    played.play_all(record.orders)
+    played.play_all(record.steps)
     assert played.tokens == record.tokens and played.slab == record.slab
 
 
@@ -154,8 +157,8 @@ def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
     """The engine runs ahead: it starts a step before it has read the one before."""
     with device_lock, device_stream():
         runner, flights = Runner(parts[0], SIZES), []
-        for order in record.orders:
-            flights.append(runner.run(order))
+        for step in record.steps:
+            flights.append(runner.run(*step))
         assert [flight.read()[0] for flight in flights] == record.tokens
         runner.slab.check()
 
@@ -169,7 +172,7 @@ def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, reco
         ]
 
     monkeypatch.setattr(Order, "passes", one_by_one)
-    played = Recorded(Runner(parts[0], SIZES)).play_all(record.orders)
+    played = Recorded(Runner(parts[0], SIZES)).play_all(record.steps)
     assert played.tokens == record.tokens and played.logprobs == record.logprobs
     assert played.slab == record.slab
 
@@ -194,7 +197,7 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
 def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
     first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
     copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
-    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),), {})
+    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),))
     assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
 
@@ -204,10 +207,10 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
     model = replace(parts[0], head=lambda x: sizes.append(len(x)) or parts[0].head(x))
     with device_lock, device_stream():
         played = Recorded(Runner(model, SIZES))
-        for order in record.orders:
+        for order, picks in record.steps:
             sizes.clear()
-            played.play(order)
-            rows = sum(map(len, order.picks.values()))
+            played.play(order, picks)
+            rows = sum(map(len, picks.values()))
             assert sum(sizes) == rows and len(sizes) <= len(order.passes())
             assert 0 not in sizes
         assert played.tokens == record.tokens
@@ -221,7 +224,7 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
         chunk = Prefill(2, (7, 8, 9), 0, None, True)
-        flight = runner.run(Order((), (chunk,), (), {2: [Pick(2, Sampling(), 0, 0)]}))
+        flight = runner.run(Order((), (chunk,), ()), {2: [Pick(2, Sampling(), 0, 0)]})
         assert flight.began == began + 1 and flight.build_s > 0
         assert flight.device_s == 2  # the forward pass was started, then the sampling
         assert flight.wait_s == 1  # for the pass before
@@ -235,7 +238,7 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
 def test_warming_up_leaves_no_trace(parts, record):
     runner = Runner(parts[0], SIZES)
     runner.warm_up()
-    assert Recorded(runner).play_all(record.orders[:20]).tokens == record.tokens[:20]
+    assert Recorded(runner).play_all(record.steps[:20]).tokens == record.tokens[:20]
 
 
 def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
@@ -244,10 +247,10 @@ def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_cop
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)
-        runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), (), {})).read()
+        runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), ()), {}).read()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        runner.run(Order(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), (), {})).read()
+        runner.run(Order(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}).read()
         mx.synchronize()
         assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes

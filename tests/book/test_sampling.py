@@ -464,6 +464,20 @@ def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(par
                 assert fingerprint(handle.result()) == alone[n], f"request {n} of {slots} slots"
 
 
+def test_a_penalty_is_none_of_a_longer_answers_business_beside_it(parts):
+    """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
+    wishes = [
+        Sampling(max_tokens=90, ignore_eos=True, logprobs=0),
+        Sampling(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
+    ]
+    with Engine(*parts, slots=2, max_len=128) as engine:
+        alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
+        longer = engine.submit([1, 2], wishes[0])
+        engine.wait(lambda: len(longer.tokens) > 70)
+        shorter = engine.submit([1, 2], wishes[1])
+        assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
+
+
 def test_seeds_make_answers_repeat_and_differ(parts):
     hot = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
     with Engine(*parts, slots=4, max_len=128) as engine:

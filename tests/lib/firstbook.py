@@ -283,17 +283,17 @@ class Scheduler:
 
 
 class Runner:
-    def finish(self, begun, masks):
+    def finish(self, begun, picks):
         resumed = self.clock()
-        tokens, logprobs = self._choose(begun, masks or {})
+        tokens, logprobs, vectors = self._choose(begun, picks)
         newest = tokens[:, 0]
         self._newest = mx.where(newest < 0, self._newest, newest)
-        self._enqueue(tokens, self._newest, self._slot_state.history, logprobs)
+        self._enqueue(tokens, self._newest, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens,
             logprobs,
-            {},
+            vectors,
             begun.began,
             took - self._device_s - self._wait_s,
             self._device_s,
@@ -324,18 +324,18 @@ class Runner:
         if asked:
             logits = self.model.head(states)
             self._start([logits])
-            return [logits], slots, {}
+            return [states], [logits], slots
         self._start(self.slab.written())
-        return [], [], {}
+        return [], [], []
 
-    def _choose(self, begun, masks):
+    def _choose(self, begun, picks):
         emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
         if not begun.slots:
-            return emitted, []
-        picks = [begun.order.picks[slot][0] for slot in begun.slots]
+            return emitted, [], {}
+        picks = [picks[slot][0] for slot in begun.slots]
         tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
         emitted[mx.array(begun.slots), 0] = tokens
-        return emitted, logprobs
+        return emitted, logprobs, {}
 
 
 class Engine:
@@ -346,7 +346,7 @@ class Engine:
                 if plan:
                     planned = self._plan()
                 if planned is not None:
-                    self._run(*planned)
+                    self._run(planned)
                 worked = len(self._flights) > 0
                 while len(self._flights) > self._may_fly(planned):
                     self._commit()
@@ -357,7 +357,7 @@ class Engine:
                     return True
                 raise
 
-    def _may_fly(self, planned):
-        if planned is None or not self.run_ahead:
+    def _may_fly(self, plan):
+        if plan is None or not self.run_ahead:
             return 0
-        return 0 if planned[0].is_due(self.hurries) else 1
+        return 0 if plan.is_due(self.hurries) else 1

@@ -24,7 +24,7 @@ class Tap:
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
         runner, calls = engine.runner, []
-        head, begin = runner.model.head, runner.begin
+        head, begin, finish = runner.model.head, runner.begin, runner.finish
 
         def tapped_head(x):
             logits = head(x)
@@ -32,20 +32,26 @@ class Tap:
                 calls.append(logits)
             return logits
 
+        owners = {}
+
         def tapped_begin(order: Order):
             calls.clear()
+            owners.update((request.slot, request.id) for request in engine.sched.running.values())
             begun = begin(order)
-            owners = {request.slot: request.id for request in engine.sched.running.values()}
-            picks = [pick for slot in begun.slots for pick in order.picks[slot]]
             assert len(calls) <= len(order.passes()), "the head is read once a pass"
+            return begun
+
+        def tapped_finish(begun, picks):
+            chosen = [pick for slot in begun.slots for pick in picks[slot]]
             found = [row for logits in calls for row in np.array(logits)]
             # Behind a wrong guess, logits are recorded once more when the right token is known.
-            for pick, logits in zip(picks, found, strict=True):
+            for pick, logits in zip(chosen, found, strict=True):
                 self.logits[owners[pick.slot], pick.index] = logits
-            return begun
+            return finish(begun, picks)
 
         runner.model = replace(runner.model, head=tapped_head)
         runner.begin = tapped_begin
+        runner.finish = tapped_finish
 
     def of(self, handle: Handle) -> np.ndarray:
         """(tokens, V): what the request's tokens were chosen from."""

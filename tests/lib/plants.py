@@ -74,9 +74,9 @@ def plant(monkeypatch, bug: str) -> None:
             decodes[:] = order.decodes
             return begin(self, order)
 
-        def stale(self, begun, masks=None):
+        def stale(self, begun, picks):
             newest = mx.array(self._newest)
-            flight = finish(self, begun, masks)
+            flight = finish(self, begun, picks)
             if decodes:
                 self._newest = newest
             return flight

@@ -186,14 +186,15 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
     """A runner whose bits depend on company: where so many decode in a step, the sixth word of an
     answer is another one, or its probability. Answers with the slots and steps in which it was."""
     runner = stage.engine.runner
-    begin = runner.begin
+    finish = runner.finish
     turned = []
 
-    def bent(order):
-        flight = begin(order)
-        for slot, (pick,) in order.picks.items():
+    def bent(flight, picks):
+        flight = finish(flight, picks)
+        decoding = sum(pick.index > 0 for (pick,) in picks.values())
+        for slot, (pick,) in picks.items():
             place = slot, pick.index
-            if pick.index == 5 and len(order.decodes) >= many and place in flight.logprobs:
+            if pick.index == 5 and decoding >= many and place in flight.logprobs:
                 found = flight.logprobs[place]
                 if wrong == "token":
                     flight.tokens[slot] = [stage.engine.text.token(" wolf")]
@@ -202,5 +203,5 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
                 turned.append(slot)
         return flight
 
-    runner.begin = bent
+    runner.finish = bent
     return turned

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from nanobatch import Engine, Order
+from nanobatch import Engine, Order, Picks
 from parts.api.handle import TokenLogprob
 from parts.api.views import ModelView
 from parts.device.mlx import mx
@@ -130,23 +130,22 @@ class WordRunner:
             held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [[-1] for _ in range(self.slots)]
-        logprobs = {}
-        for slot, picks in order.picks.items():
-            tokens[slot] = []
-            for pick in picks:
-                said = self.says(slot, pick.index)
-                tokens[slot].append(said)
-                if pick.sampling.logprobs is not None:
-                    logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         device_s = max(0.0, self.clock() - began - 0.001)
-        self.flight = WordFlight(self, tokens, began, cost, device_s, logprobs)
+        self.flight = WordFlight(self, tokens, began, cost, device_s)
         return self.flight
 
     def says(self, slot: int, index: int) -> int:
         return self.text.token(speak(self.prompts[slot], index))
 
-    def finish(self, flight: WordFlight, masks: object) -> WordFlight:
+    def finish(self, flight: WordFlight, picks: Picks) -> WordFlight:
+        for slot, rows in picks.items():
+            flight.tokens[slot] = []
+            for pick in rows:
+                said = self.says(slot, pick.index)
+                flight.tokens[slot].append(said)
+                if pick.sampling.logprobs is not None:
+                    flight.logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
         return flight
 
 

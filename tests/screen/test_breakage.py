@@ -172,11 +172,11 @@ def with_slab(stage: Stage) -> Stage:
         def __setitem__(self, where, number):
             assert number != number
 
-    begin = type(runner).begin
+    finish = runner.finish
 
-    def sick(order):
-        flight = begin(runner, order)
-        for slot in poisoned & {slot for slot, *_ in order.decodes}:
+    def sick(flight, picks):
+        flight = finish(flight, picks)
+        for slot in poisoned & {slot for slot, (pick,) in picks.items() if pick.index}:
             flight.tokens[slot] = [-1]
             poisoned.discard(slot)
         return flight
@@ -186,7 +186,7 @@ def with_slab(stage: Stage) -> Stage:
         fill=lambda slot, rows: poisoned.add(slot),
         check=lambda: None,
     )
-    runner.begin = sick
+    runner.finish = sick
     return stage
 
 

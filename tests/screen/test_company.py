@@ -103,15 +103,15 @@ def test_a_runner_whose_bits_alone_depend_on_company_is_reported_with_one_answer
 
 def test_a_run_alone_that_is_unlike_all_others_is_told_so_too():
     stage = Stage().load()
-    begin = stage.engine.runner.begin
+    finish = stage.engine.runner.finish
 
-    def bent(order):
-        flight = begin(order)
+    def bent(flight, picks):
+        flight = finish(flight, picks)
         for slot, found in flight.logprobs.items():
             flight.logprobs[slot] = found._replace(logprob=-0.5 * (1 + stage.engine.steps % 7))
         return flight
 
-    stage.engine.runner.begin = bent
+    stage.engine.runner.finish = bent
     found = gathered(stage)
     assert found.texts == 1 and found.bits > 5 and found.unlike >= 25
 
