@@ -66,7 +66,6 @@ from parts.model.fit import (
     slab_shape,
 )
 from parts.model.layers import Model
-from parts.price import Price
 from parts.source import Checked, Report, Source
 from parts.text.tokens import Text
 from policies import DEFAULT, POLICIES, policy_of
@@ -515,7 +514,7 @@ class Engine:
             self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
             self._sizes = sizes
             self.sched.resize(*sizes)
-            self.sched.price = Price(far_position(model.config))
+            self.sched.far = far_position(model.config)
             self.sched.guess = self.guesses
             self.summary = f"{summary}; {device.named()}"
 

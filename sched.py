@@ -68,7 +68,6 @@ class Request:
     reuse: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
     came: int = 0  # steps planned before the request came
-    begins: int = 0  # no chunk is read before this step, if a replay says so
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
     hints: Any = None  # what may follow (`parts/guess.py`); None: nothing is guessed
@@ -202,12 +201,27 @@ Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a tok
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
 
 
+NARROWEST = 16  # tokens of a chunk at least, however late in a prompt
+NEVER = 2**63  # no row is so far
+
+
+def price_of(row: int, far: int, chunk: int) -> float:
+    """What a token takes of the budget in a chunk from this row on: 1 at the beginning of a prompt,
+    2 at row `far`.
+
+    A token late in a prompt is compared with all before it. At the price of an early one, the last
+    chunks of a long prompt would make all who decode beside it wait several times as long. But no
+    chunk is cut narrower than NARROWEST for that, since a step has a price of its own, too.
+    """
+    return min(1 + row / far, max(1, chunk / NARROWEST))
+
+
 class Scheduler:
     """The waiting line, the running requests, and what each slot remembers.
 
     `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
-    `price`: (row, chunk) -> what a token takes of the budget in a chunk that begins at this row.
+    `far`: at this row, looking back costs a token as much as all the rest of its layer.
     `guess`: what may follow in answers.
     """
 
@@ -219,7 +233,7 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
-        price: Callable[[int, int], float] = lambda row, chunk: 1.0,
+        far: int = NEVER,
         guess: Guess = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
@@ -227,7 +241,7 @@ class Scheduler:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
-        self.price = price
+        self.far = far
         self.guess = guess
         self.max_queue = max_queue
         self.policy = policy
@@ -355,15 +369,13 @@ class Scheduler:
         left = max(left, self.chunk)
         chunks: list[Chunk] = []
         for request in requests:
-            if request.begins > self.steps + 1:
-                continue
             start = request.prefilled
             source = None
             if start == 0:
                 start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
                 if self._is_being_written(request, start, chunks):
                     continue  # the request waits for rows, not for budget: later prompts go on
-            price = self.price(start, self.chunk)
+            price = price_of(start, self.far, self.chunk)
             fitting = int(min(left, self.chunk) / price)
             if fitting < 1:
                 break  # later requests do not overtake

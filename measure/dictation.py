@@ -26,7 +26,7 @@ from nanobatch import Engine, Handle, Sampling
 from parts.device.mlx import mx
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py", "parts/price.py")
+CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/use.md", "docs/right.md", "docs/slots.md")
 NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
 LENGTH = 240  # tokens of an answer, and of a prompt

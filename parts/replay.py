@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from parts.price import NEVER, Price
 from sched import Plan, Policy, Request, Scheduler, Tokens
 
 SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
@@ -38,6 +37,7 @@ class Guest(NamedTuple):
     leaves: Sequence[float] = ()  # if it is cut short: before this plan, and this reading
     # Of each step in which it decodes: how many tokens are guessed, and how many of these are right
     guesses: Sequence[tuple[int, int]] = ()
+    begins: int = 0  # before this step it waits for rows that another prompt writes
 
 
 class Ran(NamedTuple):
@@ -67,6 +67,16 @@ def guesses_in(
             if slot not in ghosts:
                 found.setdefault(request, []).append(of_slot.get(slot, (0, 0)))
     return found
+
+
+class Retold(Scheduler):
+    """A scheduler that knows no text: it is told how long a request waited for common rows."""
+
+    begins: Mapping[int, int] = {}  # by request: the step that reads its first chunk
+
+    def _is_being_written(self, request: Request, *rest) -> bool:
+        waits = self.steps + 1 < self.begins.get(request.id, 0)
+        return waits or super()._is_being_written(request, *rest)
 
 
 class Stuck(ValueError):
@@ -118,9 +128,9 @@ class Replay:
         No guest is refused, however long the line is under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
-        price = Price(made.pop("far", NEVER))
         hurries = made.pop("hurry", False)
-        sched = Scheduler(**made, policy=policy, price=price)
+        sched = Retold(**made, policy=policy)
+        sched.begins = {guest.request.id: guest.begins for guest in guests}
         return cls(sched, guests, *rest, hurries=hurries, **options)
 
     def __iter__(self) -> Iterator[Ran]:

@@ -311,12 +311,12 @@ def by_steps(
     guests = []
     for r in company:
         guest = guest_of(r, moment, guesses)
-        guest.request.begins = firsts.get(r.id, 0)
         leaves = ()
         if guest.leaves:
             read = bisect_right(columns, r.ended, key=lambda column: column.ended)
             leaves = (next_plan(columns, r.ended), read + 1)
-        guests.append(guest._replace(comes=next_plan(columns, r.arrived), leaves=leaves))
+        comes = next_plan(columns, r.arrived)
+        guests.append(guest._replace(comes=comes, leaves=leaves, begins=firsts.get(r.id, 0)))
     return guests
 
 

@@ -42,7 +42,6 @@ SCHEDULER = (
     "sched.py",
     "policies.py",
     "prefix.py",
-    "parts/price.py",
     "parts/replay.py",
 )  # what runs in the page
 SECTIONS = ("lab", "game", "talk", "story", "made")

@@ -1331,47 +1331,32 @@ def _() -> None:
 
 @check(7, "a token takes its price of the budget")
 def _() -> None:
-    def price(row: int, chunk: int) -> float:
-        return 1.0 if row < 4 else 1.6
-
     wanted = """
-         1 | A[0:4] B[0:4]
-         2 | A[4:6] B[4:6]
-         3 | A[6:8] B[6:8]
+         1 | A[0:32] B[0:32]
+         2 | A[32:53] B[32:53]
+         3 | A[53:64] B[53:64]
     """
-    options = {"slots": 2, "chunk": 4, "budget": 8, "price": price}
-    tale = try_cuts([(8, 1), (8, 1)], wanted, "a token costs 1.6 from row 4 on", **options)
+    options = {"slots": 2, "chunk": 32, "budget": 64, "far": 64}
+    tale = try_cuts([(64, 1), (64, 1)], wanted, "at row 64 a token costs 2", **options)
     costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
-    equal("what the chunks cost", costs, [[4, 4], [4, 4], [4, 4]])
+    equal("what the chunks cost", costs, [[32, 32], [32, 32], [21, 21]])
 
 
 @check(7, "a cheap prompt does not overtake a dear one")
 def _() -> None:
     wanted = """
-         1 | A[0:4] B[0:1]
-         2 | A[4:6]
-         3 | A[6:8]
-         4 | B[1:3] C[0:1]
-         5 | B[3:5]
-         6 | B[5:6] C[1:2]
-         7 | C[2:3]
+         1 | A[0:32] B[0:1]
+         2 | A[32:48]
+         3 | A[48:64]
+         4 | B[1:17] C[0:1]
+         5 | B[17:33]
+         6 | B[33:48] C[1:2]
+         7 | C[2:18]
+         8 | C[18:24]
     """
-    options = {"slots": 3, "chunk": 4, "budget": 5}
-    what = "a token costs 2 from row 1 on"
-    asks = [(8, 1), (6, 1), (3, 1)]
-    try_cuts(asks, wanted, what, price=lambda row, chunk: 2.0 if row else 1.0, **options)
-
-
-@check(7, "who begins later has no chunk yet")
-def _() -> None:
-    tale = Tale(slots=2)
-    tale.submit(3, 1).begins = 3
-    tale.submit(3, 3)
-    tale.should_be("""
-         1 | B:p
-         2 | B:d
-         3 | A:p B:d
-    """)
+    options = {"slots": 3, "chunk": 32, "budget": 33, "far": 1}
+    asks = [(64, 1), (48, 1), (24, 1)]
+    try_cuts(asks, wanted, "a token costs 2 from row 1 on", **options)
 
 
 @check(7, "a long prompt in chunks says what it says as a whole")

@@ -481,11 +481,10 @@ if request.prefilled:
                 "sched.Scheduler._chunks",
                 """Go through the requests in order, and cut from each prompt the next chunk: from
                 `request.prefilled` on, to the prompt's end at most. A token takes
-                `self.price(start, self.chunk)` of the budget, and a chunk may cost no more than `self.chunk`
-                and than what is left; its cost is rounded up. However little is left (`left` may be below 0),
-                there is an allowance of `self.chunk` for all of them together. Where the budget ends, the
-                last chunk is cut, and no later request overtakes.
-                A request whose `begins` lies behind the next step has no chunk yet; later ones go on.
+                `price_of(start, self.far, self.chunk)` of the budget, and a chunk may cost no more than
+                `self.chunk` and than what is left; its cost is rounded up. However little is left
+                (`left` may be below 0), there is an allowance of `self.chunk` for all of them together.
+                Where the budget ends, the last chunk is cut, and no later request overtakes.
                 Tell `self._note(request, start, stop, None)` of each chunk: it moves `prefilled`.
                 `source` is None.""",
                 (
@@ -493,9 +492,8 @@ if request.prefilled:
                     "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
                     "down. If that is less than 1, it is over: break.",
                     """for request in requests:
-    if request.begins > self.steps + 1: continue
     start = request.prefilled
-    price = self.price(start, self.chunk)
+    price = price_of(start, self.far, self.chunk)
     fitting = int(min(left, self.chunk) / price)
     if fitting < 1: break
     stop = min(start + fitting, ...); cost = math.ceil(... * price); left -= cost

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
 
-from parts.price import NARROWEST
-from sched import Plan, Request, Scheduler
+from sched import NARROWEST, Plan, Request, Scheduler
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
@@ -58,7 +57,7 @@ class Limits(NamedTuple):
     max_len: int
     chunk: int
     budget: int
-    far: int  # at this row, looking back costs a token as much as the rest (`parts/price.py`)
+    far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
     max_queue: int
     hurry: bool  # a step that yields a first token is read before the next one is planned
 
@@ -69,7 +68,7 @@ class Limits(NamedTuple):
             max_len=sched.max_len,
             chunk=sched.chunk,
             budget=sched.budget,
-            far=sched.price.far,
+            far=sched.far,
             max_queue=sched.max_queue,
             hurry=hurry,
         )

@@ -10,7 +10,7 @@ import pytest
 
 from parts.replay import Guest, Replay, Stuck
 from policies import POLICIES
-from sched import Request, Scheduler
+from sched import Request
 
 CONTINUOUS = POLICIES["continuous"]
 OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
@@ -97,19 +97,23 @@ def test_what_never_ends_is_said():
     with pytest.raises(Stuck, match="no slots are taken, 2 wait"):
         list(Replay.under(OLD, shut, guests((1, math.inf), (1, math.inf)), lambda plan: 1.0))
     late = guests((1, math.inf))
-    late[0].request.begins = 9
+    late[0] = late[0]._replace(begins=9)
     with pytest.raises(Stuck, match="1 slots are taken, 0 wait"):
-        list(Replay(Scheduler(1, 100, POLICIES["serial"]), late))
+        list(Replay.under(OLD, POLICIES["serial"], late))
 
 
 def test_steps_and_no_clock_may_decide_who_comes_begins_and_leaves():
     """1 comes before step 2 and waits until step 4 for its first chunk, and 2 leaves before step 5
     is planned."""
     one, two, three = guests((2, math.inf), (math.inf, math.inf), (9, math.inf))
-    one.request.begins = 4
-    crowd = [one._replace(comes=2), two._replace(comes=1, leaves=(5, 5)), three._replace(comes=1)]
-    sched = Scheduler(3, 100, CONTINUOUS)
-    replay = Replay(sched, crowd, lambda plan: 1.0, by_steps=True, halting={3})
+    crowd = [
+        one._replace(comes=2, begins=4),
+        two._replace(comes=1, leaves=(5, 5)),
+        three._replace(comes=1),
+    ]
+    limits = OLD | {"slots": 3, "budget": 20}
+    options = {"by_steps": True, "halting": {3}}
+    replay = Replay.under(limits, CONTINUOUS, crowd, lambda plan: 1.0, **options)
     lines = timeline(replay)
     assert [line.partition(" | ")[2] for line in lines[:5]] == [
         "2:p 3:p",

@@ -13,7 +13,6 @@ import pytest
 from story import Story, timeline
 
 import sched
-from parts.price import Price
 from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import Plan, QueueFull, Request, Scheduler
@@ -252,7 +251,7 @@ def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always
 def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
     chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
-    story = Story(slots=1, max_len=600, chunk=64, budget=1, price=Price(100))
+    story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
     story.submit(410, 1)
     story.drawn()
     cuts = [cut for each in story.cuts() for cut in each.values()]
@@ -263,7 +262,7 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
 
 def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
     """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
-    story = Story(slots=2, max_len=400, chunk=64, budget=64, price=Price(1))
+    story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
     story.submit(64 + 5 * 16, 1)
     story.drawn()
     assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
@@ -277,7 +276,7 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
     """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is
     still; a third gets what the first two leave over, which pays for a few tokens at the start
     of a prompt."""
-    story = Story(slots=4, max_len=600, chunk=64, budget=128, price=Price(100))
+    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
     for _ in range(4):
         story.submit(400, 1, reuse=False)
     story.drawn()
@@ -800,7 +799,7 @@ def random_schedule(seed: int) -> int:
         lag=rng.randint(0, 1),
         chunk=rng.choice([2, 4, 5, 32]),
         budget=rng.randint(1, 80),
-        price=Price(rng.choice([2, 8, sys.maxsize])),
+        far=(rng.choice([2, 8, sys.maxsize])),
         policy=rng.choice(list(POLICIES)),
         max_queue=rng.randint(1, 6),
         dice=rng if rng.random() < 0.5 else None,

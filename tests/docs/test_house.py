@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "nanobatch": "llama kv sched policies sampling parts/*",
     "parts/device/*": "",
     "parts/text/*": "",
-    "parts/api/*": "sched parts/price",
+    "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/bill": "parts/api/views",
@@ -45,9 +45,8 @@ MAY_IMPORT = {
     "parts/dialogue": "parts/text/speech",
     "parts/files": "",
     "parts/guess": "sched",
-    "parts/price": "",
     "parts/program": "",
-    "parts/replay": "sched parts/price",
+    "parts/replay": "sched",
     "parts/source": "parts/device/* parts/model/* parts/ranks/* parts/text/*",
     "parts/wheel/*": "",
     "door/*": "parts/api/* parts/text/* sched",
@@ -89,7 +88,7 @@ SCREEN = """
 SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/dialogue parts/replay
     parts/device/cores parts/text/speech door/journal door/wire sched policies"""
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
-    parts/dialogue parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/*
+    parts/dialogue parts/files parts/guess parts/program parts/replay parts/text/* door/*
     screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
@@ -99,7 +98,6 @@ STANDARD_LIBRARY = {
     "parts/checks": "",
     "parts/files": "",
     "parts/guess": "",
-    "parts/price": "",
     "parts/program": "",
     "parts/replay": "",
     "parts/text/speech": "",

@@ -229,10 +229,8 @@ class Scheduler:
         left = max(left, self.chunk)
         chunks = []
         for request in requests:
-            if request.begins > self.steps + 1:
-                continue
             start = request.prefilled
-            price = self.price(start, self.chunk)
+            price = price_of(start, self.far, self.chunk)
             tokens = int(min(left, self.chunk) // price)
             if tokens == 0:
                 break

@@ -15,7 +15,6 @@ from parts.api.views import ModelView
 from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
-from parts.price import Price
 from parts.ranks.ranks import ALONE
 from parts.text.tokens import Prompt
 from policies import POLICIES
@@ -180,5 +179,5 @@ def word_engine(
         model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
     )
     engine.hurries = False
-    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32, price=Price())
+    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)
     return engine

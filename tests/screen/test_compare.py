@@ -13,7 +13,6 @@ import tui
 from docs.make import film
 from nanobatch import Sampling
 from parts import clock
-from parts.price import Price
 from policies import POLICIES
 from screen import charts, ink, keys, panes, runs, state, timeline
 from screen.ink import DECODE
@@ -54,7 +53,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     # Long prompts have narrow chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
-    stage.engine.sched.price = Price(far=20)
+    stage.engine.sched.far = 20
     stage.engine.hurries = hurry
     stage.session.obey("/burst 20")
     stage.turns(30)

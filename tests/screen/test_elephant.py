@@ -5,7 +5,7 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from parts.api.views import WIDEST
-from parts.price import NARROWEST
+from sched import NARROWEST
 from screen.ink import span
 from screen.pages import elephant, race, totals, why
 from screen.session import PlainLog, orders_of

@@ -10,7 +10,6 @@ from stage import Stage, at_every_size, drawn, guess_at_random, like_golden, pla
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
-from parts.price import Price
 from policies import POLICIES
 from screen import ink, life
 from screen.pages import why
@@ -42,7 +41,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     engine.reuse = shares
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
-    engine.sched.price = Price(dice.choice([20, 2**40]))
+    engine.sched.far = dice.choice([20, 2**40])
     engine.hurries = dice.random() < 0.5
     if guesses:
         guess_at_random(engine, dice)
