@@ -31,8 +31,8 @@ slots away.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from parts.device.mlx import has_gpu, mx
 
@@ -121,11 +121,8 @@ class Look(NamedTuple):
     """Sequences of a window in neighbouring slots, with one product for their attention."""
 
     slots: slice  # one slot for each sequence
-    T: int  # how many rows each sequence reads
-    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, L,
-    # T), since the mask is the same for all heads. A GPU's kernel wants True and False, for each
-    # head, (B, H, L, T); or the word "causal".
-    mask: mx.array | str
+    T: int  # how many rows each sequence reads. Of a sequence by itself, the newest token sees all
+    mask: Any  # hides rows from `attention`, in the form that it wants
 
     @property
     def B(self) -> int:
@@ -161,7 +158,7 @@ class Window:
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
         self._rows = self._decoding_rows() if self.B > 1 else None
-        self._looks: dict[tuple, list[Look]] = {}  # by the arguments of `looks`
+        self._looks: dict[int | None, list[Look]] = {}  # by span
 
     def _decoding_rows(self) -> mx.array:  # (B * L * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
@@ -209,49 +206,36 @@ class Window:
         v = self.slab.v[layer][look.slots, :, : look.T]
         return k, v
 
-    def looks(self, span: int | None = None, has_kernel: bool = False, H: int = 1) -> list[Look]:
+    def looks(self, span: int | None, mask_of: Callable[[mx.array], Any]) -> list[Look]:
         """How far the sequences look back. Made for the first layer that asks; the others take the
         same.
 
         `span`: how many rows a token sees, its own included; None means all rows of its sequence.
-        `has_kernel`: does a GPU's kernel compute attention? It wants a mask for each of the H heads.
+        `mask_of`: makes a mask of what each token sees, (B, 1, L, T).
 
         Neighbours whose lengths fall into the same bucket share one product, and read as far as the
         longest of them. If all sequences did, the short ones would wait for the longest. How far a
         sequence reads does not show in its numbers: the rows that it must not see have the weight
         0, and in a product of our own (`rows.c`) adding 0 changes no sum.
         """
-        key = (span, has_kernel, H)
-        if key not in self._looks:
-            self._looks[key] = self._make_looks(span, has_kernel, H)
-        return self._looks[key]
+        if span not in self._looks:
+            self._looks[span] = list(self._make_looks(span, mask_of))
+        return self._looks[span]
 
-    def _make_looks(self, span: int | None, has_kernel: bool, H: int) -> list[Look]:
-        # Where attention slides, rows older than the span are read, and hidden.
-        slides = span is not None and span < self.slab.length
+    def _make_looks(self, span: int | None, mask_of: Callable) -> Iterator[Look]:
         ends = [start + self.L for start in self.starts]
-        if has_kernel and self.B == 1 and not slides:
-            slot = self.slots[0]
-            slots = slice(slot, slot + 1)
-            return [Look(slots, ends[0], "causal")]  # the last token sees all T rows
-
         buckets = [self.slab.bucket(end) for end in ends]
-        if has_gpu():
-            ends = buckets  # so that the shapes are few
-        seen = self._seen(max(ends), span if slides else None)
-        mask = kernel_mask(seen, H) if has_kernel else score_mask(seen)
-
-        looks = []
+        seen = self._seen(max(buckets), span)
         first = 0  # the look's first sequence
         for i in range(1, self.B + 1):
             if i < self.B and self._joins(i, buckets):
                 continue
-            last = self.slots[i - 1]
-            slots = slice(self.slots[first], last + 1)
             T = max(ends[first:i])
-            looks.append(Look(slots, T, mask[first:i, ..., :T]))
+            if has_gpu() and i - first > 1:
+                T = self.slab.bucket(T)  # so that the shapes are few
+            slots = slice(self.slots[first], self.slots[i - 1] + 1)
+            yield Look(slots, T, mask_of(seen[first:i, ..., :T]))
             first = i
-        return looks
 
     def _seen(self, T: int, span: int | None) -> mx.array:  # (B, 1, L, T)
         """A token at position p sees row j if j <= p. So it sees no later token, and no old row."""
@@ -268,17 +252,3 @@ class Window:
         if self.slots[i] != self.slots[i - 1] + 1:
             return False  # their rows are no view of the slab
         return has_gpu() or buckets[i] == buckets[i - 1]
-
-
-def score_mask(seen: mx.array) -> mx.array:  # (B, 1, L, T) -> the same
-    """Added to the scores: 0 where a row is seen, minus infinity where not."""
-    return mx.where(seen, 0.0, -mx.inf)
-
-
-def kernel_mask(seen: mx.array, heads: int) -> mx.array:  # (B, 1, L, T) -> (B, H, L, T)
-    """What a GPU's kernel wants: True and False, for each head.
-
-    subtle: a view would be copied for each head in each layer. This is one copy for all.
-    """
-    B, _, L, T = seen.shape
-    return mx.contiguous(mx.broadcast_to(seen, (B, heads, L, T)))

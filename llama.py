@@ -32,6 +32,7 @@ Where next: `kv.py`, which holds the keys and values.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 from kv import Window
@@ -121,7 +122,7 @@ def attend(
 
     sums = []
     for window, window_q in zip(windows, cut(q, sizes), strict=True):
-        looks = window.looks(kind.span, kind.has_kernel, model.config.H)
+        looks = window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H))
         parts = cut(window_q, [look.B * window.L for look in looks])
         for look, look_q in zip(looks, parts, strict=True):
             keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
@@ -133,7 +134,7 @@ def attention(
     q: mx.array,  # (B * L, H, Dh)
     k: mx.array,  # (B, Hkv, T, Dh)
     v: mx.array,  # (B, Hkv, T, Dh)
-    mask: mx.array | str,  # (B, 1, L, T); of another form for a GPU's kernel
+    mask: mx.array | str,  # as `mask_of` makes it
     kind: Kind,
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
@@ -167,6 +168,22 @@ def attention(
     if L > 1:
         sums = sums.reshape(B, H, L, Dh).swapaxes(1, 2)  # (B, L, H, Dh)
     return sums.reshape(count, H * Dh)
+
+
+def mask_of(seen: mx.array, kind: Kind, H: int) -> mx.array | str:
+    """Of the rows that each token sees, (B, 1, L, T): what is added to its scores, 0 for a row that
+    is seen and minus infinity for any other. It is the same for all heads.
+
+    A GPU's kernel wants True and False, for each head. subtle: a view would be copied for each head
+    in each layer; this is one copy for all. Where one sequence looks back on all rows, a word will
+    do.
+    """
+    if not kind.has_kernel:
+        return mx.where(seen, 0.0, -mx.inf)
+    B, _, L, T = seen.shape
+    if B == 1 and kind.span is None:
+        return "causal"
+    return mx.contiguous(mx.broadcast_to(seen, (B, H, L, T)))
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)

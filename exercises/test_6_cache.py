@@ -123,7 +123,7 @@ def test_what_is_not_finite_is_seen_and_what_is_scrubbed_is_zero(bad):
         ones[1, 0, 2] = bad
         window = Window(slab, [1], [4], 3)
         window.write(0, mx.array(ones), mx.array(ones))
-        look = window.looks()[0]
+        look = window.looks(None, lambda seen: seen)[0]
         k, v = (np.array(each) for each in window.read(0, look))
         if np.isfinite(k[0, 0, 5]).all() or np.isfinite(v[0, 0, 5]).all():
             not_right(f"a row with {bad} is read as {k[0, 0, 5][:4]}, all finite")

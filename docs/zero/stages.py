@@ -193,12 +193,11 @@ with a span: seen & (mx.arange(T) > positions - ...)""",
                 "llama.attend",
                 """First all windows write their part of k and v; then each look of each window reads,
                 and `attention` takes its part of q. Return all sums, in the tokens' order.
-                `layer.index` is the layer's number in the slab, and
-                `window.looks(kind.span, kind.has_kernel, model.config.H)` are a window's looks.""",
+                `layer.index` is the layer's number in the slab, and a window's looks are
+                `window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H))`.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
-                    "`window.looks(kind.span, kind.has_kernel, model.config.H)` are the looks of a "
-                    "window; a look has `look.B * window.L` tokens, and `look.mask`. The kind is "
+                    "A look has `look.B * window.L` tokens, and `look.mask`. The kind is "
                     "`model.kinds[layer.kind]`.",
                     """for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes)):
     window.write(layer.index, new_k, new_v)

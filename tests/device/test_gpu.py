@@ -5,6 +5,7 @@ So this proves that the numbers are right, and how many operations a step has; n
 are, how many kernels a GPU makes of them, or that those do what MLX says.
 """
 
+from functools import partial
 from unittest import mock
 
 import kernels
@@ -17,6 +18,7 @@ from parity import CONFIGS, LLAMA3, compare, whole
 from soak import soak
 
 import kv
+import llama
 from kv import Slab, Window
 from nanobatch import Engine, Prefill, Sampling
 from parts.device import mlx as device
@@ -24,7 +26,7 @@ from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.layers import Dense, Packed
 from parts.model.load import read_model
-from parts.model.rope import rope_periods
+from parts.model.rope import Kind, rope_periods
 from parts.text.tokens import Text
 from policies import POLICIES
 
@@ -175,18 +177,18 @@ def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
-    looks = window.looks(None, has_kernel=True, H=4)
+    looks = window.looks(None, lambda seen: seen)
     assert [(look.slots, look.T) for look in looks] == [
         (slice(0, 2), 256),
-        (slice(3, 4), 128),
-        (slice(7, 8), 96),
+        (slice(3, 4), 101),
+        (slice(7, 8), 65),
     ]
     new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
     sequences = iter(zip(starts, np.array(new), strict=True))
     for look in looks:
         k, v = (np.array(x) for x in window.read(0, look))
-        assert look.mask.shape == (look.B, 4, 1, look.T)
+        assert look.mask.shape == (look.B, 1, 1, look.T)
         for row in range(look.B):
             start, written = next(sequences)
             assert np.array_equal(k[row, :, start], written) and np.array_equal(
@@ -204,7 +206,10 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
         engine.submit([1] * 400, Sampling(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
-    assert window.looks(None, has_kernel=True, H=4) == [kv.Look(slice(1, 2), 112, "causal")]
+    form = partial(llama.mask_of, kind=Kind(*[None] * 5), H=4)
+    assert window.looks(None, form) == [kv.Look(slice(1, 2), 112, "causal")]
+    both = Window(window.slab, [0, 1], [64, 9], 48)
+    assert [look.mask.shape for look in both.looks(None, form)] == [(2, 4, 48, 128)]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def attend(model, layer, q, k, v, windows):
         at += size
     at = 0
     for window in windows:
-        for look in window.looks(kind.span, kind.has_kernel, model.config.H):
+        for look in window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H)):
             size = look.B * window.L
             keys, values = window.read(layer.index, look)
             sums.append(attention(q[at : at + size], keys, values, look.mask, kind))
