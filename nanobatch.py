@@ -52,7 +52,7 @@ from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.device.roof import measure
 from parts.files import ModelError
-from parts.guess import Guesses, Hints
+from parts.guess import Guesser, Hints
 from parts.model.count import nbytes_of
 from parts.model.embed import check_embeds
 from parts.model.fit import (
@@ -472,6 +472,7 @@ class Engine:
         sizes = agreed(model, sizes)
         self.reuse = reuse
         self.run_ahead = run_ahead
+        self._most_guesses = guesses
         self.embeds = embeds
         self.hurries = not device.has_gpu()  # see `_may_fly`
         self.clock = clock
@@ -488,7 +489,7 @@ class Engine:
         self._closed = False
         self._source: Source | None = None  # where the model was read, if `load` has read it
         self._is_reloading = False
-        self._serve(model, text, sizes, guesses, runner)
+        self._serve(model, text, sizes, runner)
         self.summary += self.ranks.settle(model.config, partial(self._end_all, "error"))
         device.close_at_exit(self)
 
@@ -497,7 +498,6 @@ class Engine:
         model: Model,
         text: Text,
         sizes: Sizes,
-        guesses: int | None,
         runner: Runner | None = None,
     ) -> None:
         """From here on this model is served, with what fits beside it."""
@@ -511,11 +511,12 @@ class Engine:
             self.model = model
             self.text = text
             self.exact = is_exact(model)
-            self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
+            most = self._most_guesses
+            self.guesser = Guesser(0 if most is None and not self.exact else most)
             self._sizes = sizes
             self.sched.resize(*sizes)
             self.sched.far = far_position(model.config)
-            self.sched.guess = self.guesses
+            self.sched.guess = self.guesser
             self.summary = f"{summary}; {device.named()}"
 
     @classmethod
@@ -628,7 +629,7 @@ class Engine:
         """
         if plan is None or not self.run_ahead:
             return 0
-        is_due = plan.is_due(self.hurries) or self.guesses.may_follow(plan)
+        is_due = plan.is_due(self.hurries) or self.guesser.may_follow(plan)
         return 0 if is_due else 1
 
     def _commit(self) -> None:
@@ -654,82 +655,13 @@ class Engine:
                 device_s=flight.device_s,
                 wait_s=flight.wait_s + read - began,
                 commit_s=ended - read,
-                guesses=done.guesses,
+                guesses=done.tried,
             )
             self._ledger.record(view)
-            self.guesses.learn(plan, read)
+            self.guesser.learn(plan, read)
             self._has_news = True
             self.changed.notify_all()
         self._flights.popleft()
-
-    # --- weights come and go
-
-    @property
-    def is_released(self) -> bool:
-        """Have weights and slab been let go of, and not been read again?"""
-        return self.runner is None
-
-    def release(self) -> None:
-        """Let go of weights and slab. The next request's first step reads the weights again."""
-        with self._changing(), device_lock, device_stream():
-            self._let_go()
-
-    def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
-        """Serve another model from here on, or this one read again, with other sizes if given.
-
-        `sizes`: slots, max_len, usual_len, chunk and budget, as `Engine` takes them.
-        What can be wrong with another model is looked at before this one goes. If the other one
-        cannot be read all the same, this one is read again. Meanwhile no request is taken.
-        """
-        if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
-            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
-        with self.changed:
-            self._check_unused()
-        asked = {**self._source.asked, **sizes}
-        source = self._source._replace(model=str(model or self._source.model), asked=asked)
-        held = 0 if self.is_released else slab_of(self.model, self._sizes)
-        checked = source.check(held + nbytes_of(self.model))
-        with self._changing(), device_lock, device_stream():
-            self._let_go(is_reloading=True)
-            try:
-                self._take(checked)
-                self._source = source
-            except BaseException:
-                self._come_back()
-                raise
-            finally:
-                self._is_reloading = False
-
-    def _check_unused(self) -> None:
-        """Raise an error if weights and slab have to stay. Called under the lock."""
-        if self._closed:
-            raise RuntimeError("the engine is closed; load another")
-        if self.ranks.size > 1:
-            raise RuntimeError("several ranks share this model, so it stays to their end")
-        if self._source is None:
-            raise RuntimeError("this model came without its files; use an engine of Engine.load")
-        if count := len(self._ledger.open):
-            raise RuntimeError(f"requests that are open: {count}; wait for their end, or cancel")
-
-    def _let_go(self, is_reloading: bool = False) -> None:
-        while self._flights:  # nothing but ghosts runs in them, or else the check fails
-            self._commit()
-        with self.changed:
-            self._check_unused()
-            self._is_reloading = is_reloading
-            self.runner = None
-            self.model = self.model.without_weights()
-            self.sched.start_over()  # no slot remembers anything
-        device.give_back()
-
-    def _come_back(self) -> None:
-        """Read the same model again, for a slab of the same sizes."""
-        source = self._source._replace(asked=self._sizes._asdict())
-        self._take(source.check(0, self.model.config, self.text))
-
-    def _take(self, checked: Checked) -> None:
-        """Read what has been checked, and serve it from here on."""
-        self._serve(checked.read(), checked.text, checked.sizes, self.guesses.most)
 
     # --- around a step, and after a failure
 
@@ -871,7 +803,7 @@ class Engine:
             reuse = reuse and self.reuse
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), reuse, client)
-            request.hints = Hints(grammar) if guesses and self.guesses.most != 0 else None
+            request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
@@ -946,6 +878,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.sched.waiting or self.sched.running or self._flights)
+
+    @property
+    def is_released(self) -> bool:
+        """Have weights and slab been let go of, and not been read again?"""
+        return self.runner is None
 
     @property
     def steps(self) -> int:
@@ -1031,3 +968,67 @@ class Engine:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+    # --- weights come and go
+
+    def release(self) -> None:
+        """Let go of weights and slab. The next request's first step reads the weights again."""
+        with self._changing(), device_lock, device_stream():
+            self._let_go()
+
+    def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
+        """Serve another model from here on, or this one read again, with other sizes if given.
+
+        `sizes`: slots, max_len, usual_len, chunk and budget, as `Engine` takes them.
+        What can be wrong with another model is looked at before this one goes. If the other one
+        cannot be read all the same, this one is read again. Meanwhile no request is taken.
+        """
+        if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
+            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
+        with self.changed:
+            self._check_unused()
+        asked = {**self._source.asked, **sizes}
+        source = self._source._replace(model=str(model or self._source.model), asked=asked)
+        held = 0 if self.is_released else slab_of(self.model, self._sizes)
+        checked = source.check(held + nbytes_of(self.model))
+        with self._changing(), device_lock, device_stream():
+            self._let_go(is_reloading=True)
+            try:
+                self._take(checked)
+                self._source = source
+            except BaseException:
+                self._come_back()
+                raise
+            finally:
+                self._is_reloading = False
+
+    def _check_unused(self) -> None:
+        """Raise an error if weights and slab have to stay. Called under the lock."""
+        if self._closed:
+            raise RuntimeError("the engine is closed; load another")
+        if self.ranks.size > 1:
+            raise RuntimeError("several ranks share this model, so it stays to their end")
+        if self._source is None:
+            raise RuntimeError("this model came without its files; use an engine of Engine.load")
+        if count := len(self._ledger.open):
+            raise RuntimeError(f"requests that are open: {count}; wait for their end, or cancel")
+
+    def _let_go(self, is_reloading: bool = False) -> None:
+        while self._flights:  # nothing but ghosts runs in them, or else the check fails
+            self._commit()
+        with self.changed:
+            self._check_unused()
+            self._is_reloading = is_reloading
+            self.runner = None
+            self.model = self.model.without_weights()
+            self.sched.start_over()  # no slot remembers anything
+        device.give_back()
+
+    def _come_back(self) -> None:
+        """Read the same model again, for a slab of the same sizes."""
+        source = self._source._replace(asked=self._sizes._asdict())
+        self._take(source.check(0, self.model.config, self.text))
+
+    def _take(self, checked: Checked) -> None:
+        """Read what has been checked, and serve it from here on."""
+        self._serve(checked.read(), checked.text, checked.sizes)

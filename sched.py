@@ -179,7 +179,7 @@ class Committed(NamedTuple):
 
     ended: list[Request]
     ghosts: tuple[int, ...]  # slots whose request had ended before: their tokens were dropped
-    guesses: tuple[tuple[int, int, int], ...]  # (slot, guessed, right)
+    tried: tuple[tuple[int, int, int], ...]  # (slot, tokens guessed, tokens right)
 
 
 class Policy(NamedTuple):
@@ -416,7 +416,7 @@ class Scheduler:
         """
         ended = []
         ghosts = []
-        guesses = []
+        tried = []
         for member in plan.emitters:
             request = member.request
             guess = member.guess
@@ -442,11 +442,11 @@ class Scheduler:
             if guess:
                 # The last of its tokens is new. Those before were guessed.
                 right = max(0, request.committed - before - 1)
-                guesses.append((member.slot, len(guess), right))
+                tried.append((member.slot, len(guess), right))
                 request.guessed += len(guess)
                 request.right += right
                 request.planned = request.committed
-        return Committed(ended, tuple(ghosts), tuple(guesses))
+        return Committed(ended, tuple(ghosts), tuple(tried))
 
     def _begin_again(self, decode: Decode) -> None:
         """A row of this decode is not finite, and none of its tokens is taken.

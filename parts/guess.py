@@ -159,8 +159,8 @@ class Hints:
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
-class Guesses:
-    """What is guessed in an engine's steps: the scheduler calls it (`sched.Guess`).
+class Guesser:
+    """Guesses in an engine's steps: the scheduler calls it (`sched.Guess`).
 
     `most`: so many tokens of each answer, whatever they cost. None: where they pay.
     """

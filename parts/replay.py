@@ -198,7 +198,7 @@ class Replay:
         began = self.now
         self.now += self.seconds(plan)
         done = self.sched.commit(plan, tokens, self.accept, self.now)
-        return Ran(plan, began, self.now, done.ghosts, done.guesses)
+        return Ran(plan, began, self.now, done.ghosts, done.tried)
 
     def _look(self, step: int, is_read: bool) -> None:
         """Before a step is planned or read: who comes, and who leaves?"""

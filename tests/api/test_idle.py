@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
+import nanobatch
 from nanobatch import Engine, ModelError, Sampling
 from parts.api.idle import Idle
 from parts.device.mlx import mx
@@ -203,6 +204,17 @@ def test_if_another_model_fails_while_it_is_read_the_first_is_read_again(engine,
     assert answers(engine) == alone[0]
     engine.reload()
     assert answers(engine) == alone[0]
+
+
+def test_guesses_come_back_with_a_model_that_is_exact(engine, folders, monkeypatch):
+    """A model whose bits may differ beside others makes none. Those after it made none, either."""
+    assert engine.guesser.most is None
+    with monkeypatch.context() as patch:
+        patch.setattr(nanobatch, "is_exact", lambda model: False)
+        engine.reload(folders[1])
+        assert engine.guesser.most == 0
+    engine.reload(folders[0])
+    assert engine.guesser.most is None
 
 
 def test_what_was_read_for_another_model_is_refused(engine, folders):

@@ -12,7 +12,7 @@ from plants import poisoned
 import kv
 import nanobatch
 from nanobatch import Engine, Handle, Sampling
-from parts.guess import Guesses, Hints
+from parts.guess import Guesser, Hints
 from sched import Decode, Request, Scheduler
 
 ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
@@ -117,7 +117,7 @@ def compare(parts, seed: int, **options) -> tuple[list[str], Counter, Counter]:
         answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
         engine.sched.guess = Oracle(answers, rng)
         # Else no step would be in flight while another is planned.
-        engine.guesses.may_follow = lambda plan: bool(rng.random() < 0.6)
+        engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.6)
         found = serve(engine, wishes, rng)
         steps = engine.snapshot().steps
         assert sum(step.tokens for step in steps) == sum(len(h.tokens) for h in found)
@@ -277,9 +277,9 @@ def test_how_likely_a_guess_is_right_is_learned_for_each_length_of_a_run():
     assert hints.next == (second, 2)
 
 
-def priced(row_s: float) -> Guesses:
+def priced(row_s: float) -> Guesser:
     """A step takes 1 second, and so many more for each row."""
-    guesses = Guesses()
+    guesses = Guesser()
     guesses._step_s = 1.0
     guesses._row_s = row_s
     return guesses
@@ -366,7 +366,7 @@ def test_who_gains_nothing_by_guesses_waits_a_twentieth_longer_at_most():
 
 
 def test_a_step_that_another_program_made_long_is_no_price():
-    guesses = Guesses()
+    guesses = Guesser()
     now = 0.0
     for n in range(60):
         decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
@@ -378,7 +378,7 @@ def test_a_step_that_another_program_made_long_is_no_price():
 
 
 def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
-    guesses = Guesses(4)
+    guesses = Guesser(4)
 
     def guessed(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
         request = Request(1, prompt, 20, 0.0, client=client)
@@ -431,4 +431,4 @@ def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_
     monkeypatch.setattr("nanobatch.is_exact", lambda model: False)
     for asked, most in ((None, 0), (4, 4)):
         with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
-            assert engine.guesses.most == most
+            assert engine.guesser.most == most

@@ -26,7 +26,7 @@ from harness import Ask, Tap, random_asks, run_schedule
 from nanobatch import Engine, Handle, Model, Sampling, Text
 from parts.device import rows
 from parts.device.mlx import mx
-from parts.guess import Guesses
+from parts.guess import Guesser
 from parts.model.load import read_model
 from policies import POLICIES
 from sched import Request
@@ -178,8 +178,8 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
         model, text, policy=policy, run_ahead=run_ahead, guesses=guesses, **crowded
     ) as engine:
         if guesses:
-            engine.guesses.may_follow = lambda plan: bool(rng.random() < 0.7)
-            engine.sched.guess = partial(boldly, engine.guesses)
+            engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.7)
+            engine.sched.guess = partial(boldly, engine.guesser)
         # What an earlier owner might have left
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
@@ -198,7 +198,7 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
     return total
 
 
-def boldly(guesses: Guesses, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+def boldly(guesses: Guesser, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
     """What the engine guesses by itself, and of any other answer that its newest token comes again:
     random models repeat themselves."""
     found = guesses(decoding, left)

@@ -164,9 +164,9 @@ def guess_at_random(engine: Engine, dice: random.Random) -> None:
             left -= most
         return found
 
-    engine.guesses.most = 4
+    engine.guesser.most = 4
     engine.sched.guess = guess
-    engine.guesses.may_follow = lambda plan: dice.random() < 0.5
+    engine.guesser.may_follow = lambda plan: dice.random() < 0.5
 
 
 def disturb(stage: Stage, seconds: float) -> None:
