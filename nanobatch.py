@@ -516,7 +516,56 @@ class Engine:
         engine._source = source
         return engine
 
-    # --- plan -> run -> commit
+    # --- submit -> plan -> run -> commit
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping],
+        sampling: Sampling | None = None,
+        *,
+        client: str = "",
+        origin: Any = None,
+        grammar: Any = None,
+        reuse: bool = True,
+        guesses: bool = True,
+    ) -> Handle:
+        """Put a prompt in line: a text, chat messages, or token ids as they are.
+
+        This never waits for a step. It raises QueueFull if the line is full.
+        `client`: who asks, by any name. The policy `fair` shares the slots among clients.
+        `origin` may be anything: it is shown to those who watch.
+        `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
+        `reuse`: whether it may take over the rows of others, and give its own.
+        `guesses`: whether its tokens may be guessed, as the engine guesses.
+        """
+        if sampling is None:
+            sampling = Sampling()
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+        if not isinstance(client, str):
+            raise ValueError(f"client is a {type(client).__name__}; give a text")
+        text = self.text
+        if sampling.embeds or not self.model.config.has_head:
+            check_embeds(text.folder, sampling.embeds, self.embeds)
+        text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
+        ids, shown, is_thinking = text.read(prompt)
+        if sampling.grammar and grammar is None:
+            grammar = text.grammar(sampling.grammar)
+        max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
+        with Held(), self.changed:
+            if self._closed:
+                raise RuntimeError("the engine is closed; load another")
+            if self._is_reloading or self.text is not text:  # the ids would mean something else
+                raise RuntimeError("the engine reads another model; try again in a while")
+            reuse = reuse and self.reuse
+            id = self.sched.submitted + 1
+            request = Request(id, ids, max_tokens, self.clock(), reuse, client)
+            request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
+            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
+            self.sched.submit(request)  # raises if the request does not fit, or if the line is full
+            self._ledger.open[request.id] = handle
+            self.changed.notify_all()
+        return handle
 
     def step(self, plan: bool = True) -> bool:
         """One turn of the wheel: plan -> run -> commit. False if there was nothing to do.
@@ -548,12 +597,8 @@ class Engine:
 
     def _plan(self) -> Plan | None:
         """What the scheduler decides."""
-        if self.is_released:
-            if self.has_work:  # if the weights cannot be read, this step fails
-                self._come_back()
-        elif self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
-            self.runner.reset()
-            self._slab_is_lost = False
+        if self.has_work:
+            self._be_ready()
         with self.changed:
             plan = self.sched.plan(self.clock())
             self._unstarted = plan
@@ -738,55 +783,6 @@ class Engine:
                 self._end(handle, reason, error)
 
     # --- what any thread may call
-
-    def submit(
-        self,
-        prompt: str | Sequence[int] | Sequence[Mapping],
-        sampling: Sampling | None = None,
-        *,
-        client: str = "",
-        origin: Any = None,
-        grammar: Any = None,
-        reuse: bool = True,
-        guesses: bool = True,
-    ) -> Handle:
-        """Put a prompt in line: a text, chat messages, or token ids as they are.
-
-        This never waits for a step. It raises QueueFull if the line is full.
-        `client`: who asks, by any name. The policy `fair` shares the slots among clients.
-        `origin` may be anything: it is shown to those who watch.
-        `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
-        `reuse`: whether it may take over the rows of others, and give its own.
-        `guesses`: whether its tokens may be guessed, as the engine guesses.
-        """
-        if sampling is None:
-            sampling = Sampling()
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
-        if not isinstance(client, str):
-            raise ValueError(f"client is a {type(client).__name__}; give a text")
-        text = self.text
-        if sampling.embeds or not self.model.config.has_head:
-            check_embeds(text.folder, sampling.embeds, self.embeds)
-        text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown, is_thinking = text.read(prompt)
-        if sampling.grammar and grammar is None:
-            grammar = text.grammar(sampling.grammar)
-        max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        with Held(), self.changed:
-            if self._closed:
-                raise RuntimeError("the engine is closed; load another")
-            if self._is_reloading or self.text is not text:  # the ids would mean something else
-                raise RuntimeError("the engine reads another model; try again in a while")
-            reuse = reuse and self.reuse
-            id = self.sched.submitted + 1
-            request = Request(id, ids, max_tokens, self.clock(), reuse, client)
-            request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
-            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
-            self.sched.submit(request)  # raises if the request does not fit, or if the line is full
-            self._ledger.open[request.id] = handle
-            self.changed.notify_all()
-        return handle
 
     def cancel(self, handle: Handle) -> None:
         """End a request now, whatever it is doing. After its end, this does nothing."""
@@ -1001,6 +997,15 @@ class Engine:
             self.model = self.model.without_weights()
             self.sched.start_over()  # no slot remembers anything
         device.give_back()
+
+    def _be_ready(self) -> None:
+        """Before a step: weights that were let go of come back, or a slab that was lost with a step
+        that failed. If they cannot, this step fails, too."""
+        if self.is_released:
+            self._come_back()
+        elif self._slab_is_lost:
+            self.runner.reset()
+            self._slab_is_lost = False
 
     def _come_back(self) -> None:
         """Read the same model again, for a slab of the same sizes."""
