@@ -91,7 +91,6 @@ INLINE float float16(uint16_t bits) { /* moved to their places in a float32, whe
 #if defined(__AVX512F__)
 
 #include <immintrin.h>
-const char rows_form[] = "avx512";
 enum { LANES = 16, ROWS = 6 };
 typedef __m512 vec;
 typedef __m128 four;
@@ -133,7 +132,6 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__AVX2__) && defined(__FMA__)
 
 #include <immintrin.h>
-const char rows_form[] = "avx2";
 enum { LANES = 8, ROWS = 3 };
 typedef __m256 vec;
 typedef __m128 four;
@@ -165,7 +163,6 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__aarch64__)
 
 #include <arm_neon.h>
-const char rows_form[] = "neon";
 enum { LANES = 4, ROWS = 6 };
 typedef float32x4_t vec, four;
 #define KEEP(v) __asm__("" : "+w"(v))
@@ -193,7 +190,6 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32
 
 #else /* any other processor: four lanes, and each product is rounded before it is added */
 
-const char rows_form[] = "plain";
 enum { LANES = 4, ROWS = 3 };
 typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
 typedef vec four;

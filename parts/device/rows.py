@@ -13,7 +13,7 @@ of anything makes a new one.
 What this file keeps:
     A program loads code only from a folder that nobody else can write to, or from one that it has just made itself.
     It loads no file that has changed since it was kept: the file ends with the hash of its contents.
-    No product is trusted by its name: at each start `is_right` compares it with sums in plain Python.
+    No product is trusted by its name: at each start it takes an exam, of whose results each bit is known (`Form.bits`).
     What was just compiled is loaded in another process first, since it may end the process that loads it.
     A compiler that is missing, broken or hangs is a reason for the next best library (`blas.py`), and never an error.
     A program that ends while it compiles leaves neither compiler nor folder behind (`keeper.py`).
@@ -80,13 +80,23 @@ class Form(NamedTuple):
     # What the compiler is told; instruction sets are named, since "native" means another on each
     # machine
     options: str
+    # The hash of what the form computes in the exam, on any machine. Who changes the order of a sum
+    # finds the new one in the line that refuses it.
+    bits: str
 
 
 FORMS = {  # the first one that fits is taken
-    "avx512": Form("x86_64", "avx512f avx2 fma f16c", "-mavx512f -mavx2 -mfma -mf16c"),
-    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c"),
-    "neon": Form("aarch64", "", ""),
-    "plain": Form("", "", ""),
+    "avx512": Form(
+        "x86_64",
+        "avx512f avx2 fma f16c",
+        "-mavx512f -mavx2 -mfma -mf16c",
+        "468ddc22f8351dd498abadd148b1f2d8",
+    ),
+    "avx2": Form(
+        "x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "3350e60e36c72738d4515cb1bc304bba"
+    ),
+    "neon": Form("aarch64", "", "", "a135b9db6b1a738eb051517d489a1f65"),
+    "plain": Form("", "", "", "23863c5f993d0661ca252ea2bc1402f6"),
 }
 
 
@@ -120,9 +130,9 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     form = name or forms[0]
     count = threads()
     library = _load_kept(form, say)
-    if not passes(library, form):
+    if why := why_unfit(library, form):
         Path(library._name).unlink(missing_ok=True)
-        raise Unbuilt("the matrix product of rows.c does not multiply right on this machine")
+        raise Unbuilt(f"the matrix product of rows.c {why}")
     started = library.rows_start(count)
     return library, f"{form}, {started} thread{'s' * (started > 1)}"
 
@@ -331,11 +341,9 @@ def examine(made: str, form: str) -> int:
     except OSError as error:
         print(f"cannot be loaded ({str(error).removeprefix(f'{made}: ')})")
         return UNFIT
-    if not passes(library, form):
-        print("does not multiply right")
-        return UNFIT
-    print(FITS)
-    return 0
+    why = why_unfit(library, form)
+    print(why or FITS)
+    return UNFIT if why else 0
 
 
 # --- where libraries are kept -------------------------------------------------------------------
@@ -428,197 +436,108 @@ def keep(made: Path, target: Path) -> str:
 
 # --- a look before it is trusted ----------------------------------------------------------------
 
-# Rows, columns, numbers in a sum
-SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]
+# Rows, columns, numbers in a sum: each height that a tile may have, and what is no whole vector
+SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20), (9, 130, 40)]
 # How a packed matrix may be written: the form of its weights, their bits, the form of its scales
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
 
 
-def is_form(library: ctypes.CDLL, form: str) -> bool:
-    """Is the library of this form? A compiler may have been told, by `CC`, to use other
-    instructions."""
+def why_unfit(library: ctypes.CDLL, form: str) -> str:
+    """The exam: no library is used that has not passed it, at each start. Nothing if it has."""
     try:
-        return (ctypes.c_char * (len(form) + 1)).in_dll(library, "rows_form").value == form.encode()
-    except ValueError:  # it has no such name
-        return False
+        found = computed(library)
+    except AttributeError:  # it has none of our names
+        found = "none"
+    if found == FORMS[form].bits:
+        return ""
+    return f"does not multiply right: its bits are {found}, and those of {form} {FORMS[form].bits}"
 
 
-def passes(library: ctypes.CDLL, form: str) -> bool:
-    """The exam: no library is used that has not passed it, at each start."""
-    looks = (is_right, unpacks_right, operates_right)
-    return is_form(library, form) and all(look(library) for look in looks)
+def computed(library: ctypes.CDLL) -> str:
+    """The hash of all that the library computes of some numbers, which are the same everywhere.
 
-
-def is_right(library: ctypes.CDLL) -> bool:
-    """Does the library multiply right, in odd shapes too, and is a row alone the same as among
-    others?
-
-    Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the
-    right ones. Whether a row's bits are the same in any company is seen with numbers that are
-    rounded. These products are too small to be shared among threads, so it is done before any is
-    started.
+    Of both layouts, of weights packed in each form, of each operation: one row, few and many. These
+    products are too small to be shared among threads, so it is done before any is started.
     """
     draw = random.Random(0)
+    seen = hashlib.sha256()
+
+    def multiply(x: array, w: array, M: int, N: int, K: int, turned: bool = False) -> None:
+        """x (M, K) times W: (N, K) as stored, or (K, N) turned, or the memory of a packed one."""
+        y = array("f", [math.nan]) * (M * N)  # whatever the memory of the result held before
+        x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
+        layout = (111, N) if turned else (112, K)
+        sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
+        library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
+        seen.update(str(y.tolist()).encode())  # a NaN has no sign there
+
     for M, N, K in SHAPES:
-        x = [byte - 128 for byte in draw.randbytes(M * K)]
-        w = [byte - 128 for byte in draw.randbytes(N * K)]
-        rough = [number / 7 for number in x]
+        w = drawn(draw, N * K)
         for turned in (False, True):
-            y = _multiply(library, x, w, M, N, K, turned)
-            for m, n in ((0, 0), (M // 2, N // 2), (M - 1, N - 1)):
-                row = x[m * K : m * K + K]
-                column = w[n::N] if turned else w[n * K : n * K + K]
-                if y[m * N + n] != sum(map(int.__mul__, row, column)):
-                    return False
-            together = _multiply(library, rough, w, M, N, K, turned)
-            alone = [
-                _multiply(library, rough[m * K : m * K + K], w, 1, N, K, turned) for m in range(M)
-            ]
-            if together.tobytes() != b"".join(row.tobytes() for row in alone):
-                return False
-    return True
-
-
-def unpacks_right(library: ctypes.CDLL) -> bool:
-    """Has a product of packed weights the same bits as one of the numbers that they stand for?
-
-    In each form: one row, few, and many; several groups, and a row that ends within a vector.
-    """
-    draw = random.Random(1)
-    return all(_unpacks(library, draw, *how) for how in PACKED)
-
-
-def _unpacks(
-    library: ctypes.CDLL, draw: random.Random, form: int, bits: int, form_of_scales: int
-) -> bool:
-    N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
-    scales, scale = _written(draw, form_of_scales, N * K // group)
-    offsets, offset = _written(draw, form_of_scales, N * K // group)
-    if bits == 16:
-        weights, numbers = _written(draw, form, N * K)
-        offset = [0.0] * len(offset)
-    else:
-        whole = draw.getrandbits(N * K * bits)
-        numbers = [whole >> i * bits & (1 << bits) - 1 for i in range(N * K)]
-        in_a_file = whole.to_bytes(N * K * bits // 8, "little")
-        weights = _laid(library, in_a_file, bits, form, N, K)
-    products = array("f", [n * scale[i // group] for i, n in enumerate(numbers)])
-    wide = [product + offset[i // group] for i, product in enumerate(products)]
-    matrix = bytes(LINE)
-    places = []  # of weights, scales and offsets, in lines
-    for part in (weights, scales, offsets):
-        places.append(len(matrix) // LINE)
-        matrix += part + bytes(-len(part) % LINE)
-    memory = array("B", matrix + bytes(LINE))
-    at = ctypes.c_void_p(memory.buffer_info()[0])
-    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
-    for M in (1, 5, 25):
-        x = [draw.uniform(-1, 1) for _ in range(M * K)]
-        packed = _multiply(library, x, memory, M, N, K, turned=False)
-        unpacked = _multiply(library, x, wide, M, N, K, turned=False)
-        if packed.tobytes() != unpacked.tobytes():
-            return False
-    return True
-
-
-SETTING = 0.3  # of operations: the scale of a softmax, and the eps of a norm
-
-
-def operates_right(library: ctypes.CDLL) -> bool:
-    """Does each operation on rows compute its formula, and is a row alone the same as among others?
-
-    How far a softmax reads behind what is hidden must not show in a bit, and NaN must stay NaN.
-    """
-    draw = random.Random(2)
+            multiply(drawn(draw, M * K), w, M, N, K, turned)
+    for form, bits, form_of_scales in PACKED:
+        N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
+        w = packed(library, draw, form, bits, form_of_scales, N, K, group)
+        for M in (1, 4, 5, 25):
+            multiply(drawn(draw, M * K), w, M, N, K)
     for operation in (SOFTMAX, SWIGLU, GEGLU, NORM):
         for M, N in ((1, 1), (3, 5), (4, 75)):
             K = N if operation in (SOFTMAX, NORM) else 2 * N
-            weight = [draw.uniform(-2, 2) for _ in range(N)]
-            x = [[draw.uniform(-9, 9) for _ in range(K)] for _ in range(M)]
-            together = _operate(library, operation, x, weight)
-            alone = [_operate(library, operation, [row], weight)[0] for row in x]
-            spoilt = _operate(library, operation, [[math.nan, *row[1:]] for row in x], weight)
-            for row, y in zip(x, together, strict=True):
-                right = _by_definition(operation, row, weight)
-                pairs = zip(y, right, strict=True)
-                if not all(abs(ours - each) <= 2e-6 * max(1, abs(each)) for ours, each in pairs):
-                    return False
-            if alone != together or not all(math.isnan(row[0]) for row in spoilt):
-                return False
-            hidden = 40
-            if operation == SOFTMAX:
-                far = [row + [-math.inf] * hidden for row in x]
-                behind = array("f", [0] * hidden)
-                if _operate(library, operation, far, weight) != [row + behind for row in together]:
-                    return False
-    return True
+            w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
+            at = ctypes.c_void_p(w.buffer_info()[0])
+            library.rows_operation(at, operation, N, ctypes.c_float(0.3))
+            x = drawn(
+                draw, M * K, 150
+            )  # some powers are too large for a float32, and some too small
+            if M > 1:
+                x[0] = math.nan
+                x[-1] = -math.inf  # as what attention hides
+            # MLX takes a matrix of one number for a turned one
+            multiply(x, w, M, N, K, turned=K == 1)
+    return seen.hexdigest()[:32]
 
 
-def _operate(
-    library: ctypes.CDLL, operation: int, x: list[list[float]], weight: list[float]
-) -> list[array]:
-    """An operation on these rows. `weight`: of a norm."""
-    M, K = len(x), len(x[0])
-    N = K if operation in (SOFTMAX, NORM) else K // 2
-    memory = array("f", bytes(LINE)) + array("f", weight)
-    at = ctypes.c_void_p(memory.buffer_info()[0])
-    library.rows_operation(at, operation, N, ctypes.c_float(SETTING))
-    numbers = [number for row in x for number in row]
-    # MLX takes a matrix of one number for a turned one
-    y = _multiply(library, numbers, memory, M, N, K, turned=K == 1)
-    return [y[m * N : m * N + N] for m in range(M)]
+def drawn(draw: random.Random, count: int, most: float = 1) -> array:
+    return array("f", [draw.uniform(-most, most) for _ in range(count)])
 
 
-def _by_definition(operation: int, x: list[float], weight: list[float]) -> list[float]:
-    if operation == SOFTMAX:
-        powers = [math.exp(SETTING * number) for number in x]
-        return [power / sum(powers) for power in powers]
-    if operation == NORM:
-        size = math.sqrt(sum(number * number for number in x) / len(x) + SETTING)
-        return [number / size * each for number, each in zip(x, weight, strict=True)]
-    pairs = zip(x[: len(x) // 2], x[len(x) // 2 :], strict=True)
-    if operation == SWIGLU:
-        return [g / (1 + math.exp(-g)) * up for g, up in pairs]
-    slope = math.sqrt(2 / math.pi)
-    return [g / 2 * (1 + math.tanh(slope * (g + 0.044715 * g**3))) * up for g, up in pairs]
-
-
-def _laid(library: ctypes.CDLL, weights: bytes, bits: int, form: int, N: int, K: int) -> bytes:
-    """Weights in the order in which they are kept."""
-    laid = ctypes.create_string_buffer(N * library.rows_width(form, ctypes.c_long(K)))
-    sizes = ctypes.c_long(N), ctypes.c_long(K)
-    library.rows_lay(weights, bits, laid, form, *sizes)
-    return laid.raw
-
-
-def _written(draw: random.Random, form: int, count: int) -> tuple[bytes, list[float]]:
-    """Random numbers as they are written in this form, and what they are then."""
-    numbers = [draw.uniform(-2, 2) for _ in range(count)]
-    if form == FLOAT16:
-        written = struct.pack(f"={count}e", *numbers)
-        return written, list(struct.unpack(f"={count}e", written))
-    exact = array("f", numbers)
-    if form == FLOAT32:
-        return exact.tobytes(), exact.tolist()
-    # The upper half of each: the bits of a bfloat16
-    halves = [bits & 0xFFFF0000 for bits in array("I", exact.tobytes())]
-    written = array("H", [bits >> 16 for bits in halves]).tobytes()
-    return written, array("f", array("I", halves).tobytes()).tolist()
-
-
-def _multiply(
-    library: ctypes.CDLL, x: list, w: list | array, M: int, N: int, K: int, turned: bool
+def packed(
+    library: ctypes.CDLL,
+    draw: random.Random,
+    form: int,
+    bits: int,
+    form_of_scales: int,
+    N: int,
+    K: int,
+    group: int,
 ) -> array:
-    """x (M, K) times W, (N, K) as stored or (K, N) turned, with whatever the result's memory held
-    before. W is numbers, or the memory of a packed matrix."""
-    x, y = array("f", x), array("f", [float("nan")]) * (M * N)
-    w = w if isinstance(w, array) else array("f", w)
-    places = [ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y)]
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    layout = (111, N) if turned else (112, K)
-    library.cblas_sgemm(
-        101, 111, layout[0], M, N, K, one, places[0], K, places[1], layout[1], zero, places[2], N
-    )
-    return y
+    """The memory of a packed matrix of random numbers."""
+    if bits == 16:
+        weights = written(drawn(draw, N * K), form)
+    else:
+        weights = ctypes.create_string_buffer(N * library.rows_width(form, ctypes.c_long(K)))
+        in_a_file = draw.randbytes(N * K * bits // 8)
+        library.rows_lay(in_a_file, bits, weights, form, ctypes.c_long(N), ctypes.c_long(K))
+    memory = bytes(LINE)
+    places = []  # of weights, scales and offsets, in lines
+    for part in (
+        weights,
+        *(written(drawn(draw, N * K // group), form_of_scales) for _ in range(2)),
+    ):
+        places.append(len(memory) // LINE)
+        memory += bytes(part) + bytes(-len(part) % LINE)
+    matrix = array("B", memory + bytes(LINE))
+    at = ctypes.c_void_p(matrix.buffer_info()[0])
+    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
+    return matrix
+
+
+def written(numbers: array, form: int) -> bytes:
+    """Numbers in this form."""
+    if form == FLOAT16:
+        return struct.pack(f"={len(numbers)}e", *numbers)
+    if form == BFLOAT16:  # the upper half of each
+        return array("H", numbers.tobytes())[1::2].tobytes()
+    return numbers.tobytes()

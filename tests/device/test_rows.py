@@ -185,7 +185,14 @@ def test_every_planted_bug_is_caught(tmp_path):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("bug", ["y is read though beta is 0", "a power of NaN that is 0"])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "y is read though beta is 0",
+        "a power of NaN that is 0",
+        "the logarithm of 2 in one part",  # wrong in the last bits of few numbers
+    ],
+)
 def test_what_multiplies_wrongly_is_not_trusted(home, monkeypatch, tmp_path, bug):
     """As a compiler with a fault would make it."""
     right, wrong = BUGS[bug]
@@ -203,7 +210,8 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
         "from parts.device import blas, rows\nfrom parts.device import mlx as device\n"
         "library = device.blas.library\n"
-        "if not (child := os.fork()): os._exit(0 if library is None or rows.is_right(library) else 1)\n"
+        "form = device.blas.kernels.split(',')[0]\n"
+        "if not (child := os.fork()): os._exit(bool(library and rows.why_unfit(library, form)))\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
     )
     for _ in range(3):
@@ -327,6 +335,10 @@ def load() -> tuple[str, ctypes.CDLL]:
     return "".join(said), library
 
 
+def is_right(library: ctypes.CDLL) -> bool:
+    return not rows.why_unfit(library, "plain")
+
+
 @NEEDS_COMPILER
 def test_the_first_start_compiles_and_the_second_does_not(home, monkeypatch):
     monkeypatch.delenv("CC")
@@ -375,7 +387,7 @@ LOADS = """
 from parts.device import rows
 said = []
 library, _ = rows.load("plain", said.append)
-print(len(said), rows.is_right(library), library._name)
+print(len(said), not rows.why_unfit(library, "plain"), library._name)
 """
 
 
@@ -464,7 +476,7 @@ def test_what_lies_in_the_librarys_place_and_cannot_be_used_is_replaced_or_named
         (kept / "mine").write_text("")
     said = []
     library, _ = rows.load("plain", said.append)
-    assert rows.is_right(library) and len(said) == 2
+    assert is_right(library) and len(said) == 2
     assert said[1].startswith(f"{kept} cannot be kept (") and "compiles again" in said[1]
     assert kept.is_dir() and [file.name for file in home.iterdir()] == [kept.name]
 
@@ -506,7 +518,7 @@ def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case
     assert not Path(library._name).exists(), (
         "a private folder goes as soon as the library is loaded"
     )
-    assert rows.is_right(library)
+    assert is_right(library)
 
 
 @NEEDS_COMPILER
@@ -700,7 +712,7 @@ def test_bytes_that_are_no_text_are_read_in_cc_and_shown_by_another_sign(
     home, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("CC", f"{COMPILER} -DNAME=\udcff")
-    assert rows.is_right(load()[1])
+    assert is_right(load()[1])
     script(tmp_path / "c\udcff", "exit 1")
     monkeypatch.setenv("CC", str(tmp_path / "c\udcff"))
     with pytest.raises(rows.Unbuilt, match=r"/c\? fails with code 1: no message"):
@@ -733,7 +745,7 @@ def test_options_of_the_compiler_make_another_library_and_none_under_a_false_nam
         with pytest.raises(rows.Unbuilt, match="does not multiply right"):
             load()
     monkeypatch.setenv("CC", COMPILER)
-    assert rows.is_right(load()[1])
+    assert is_right(load()[1])
 
 
 @NEEDS_COMPILER
@@ -751,7 +763,7 @@ def test_two_that_start_at_once_both_get_a_whole_library(home):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and len(found) == 4 and all(rows.is_right(library) for library in found)
+    assert not failed and len(found) == 4 and all(is_right(library) for library in found)
     assert len(list(home.iterdir())) == 1
 
 
