@@ -25,7 +25,6 @@ from pathlib import Path
 from parts.device.cores import my_cores
 from parts.device.mlx import has_gpu, mx
 from parts.model.config import read_config
-from parts.model.layers import Packed
 from parts.model.load import ModelReader
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
@@ -232,7 +231,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
     whole = place / "whole.gguf"
     write_gguf(folder, whole)
     table = ModelReader(folder, "checkpoint").part("model.embed_tokens")
-    bits = table.bits if isinstance(table, Packed) else 8 * table.weight.dtype.size
+    bits = table.bits or 8 * table.weight.dtype.size
     if bits == 32:
         return whole.rename(file)
     llama_cpp.llama_log_set(errors_alone(), None)  # else each tensor has a line

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from parts.api.views import ModelView
+from parts.device.matrix import Matrix
 from parts.device.mlx import mx, tree_flatten
-from parts.model.layers import Dense, Model, Packed, Stack
+from parts.model.layers import Model
 
 
 def counted(model: Model) -> ModelView:
@@ -32,12 +33,11 @@ def counted(model: Model) -> ModelView:
         model.norm,
         model.head,
     ]
-    stacks = leaves(last, Stack)
     experts = max(1, c.experts)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span]
     return ModelView(
-        form=form_of(leaves([body, tail], Dense, Packed, Stack)),
+        form=form_of(leaves([body, tail], Matrix)),
         layers=c.layers,
         body_nbytes=nbytes(body),
         body_products=products(body),
@@ -50,25 +50,30 @@ def counted(model: Model) -> ModelView:
         windowed=len(windows),
         experts=c.experts,
         taken=c.taken if c.experts else 0,
-        expert_nbytes=sum(array.nbytes for array in arrays(stacks)) // experts,
-        expert_products=sum(weights(stack) for stack in stacks) // experts,
+        expert_nbytes=sum(each.nbytes for each in arrays(stacks(last))) // experts,
+        expert_products=sum(stack.size for stack in stacks(last)) // experts,
     )
 
 
-def leaves(part: Any, *kinds: type) -> list[Any]:
-    """All of these kinds in a part of the model. What is of one of them is not looked into."""
-    found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kinds))
-    return [each for _, each in found if isinstance(each, kinds)]
+def leaves(part: Any, kind: type) -> list[Any]:
+    """All of this kind in a part of the model."""
+    found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kind))
+    return [each for _, each in found if isinstance(each, kind)]
 
 
 def arrays(part: Any) -> list[mx.array]:
     return leaves(part, mx.array)
 
 
+def stacks(part: Any) -> list[Matrix]:
+    """The matrices of experts."""
+    return [matrix for matrix in leaves(part, Matrix) if matrix.weight.ndim > 2]
+
+
 def nbytes(part: Any) -> int:
     """Of all arrays of a part, but of its experts."""
-    found = leaves(part, mx.array, Stack)
-    return sum(each.nbytes for each in found if isinstance(each, mx.array))
+    of_experts = sum(each.nbytes for each in arrays(stacks(part)))
+    return sum(each.nbytes for each in arrays(part)) - of_experts
 
 
 def nbytes_of(model: Model) -> int:
@@ -79,22 +84,15 @@ def nbytes_of(model: Model) -> int:
 
 def products(part: Any) -> int:
     """By how many weights of this part each token is multiplied, but for its experts."""
-    return sum(weights(each) for each in leaves(part, Dense, Packed))
+    return sum(matrix.size for matrix in leaves(part, Matrix) if matrix.weight.ndim == 2)
 
 
-def weights(matrix: Dense | Packed | Stack) -> int:
-    """How many numbers a matrix has: of packed ones, each scale is for a group of them."""
-    if matrix.weight.dtype == mx.uint32:
-        return matrix.scales.size * matrix.group
-    return matrix.weight.size
-
-
-def form_of(parts: Iterable[Dense | Packed | Stack]) -> str:
+def form_of(matrices: Iterable[Matrix]) -> str:
     """How the numbers of the matrices are written, that of most of them first."""
     sizes: Counter[str] = Counter()
-    for part in parts:
-        form = str(part.weight.dtype).split(".")[-1]
-        if part.weight.dtype == mx.uint32:
-            form = f"{part.bits} bits in groups of {part.group}"
-        sizes[form] += weights(part)
+    for matrix in matrices:
+        form = str(matrix.weight.dtype).split(".")[-1]
+        if matrix.weight.dtype == mx.uint32:
+            form = f"{matrix.bits} bits in groups of {matrix.group}"
+        sizes[form] += matrix.size
     return " and ".join(form for form, _ in sizes.most_common())

@@ -12,150 +12,29 @@ Where next: `load.py`, which makes a model of a folder.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from parts.api.views import ModelView
+from parts.device.matrix import Matrix
 from parts.device.mlx import mx, tree_flatten
-from parts.device.packed import Claim, as_in_a_file, pack
 from parts.model.config import Config
 from parts.model.ops import geglu, rms_norm, softmax, swiglu
 from parts.model.rope import Kind
 from parts.ranks.ranks import ALONE, Ranks
 
 
-class Dense(NamedTuple):
-    """y = x W^T + b, with W as the checkpoint stores it."""
-
-    weight: mx.array  # (out, in)
-    bias: mx.array | None  # (out,)
-
-    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = x @ self.weight.T
-        return y if self.bias is None else y + self.bias
-
-    @staticmethod
-    def of(parts: Sequence[Dense]) -> Dense:
-        """Several of the same input as one matrix, which yields all their outputs side by side.
-
-        So the input is read once, and one product runs instead of three.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        return Dense(mx.concatenate([part.weight for part in parts]), joined_biases(parts))
-
-    def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
-        array."""
-        return self.weight[ids]
-
-
-class Packed(NamedTuple):
-    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of
-    them. Numbers of 16 bits have a scale for each row, and no offset."""
-
-    weight: mx.array  # (out, in * bits / 32), uint32; or (out, in), float16 or bfloat16
-    scales: mx.array  # (out, in / group)
-    offsets: mx.array | None
-    bias: mx.array | None
-    bits: int
-    group: int
-    claim: Claim | None = None  # what multiplies by it on a CPU. None: MLX does, as on a GPU
-
-    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        if self.claim:
-            y = self.claim(x)
-        else:
-            y = mx.quantized_matmul(
-                x,
-                self.weight,
-                self.scales,
-                self.offsets,
-                group_size=self.group,
-                bits=self.bits,
-            )
-        return y if self.bias is None else y + self.bias
-
-    @staticmethod
-    def of(parts: Sequence[Packed], claims: bool = False) -> Packed:
-        """Several of the same input, packed alike, as one: each row of W is packed by itself.
-
-        `claims`: in memory that our own product reads.
-        """
-        bias = joined_biases(parts)
-        if claims:
-            return Packed(bias=bias, **pack(parts)._asdict())
-        return parts[0]._replace(
-            weight=mx.concatenate([part.weight for part in parts]),
-            scales=mx.concatenate([part.scales for part in parts]),
-            offsets=mx.concatenate([part.offsets for part in parts]),
-            bias=bias,
-        )
-
-    def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        weight = self.weight[ids]
-        scales = self.scales[ids]
-        if self.offsets is None:
-            return weight.astype(scales.dtype) * scales
-        offsets = self.offsets[ids]
-        if self.claim:
-            scales = scales.astype(mx.float32)
-            offsets = offsets.astype(mx.float32)
-            if self.bits == 4:
-                weight = as_in_a_file(weight, scales.shape[-1] * self.group)
-        return mx.dequantize(weight, scales, offsets, self.group, self.bits)
-
-
-def joined_biases(parts: Sequence[Dense | Packed]) -> mx.array | None:
-    """The biases of several projections as one: zeros where a projection has none."""
-    dtypes = [part.bias.dtype for part in parts if part.bias is not None]
-    if not dtypes:
-        return None
-    return mx.concatenate(
-        [
-            mx.zeros(len(part.weight), dtypes[0]) if part.bias is None else part.bias
-            for part in parts
-        ]
-    )
-
-
 class Mlp(NamedTuple):
     """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
 
-    gate_up: Dense | Packed | SideBySide  # D -> 2 * hidden
-    down: Dense | Packed  # hidden -> D
+    gate_up: Matrix | SideBySide  # D -> 2 * hidden
+    down: Matrix  # hidden -> D
     gelu: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
         gate_up = self.gate_up(x)  # (..., 2 * hidden)
         return self.down(geglu(gate_up) if self.gelu else swiglu(gate_up))
-
-
-class Stack(NamedTuple):
-    """One matrix for each expert. Each token is multiplied with those of its experts, by itself."""
-
-    weight: mx.array  # (experts, out, in), or packed as in `Packed`
-    scales: mx.array | None = None
-    offsets: mx.array | None = None
-    bits: int = 0
-    group: int = 0
-    claim: Claim | None = None
-
-    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
-        if self.claim:
-            return self.claim.of_chosen(x, chosen)
-        if self.scales is None:
-            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
-        return mx.gather_qmm(
-            x,
-            self.weight,
-            self.scales,
-            self.offsets,
-            rhs_indices=chosen,
-            group_size=self.group,
-            bits=self.bits,
-        )
 
 
 class Choices:
@@ -187,10 +66,10 @@ class Experts(NamedTuple):
     token alone, and so do its bits.
     """
 
-    router: Dense | Packed  # D -> experts
-    gate: Stack
-    up: Stack
-    down: Stack
+    router: Matrix  # D -> experts
+    gate: Matrix  # of experts, as the next two
+    up: Matrix
+    down: Matrix
     k: int
     whole_shares: bool
     choices: Choices
@@ -212,7 +91,7 @@ class SideBySide(NamedTuple):
     """Projections of one input that cannot be one, because they are packed each in a way of its
     own."""
 
-    parts: tuple[Packed | Dense, ...]
+    parts: tuple[Matrix, ...]
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.concatenate([part(x) for part in self.parts], axis=-1)
@@ -291,7 +170,7 @@ class Model:
     config: Config
     layers: list[Layer]
     norm: Norm
-    table: Dense | Packed | None  # the embedding, as a projection D -> V
+    table: Matrix | None  # the embedding, as a projection D -> V
     # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
     head: Step  # (n, D) -> (n, V)
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
@@ -322,4 +201,4 @@ class Model:
 
 
 def _is_claimed(part: object) -> bool:
-    return isinstance(part, (Packed, Stack)) and part.claim is not None
+    return isinstance(part, Matrix) and part.claim is not None

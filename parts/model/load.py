@@ -4,7 +4,7 @@ beside them.
 The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
 half precision or packed into a few bits. The forward pass wants one matrix for each product. A
 matrix stays packed where the device multiplies it so: on a GPU by MLX, on a CPU by our own product
-(`parts/device/packed.py`). And memory that runs out is no exception in MLX: the process dies.
+(`parts/device/matrix.py`). And memory that runs out is no exception in MLX: the process dies.
 
 What this file keeps. A model and its slab are measured before the first tensor is read: what does
 not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from parts import checks
 from parts.device import mlx as device
+from parts.device.matrix import LEAST, Matrix, joined, packed
 from parts.device.mlx import mx, readable
-from parts.device.packed import LEAST, pack
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.count import arrays, counted
@@ -30,16 +30,13 @@ from parts.model.embed import why_not
 from parts.model.fit import Sizes, fit
 from parts.model.layers import (
     Choices,
-    Dense,
     Experts,
     Layer,
     Mlp,
     Model,
     Norm,
-    Packed,
     QKNorm,
     SideBySide,
-    Stack,
     chain,
 )
 from parts.model.ops import capped
@@ -162,7 +159,7 @@ class ModelReader:
 
     def mlp(self, name: str) -> Mlp | Experts:
         if self.config.experts:
-            stacks = [self.stack(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
+            stacks = [self.linear(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
             return Experts(
                 self.linear(f"{name}gate"),
                 *stacks,
@@ -198,27 +195,17 @@ class ModelReader:
         heads = array.reshape(-1, Dh, *array.shape[1:])
         return heads[:, mx.array(order)].reshape(array.shape)
 
-    def linear(self, *modules: str) -> Dense | Packed | SideBySide:
+    def linear(self, *modules: str) -> Matrix | SideBySide:
         """One projection, or several of the same input: as one, if they are stored alike."""
         parts = [self.part(module) for module in modules]
-        if len({form_of(part) for part in parts}) > 1:
-            return SideBySide(tuple(self.joined([part]) for part in parts))
-        return self.joined(parts)
+        if len({part.form for part in parts}) > 1:
+            return SideBySide(tuple(self.kept(part) for part in parts))
+        return self.kept(joined(parts))
 
-    def joined(self, parts: list[Dense | Packed]) -> Dense | Packed:
-        if isinstance(parts[0], Packed):
-            return Packed.of(parts, claims=self.form == "packed")
-        return Dense.of(parts)
+    def kept(self, matrix: Matrix) -> Matrix:
+        return packed(matrix) if self.form == "packed" and matrix.bits else matrix
 
-    def stack(self, module: str) -> Stack:
-        part = self.part(module)
-        if isinstance(part, Dense):
-            return Stack(part.weight)
-        if self.form == "packed":
-            return Stack(*pack([part]))
-        return Stack(part.weight, part.scales, part.offsets, part.bits, part.group)
-
-    def part(self, module: str) -> Dense | Packed:
+    def part(self, module: str) -> Matrix:
         """A module as it is to be multiplied, by itself. A rank has its share."""
         name = f"{module}.weight"
         has = self.weights.tensors
@@ -234,15 +221,8 @@ class ModelReader:
         if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
             # Times the factor in the register: the product has more digits than the weight
             scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
-            return Packed(
-                weight,
-                scales,
-                offsets=None,
-                bias=bias,
-                bits=16,
-                group=weight.shape[-1],
-            )
-        return Dense(self.times(weight, name), bias)
+            return Matrix(weight, bias, scales, bits=16, group=weight.shape[-1])
+        return Matrix(self.times(weight, name), bias)
 
     def quantized(
         self,
@@ -251,7 +231,7 @@ class ModelReader:
         bias: mx.array | None,
         rows: slice,
         columns: slice,
-    ) -> Dense | Packed:
+    ) -> Matrix:
         """As the files have it, if no group of numbers is cut."""
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
@@ -265,24 +245,17 @@ class ModelReader:
             offsets = self.times(offsets, name)
         if self.form == "float32" or is_cut:
             weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
-            return Dense(cut_out(weight, rows, columns), bias)
+            return Matrix(cut_out(weight, rows, columns), bias)
         words = slice(start * bits // 32, stop * bits // 32)
         groups = slice(start // group, stop // group)
-        return Packed(
+        return Matrix(
             cut_out(weight, rows, words),
+            bias,
             cut_out(scales, rows, groups),
             cut_out(offsets, rows, groups),
-            bias,
             bits,
             group,
         )
-
-
-def form_of(part: Dense | Packed) -> tuple:
-    """What two matrices must have alike to become one."""
-    if isinstance(part, Dense):
-        return ()
-    return part.bits, part.group, part.weight.dtype, part.scales.dtype
 
 
 def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:

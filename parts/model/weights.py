@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from parts.checks import one_line, shown
 from parts.device import mlx as device
+from parts.device.matrix import LEAST, WIDER, row_nbytes
 from parts.device.mlx import mx
-from parts.device.packed import LEAST, WIDER, row_nbytes
 from parts.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 

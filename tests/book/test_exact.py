@@ -19,9 +19,10 @@ import kv
 import llama
 from nanobatch import Engine, Model, Sampling, Text
 from parts.device import rows
+from parts.device.matrix import Matrix
 from parts.device.mlx import mx
 from parts.model import ops
-from parts.model.layers import Dense, Norm
+from parts.model.layers import Norm
 from parts.model.rope import Kind
 
 
@@ -80,7 +81,7 @@ def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, o
     rng = np.random.default_rng(count)
     x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
     weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
-    dense = Dense(weight, None)
+    dense = Matrix(weight)
     y = dense(x)
     assert y.shape == (count, outputs) and np.allclose(
         y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3

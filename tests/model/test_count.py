@@ -13,8 +13,9 @@ from parts.api.views import Roof
 from parts.bill import Work, bill_of, expected
 from parts.device import mlx as device
 from parts.device import roof
+from parts.device.matrix import Matrix
 from parts.device.mlx import device_lock, device_stream, mx
-from parts.model.layers import Dense, Model, Packed, Stack
+from parts.model.layers import Model
 from parts.model.load import ModelReader, read_model
 from parts.ranks.ranks import Ranks
 from screen.pages.bill import asked_of, parts_of
@@ -144,11 +145,10 @@ class Meter:
     def __init__(self, monkeypatch):
         self.counts: Counter[str] = Counter()
         self.attention = llama.attention
-        for kind in (Dense, Packed, Stack):
-            monkeypatch.setattr(kind, "__call__", self.metered(kind, kind.__call__))
+        monkeypatch.setattr(Matrix, "__call__", self.metered(Matrix.__call__))
         monkeypatch.setattr(llama, "attention", self.look)
 
-    def metered(self, kind, call):
+    def metered(self, call):
         def multiply(matrix, x, *chosen):
             y = call(matrix, x, *chosen)
             self.counts["products"] += 2 * x.shape[-1] * y.size

@@ -13,9 +13,10 @@ from kv import Slab, Window
 from llama import attention, heads
 from parts.device import mlx as device
 from parts.device import operations
+from parts.device.matrix import Matrix, joined
 from parts.device.mlx import mx
 from parts.model.config import read_config
-from parts.model.layers import Dense, Norm, Packed, SideBySide
+from parts.model.layers import Norm, SideBySide
 from parts.model.load import read_model
 from parts.model.ops import geglu, softmax, swiglu
 from parts.model.rope import Kind, Rope, both_of_a_plane, rope_frequencies, rotate, turning
@@ -387,9 +388,9 @@ def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
         normal(len(weight), seed=9) if has else None
         for weight, has in zip(weights, biases, strict=True)
     ]
-    dense = Dense.of(
+    dense = joined(
         [
-            Dense(mx.array(weight), None if offset is None else mx.array(offset))
+            Matrix(mx.array(weight), None if offset is None else mx.array(offset))
             for weight, offset in zip(weights, offsets, strict=True)
         ]
     )
@@ -412,12 +413,12 @@ def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
     packed = mx.quantize(mx.array(weight), group_size=32, bits=4)
     plain = wide(mx.dequantize(*packed, group_size=32, bits=4))
     bias = normal(48, seed=2)
-    quantized = Packed(*packed, mx.array(bias), 4, 32)
+    quantized = Matrix(packed[0], mx.array(bias), *packed[1:], bits=4, group=32)
     x = normal(7, 64, seed=3)
     wanted = x.astype(np.float64) @ plain.T + bias
     assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4
     assert np.array_equal(wide(quantized.embed(mx.array([3, 47]))), plain[[3, 47]])
-    dense = Dense(mx.array(weight), None)
+    dense = Matrix(mx.array(weight))
     both = wide(SideBySide((quantized, dense))(mx.array(x)))
     assert (
         np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max()

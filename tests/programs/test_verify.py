@@ -9,7 +9,7 @@ import pytest
 from processes import run
 
 import verify
-from parts.model.layers import Packed
+from parts.device.matrix import Matrix
 
 QUICK = "company,reuse,guesses,prefill"
 WAYS = ",".join(verify.WAYS) if os.environ.get("NANOBATCH_VERIFY") else QUICK
@@ -44,7 +44,7 @@ def test_no_bit_differs_and_the_receipt_says_of_what(capsys, few):
 
 def test_a_product_that_sums_in_another_order_from_eight_rows_on_is_found(capsys, few, monkeypatch):
     """As a library's does, which has one kernel for few rows and another for many."""
-    product = Packed.__call__
+    product = Matrix.__call__
 
     def in_two_halves(self, x):
         if x.shape[0] < 8:
@@ -53,7 +53,7 @@ def test_a_product_that_sums_in_another_order_from_eight_rows_on_is_found(capsys
         near = (verify.device.mx.arange(x.shape[-1]) < half).astype(x.dtype)
         return product(self, x * near) + product(self, x * (1 - near))
 
-    monkeypatch.setattr(Packed, "__call__", in_two_halves)
+    monkeypatch.setattr(Matrix, "__call__", in_two_halves)
     assert verify.main(["--ways", "company", "--rounds", "1"]) == 1
     said = capsys.readouterr().out
     assert "differ, from token " in said
