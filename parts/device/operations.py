@@ -32,40 +32,23 @@ def take(x: mx.array) -> bool:
     return x.dtype == mx.float32 and device.is_exact()
 
 
-def softmax(x: mx.array, scale: float) -> mx.array:
-    return named(rows.SOFTMAX, scale)(x)
-
-
-def swiglu(gate_up: mx.array) -> mx.array:
-    return named(rows.SWIGLU)(gate_up)
-
-
-def geglu(gate_up: mx.array) -> mx.array:
-    return named(rows.GEGLU)(gate_up)
-
-
-def norm(weight: mx.array, eps: float) -> Operation:
-    return Operation(rows.NORM, eps, weight)
-
-
-@cache  # a model has one scale, or very few
-def named(form: int, setting: float = 0.0) -> Operation:
-    return Operation(form, setting, mx.zeros(0))
-
-
 class Operation:
     """Takes rows of float32 numbers. It looks like a matrix to MLX, and to nothing else."""
 
-    def __init__(self, form: int, setting: float, weight: mx.array):
+    def __init__(self, form: int, setting: float = 0.0, weight: mx.array | None = None):
         """`form`: which operation, as `rows.c` calls it.
         `setting`: the scale of a softmax, the eps of a norm.
         `weight`: a norm's."""
-        self._memory = mx.concatenate([mx.zeros(LINE // 4), weight])
+        own = mx.zeros(0) if weight is None else weight
+        self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
         self._halves = form in (rows.SWIGLU, rows.GEGLU)
         at = ctypes.c_void_p(address(self._memory))
-        device.blas.library.rows_operation(at, form, weight.size, ctypes.c_float(setting))
+        device.blas.library.rows_operation(at, form, own.size, ctypes.c_float(setting))
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., K) -> (..., K); of a gate (..., K / 2)
         K = x.shape[-1]
         N = K // 2 if self._halves else K
         return x @ mx.as_strided(self._memory, (K, N), (1, K))
+
+
+usual = cache(Operation)  # without a weight: a model has one scale, or very few

@@ -19,19 +19,20 @@ from collections.abc import Callable
 
 from parts.device import operations
 from parts.device.mlx import mx
+from parts.device.rows import GEGLU, NORM, SOFTMAX, SWIGLU
 
 
 def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^(scale x) / sum(e^(scale x))"""
     if operations.take(x):
-        return operations.softmax(x, scale)
+        return operations.usual(SOFTMAX, scale)(x)
     return mx.softmax(x * scale, axis=-1)
 
 
 def swiglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
     """silu(gate) * up, with silu(x) = x / (1 + e^-x): nearly 0 below 0, nearly x above."""
     if operations.take(gate_up):
-        return operations.swiglu(gate_up)
+        return operations.usual(SWIGLU)(gate_up)
     gate, up = mx.split(gate_up, 2, axis=-1)
     return one_kernel(gate, up)
 
@@ -51,7 +52,7 @@ def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> 
     That is x / (1 + e^-v), with v twice what tanh is taken of.
     """
     if operations.take(gate_up):
-        return operations.geglu(gate_up)
+        return operations.usual(GEGLU)(gate_up)
     x, up = mx.split(gate_up, 2, axis=-1)
     v = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
     return x * mx.sigmoid(v) * up
@@ -60,7 +61,7 @@ def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> 
 def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
     """x / sqrt(mean(x^2) + eps) * weight, as a function of x: (..., D) -> the same"""
     if operations.take(weight):
-        return operations.norm(weight, eps)
+        return operations.Operation(NORM, eps, weight)
     return lambda x: mx.fast.rms_norm(x, weight, eps)
 
 

@@ -80,7 +80,7 @@ def test_an_operation_that_is_multiplied_as_a_matrix_ends_the_process_in_one_lin
         "import sys; sys.path[:0] = ['tests/lib', 'tests/device']\n"
         "from parts.device import mlx, operations, rows\n"
         "from parts.device.mlx import mx\n"
-        "memory = operations.named(rows.SOFTMAX, 1.0)._memory\n"
+        "memory = operations.usual(rows.SOFTMAX, 1.0)._memory\n"
         "mx.eval(mx.ones((2, 8)) @ mx.as_strided(memory, (8, 2), (1, 8)))\n"
     )
     done = python(code)
