@@ -196,7 +196,8 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model, with the positions that it wants where sequences may be as long as
         this."""
-        kinds = [kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds]
+        Dh = self.config.Dh
+        kinds = [Kind.of(*kind[:3], Dh, self.dtype, length) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

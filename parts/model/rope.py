@@ -106,12 +106,6 @@ class Kind(NamedTuple):
             periods = rope_periods(frequencies, dtype)
         return Kind(rope, span, cap, frequencies, periods)
 
-    def stretched(self, length: int, Dh: int, dtype: mx.Dtype) -> Kind:
-        """The same for sequences that may be so long. Most models know one way to turn."""
-        if self.rope is None or not self.rope.is_too_short(length):
-            return self
-        return Kind.of(self.rope, self.span, self.cap, Dh, dtype, length)
-
     @property
     def has_kernel(self) -> bool:
         """A GPU's kernel for attention knows no cap of the scores."""
@@ -133,11 +127,10 @@ def turning(
     if kind.periods is None:
         cos, sin = rope_angles(kind, positions)
         return partial(rotate, cos=cos, sin=sin)
-    scale = 1 / rope.factor if rope.type == "linear" else 1.0
 
     def turn(x: mx.array) -> mx.array:
         each = x[:, :, None]  # (N, heads, 1, Dh): each token is a sequence of one
-        return fast_rope(each, positions, kind.periods, scale)[:, :, 0]
+        return fast_rope(each, positions, kind.periods)[:, :, 0]
 
     return turn
 
@@ -146,14 +139,13 @@ def fast_rope(
     x: mx.array,  # (B, heads, L, Dh)
     offsets: mx.array,  # (B,): the position of each sequence's first token
     periods: mx.array,  # (Dh/2,)
-    scale: float = 1.0,
 ) -> mx.array:  # (B, heads, L, Dh)
     return mx.fast.rope(
         x,
         x.shape[-1],
         traditional=False,
         base=None,
-        scale=scale,
+        scale=1.0,
         offset=offsets,
         freqs=periods,
     )
@@ -191,8 +183,6 @@ def rope_angles(
     """cos and sin of each position times each plane's frequency, once for both numbers that are
     turned in the plane."""
     rope = kind.rope
-    if rope.type == "linear":
-        positions = positions * (1 / rope.factor)
     angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
     cos = mx.cos(angles)
     sin = mx.sin(angles)
@@ -222,7 +212,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     behind it stand still.
 
     A model is stretched beyond the length it was trained for by turning its planes more slowly.
-    `linear` slows all of them (in `rope_angles`, by dividing the positions). `llama3` and `yarn`
+    `linear` slows all of them. `llama3` and `yarn`
     slow the slow ones only, because the fast ones tell neighbours apart. `dynamic` raises theta
     with `length`. `longrope` names a factor for each plane, found by search, and others for
     sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
@@ -243,6 +233,8 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     else:
         # theta ** (-2 i / R)
         frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
+    if rope.type == "linear":
+        frequencies = frequencies / rope.factor
     if Dh > R:
         still = mx.zeros((Dh - R) // 2)
         frequencies = mx.concatenate([frequencies, still])
