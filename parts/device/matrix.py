@@ -108,7 +108,7 @@ class Matrix(NamedTuple):
         return self.weight.size if self.scales is None else self.scales.size * self.group
 
     @property
-    def form(self) -> tuple:
+    def packing(self) -> tuple:
         """What matrices must have alike to become one."""
         if self.scales is None:
             return ()
@@ -116,7 +116,7 @@ class Matrix(NamedTuple):
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Several matrices of the same input, and of one form, as one, which yields all their outputs
+    """Several matrices of the same input, packed alike, as one, which yields all their outputs
     side by side.
 
     So the input is read once, and one product runs instead of three.

@@ -14,17 +14,17 @@ Where next: `config.py`, for what a folder holds.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from parts.checks import one_line, printable, shown
-from parts.device import mlx as device
-from parts.device.mlx import mx, readable
+from parts.device.mlx import readable
 from parts.files import ModelError, read_json
-from parts.model.config import read_config
 from parts.model.families import FAMILIES
-from parts.model.weights import MissingError, Weights, usual_form, weight_files
+from parts.model.load import ModelReader
+from parts.model.weights import MissingError, weight_files
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # What a download fetches; no other file is ever read
@@ -167,58 +167,30 @@ def listed() -> list[Listed]:
 
 
 def _listed(name: str, folder: Path) -> Listed:
+    """What its reader says of a model, or why it does not read it."""
     raw = {}
-    parameters = 0
-    bits = "-"
-    memory = "-"
+    parameters = bits = memory = "-"
     served = "yes"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     try:
         refuse_gguf(folder)
         raw = read_json(folder / "config.json")
-        weights = Weights(folder)
-        parameters, bits = counted(raw, weights)
-        config = read_config(folder, weights.has_head)
-        weights.check_against(config)
-        free = device.free_memory()
-        needs = weights.nbytes(config, usual_form(), has_head=True)
-        memory = readable(needs)
-        if free is not None and needs > free:
-            served = f"needs {readable(needs)} of memory"
-        elif not (folder / "tokenizer.json").exists():
+        reader = ModelReader(folder)
+        by_bits = Counter()
+        for tensor, shape in reader.config.tensors().items():
+            stored = reader.weights.tensors[tensor]
+            by_bits[stored.bits or 8 * stored.dtype.size] += math.prod(shape)
+        parameters = f"{by_bits.total() / 1e6:,.0f}M"
+        bits = str(max(by_bits, key=by_bits.get))
+        memory = readable(reader.nbytes)
+        reader.check_room()
+        if not (folder / "tokenizer.json").exists():
             served = "tokenizer.json is missing"
     except (ModelError, OSError) as error:
         served = _in_five_words(folder, raw, getattr(error, "short", ""))
     family = str(raw.get("model_type", "-"))
-    line = (
-        name,
-        family,
-        f"{parameters / 1e6:,.0f}M" if parameters else "-",
-        bits,
-        readable(size),
-        memory,
-        served,
-    )
+    line = (name, family, parameters, bits, readable(size), memory, served)
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
-
-
-def counted(raw: dict, weights: Weights) -> tuple[int, str]:
-    """How many parameters there are, and the bits of most of them."""
-    packing = raw.get("quantization")
-    bits = packing.get("bits") if isinstance(packing, dict) else None
-    packed = isinstance(bits, int) and 1 <= bits <= 8 and bits
-    total = 0
-    most = {}
-    for name, tensor in weights.tensors.items():
-        count = math.prod(tensor.shape)
-        if f"{name.rpartition('.')[0]}.scales" in weights.tensors:
-            count = count * 32 // (packed or 4) if name.endswith(".weight") else 0
-        kind = str(8 * tensor.dtype.size)
-        if tensor.dtype == mx.uint32:
-            kind = str(packed or "?")
-        total += count
-        most[kind] = most.get(kind, 0) + count
-    return total, max(most, key=most.get)
 
 
 def _in_five_words(folder: Path, raw: dict, short: str) -> str:

@@ -55,9 +55,9 @@ def read_model(folder: Path, dtype: str = "auto") -> Model:
 class ModelReader:
     """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
 
-    `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names,
-    shapes and memory are checked at once; nothing is read before `read`. Of `ranks` each reads its
-    share. `held`: so many bytes more will be free when it is read.
+    `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
+    shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
+    `held`: so many bytes more will be free when it is read.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE, held: int = 0):
@@ -77,10 +77,15 @@ class ModelReader:
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
         self.free = None if free is None else free + held
+
+    def check_room(self) -> None:
+        """Refuse weights for which there is no memory."""
         if self.free is not None and self.nbytes > self.free:
+            needs = readable(self.nbytes)
             raise ModelError(
-                f"{folder}: {readable(self.nbytes)} of weights, but {readable(self.free)} of memory are free; "
-                f"choose a smaller model{', or more ranks' * (ranks.size > 1)}."
+                f"{self.folder}: {needs} of weights, but {readable(self.free)} of memory are free; "
+                f"choose a smaller model{', or more ranks' * (self.ranks.size > 1)}.",
+                f"needs {needs} of memory",
             )
 
     @property
@@ -93,10 +98,12 @@ class ModelReader:
     def fit(self, **options) -> Sizes:
         """What will fit beside the weights: a slab that is too large is refused before they are
         read."""
+        self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.itemsize, free, **options)
 
     def read(self) -> Model:
+        self.check_room()
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in
         # memory together.
@@ -198,7 +205,7 @@ class ModelReader:
     def linear(self, *modules: str) -> Matrix | SideBySide:
         """One projection, or several of the same input: as one, if they are stored alike."""
         parts = [self.part(module) for module in modules]
-        if len({part.form for part in parts}) > 1:
+        if len({part.packing for part in parts}) > 1:
             return SideBySide(tuple(self.kept(part) for part in parts))
         return self.kept(joined(parts))
 

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 import ask
 from nanobatch import Engine
 from parts.device import mlx as device
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model import find as models
 
@@ -85,6 +86,15 @@ def test_a_mistyped_folder_is_called_a_missing_folder_too(home):
     refused("modles/tiny", "modles/tiny", "no folder here", "cache", "network")
 
 
+def headless(folder: Path) -> None:
+    """As large models for embeddings are published: their config speaks of a head."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    del weights["lm_head.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+
+
 def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monkeypatch, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks of four bits
     cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
@@ -102,11 +112,12 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     (home / "studio" / "h" / "gguf" / "x.gguf").write_bytes(b"GGUF")
     broken = make_checkpoint(home / "studio" / "i" / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-5])
+    headless(make_checkpoint(home / "studio" / "j" / "vectors", tie_word_embeddings=False))
     assert ask.main(["--list"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert (
-        list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 11
+        list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 12
     )
     assert lines["demo"].endswith("yes") and " 16 " in lines["demo"] and " 3M " in lines["demo"]
     assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
@@ -123,6 +134,7 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     assert "olmo2" in lines["g/studio"] and lines["g/studio"].endswith("yes")
     assert lines["h/gguf"].endswith("GGUF, not MLX or safetensors")
     assert lines["i/broken"].endswith("broken: loading it says how")
+    assert lines["j/vectors"].endswith("yes"), "it was called broken, though it loads"
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)
     ask.main(["--list"])
     assert "KiB of memory" in capsys.readouterr().out
