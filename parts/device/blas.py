@@ -103,16 +103,13 @@ def preload() -> Blas:
             why_not = str(reason)
     else:
         why_not = f"NANOBATCH_BLAS={choice}"
-    loaders = {"openblas": _load_openblas}
-    if choice and name != "openblas":
-        loaders = {choice: lambda: _global(choice)}
+    found = choice if choice and name != "openblas" else "openblas"
     with _environment(
         OPENBLAS_CORETYPE=kernels or core(), OPENBLAS_THREAD_TIMEOUT="4", **_thread_count()
     ):
-        for found, load in loaders.items():
-            library = load()
-            if library and _offers(library):
-                return Blas(found, _kernels(library), why_not)
+        library = _load_openblas() if found == "openblas" else _global(found)
+        if library and _offers(library):
+            return Blas(found, _kernels(library), why_not)
     if choice:
         raise ImportError(
             f"NANOBATCH_BLAS={choice} is no BLAS that can be loaded; name a shared library, rows, openblas, or 'off'."
@@ -156,20 +153,14 @@ def _environment(**settings: str | None) -> Iterator[None]:
     least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
     others.
     """
-    before = {name: os.environ.get(name) for name in settings}
-    _set(settings)
+    before = {name: os.environ.pop(name) for name in settings if name in os.environ}
+    os.environ |= {name: value for name, value in settings.items() if value}
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(settings: Mapping[str, str | None]) -> None:
-    for name, value in settings.items():
-        if value is None:
+        for name in settings:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ |= before
 
 
 # --- the libraries ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ MOST = 100_000  # characters of what a command has printed
 
 
 class Keeper:
-    """A new folder inside `place`, and commands that run there, until the block is left.
+    """A new folder inside `place`, and commands that run there, until it is closed.
 
     OSError if there is none, or no process for it.
     """
@@ -48,12 +48,6 @@ class Keeper:
             self.close()
             raise OSError(said[0])
         self.folder = Path(said[0])
-
-    def __enter__(self) -> Keeper:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
     def close(self) -> None:
         self._process.stdin.close()

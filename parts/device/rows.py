@@ -35,7 +35,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -169,13 +169,10 @@ def threads() -> int:
         raise ImportError(str(error)) from None
 
 
-def cores(root: Path = Path("/")) -> int:
+def cores() -> int:
     """The cores that this process may use: a scheduler, a container or an administrator may have
-    taken some away.
-
-    `root` is where the files of the system are.
-    """
-    return max(1, int(min(len(my_cores()), quota(root))))
+    taken some away."""
+    return max(1, int(min(len(my_cores()), quota(Path("/")))))
 
 
 def quota(root: Path) -> float:
@@ -183,7 +180,7 @@ def quota(root: Path) -> float:
     them.
 
     A group's limit holds for all groups within, so each folder from the process's own group up to
-    the root is read.
+    the root is read. `root` is where the files of the system are.
     """
     least = float("inf")
     for line in _words(root / "proc/self/cgroup"):
@@ -214,7 +211,7 @@ def _limit(group: Path) -> float:
 
 
 def _words(file: Path) -> list[str]:
-    """A small file's lines. None if it cannot be read."""
+    """A small file's lines; no line if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except (OSError, ValueError):
@@ -243,7 +240,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         keeper = Keeper(place_to_compile(kept))
     except OSError as error:
         raise Unbuilt(f"there is no folder to compile in ({error})") from None
-    with keeper:
+    with closing(keeper):
         made = keeper.folder / "rows.so"
         try:
             compile_to(made, compiler, options, keeper)

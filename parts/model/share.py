@@ -81,8 +81,5 @@ class Share(NamedTuple):
             "keys": slice(self.keys.start * Dh, self.keys.stop * Dh),
             "hidden": slice(self.hidden.start, self.hidden.stop),
         }
-        everything = slice(None)
-        for name, (out, width) in MATRICES.items():
-            if module.endswith(name):
-                return own.get(out, everything), own.get(width, everything)
-        return everything, everything
+        out, width = MATRICES.get(".".join(module.split(".")[-2:]), ("", ""))
+        return own.get(out, slice(None)), own.get(width, slice(None))
