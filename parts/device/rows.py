@@ -56,7 +56,7 @@ OPTIONS = [
     "-fno-math-errno",
 ]
 ROOT = SOURCE.resolve().parents[2]
-PATIENCE_S = 30  # for the compiler
+PATIENCE_S = 120  # for the compiler: beside busy programs it takes a minute instead of seconds
 UNFIT = 3  # the exit code if a library has been looked at and is of no use
 FITS = "it multiplies right"
 HASH = 32  # bytes at the end of a kept library: the hash of those before

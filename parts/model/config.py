@@ -24,15 +24,22 @@ from parts.model.fields import Fields
 from parts.model.rope import Rope
 
 # A layer's matrices: how many numbers come out of each, and how many go in
-MATRICES = {
+ATTENTION = {
     "self_attn.q_proj": ("queries", "width"),
     "self_attn.k_proj": ("keys", "width"),
     "self_attn.v_proj": ("keys", "width"),
     "self_attn.o_proj": ("width", "queries"),
-    "mlp.gate": ("experts", "width"),  # the router
+}
+MLP = {
     "mlp.gate_proj": ("hidden", "width"),
     "mlp.up_proj": ("hidden", "width"),
     "mlp.down_proj": ("width", "hidden"),
+}
+EXPERTS = {  # in the place of one MLP: a router, and three matrices for each expert
+    "mlp.gate": ("experts", "width"),
+    "mlp.experts.gate_proj": ("experts", "hidden", "width"),
+    "mlp.experts.up_proj": ("experts", "hidden", "width"),
+    "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -97,18 +104,11 @@ class Config:
             shapes["lm_head.weight"] = (self.V, D)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for module, (out, width) in MATRICES.items():
-                is_router = out == "experts"
-                if is_router and not self.experts:
-                    continue
-                name = layer + module
-                shape = (sizes[out], sizes[width])
-                if self.experts and "mlp" in module and not is_router:
-                    name = name.replace("mlp", "mlp.experts")
-                    shape = (self.experts, *shape)
-                shapes[f"{name}.weight"] = shape
+            for module, sides in (ATTENTION | (EXPERTS if self.experts else MLP)).items():
+                shape = tuple(sizes[side] for side in sides)
+                shapes[f"{layer}{module}.weight"] = shape
                 if self.has_bias(module):
-                    shapes[f"{name}.bias"] = shape[:1]
+                    shapes[f"{layer}{module}.bias"] = shape[:1]
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:

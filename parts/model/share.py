@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parts.files import ModelError
-from parts.model.config import MATRICES, Config
+from parts.model.config import ATTENTION, MLP, Config
 
 
 def evenly(count: int, ranks: int) -> list[range]:
@@ -81,5 +81,6 @@ class Share(NamedTuple):
             "keys": slice(self.keys.start * Dh, self.keys.stop * Dh),
             "hidden": slice(self.hidden.start, self.hidden.stop),
         }
-        out, width = MATRICES.get(".".join(module.split(".")[-2:]), ("", ""))
+        name = ".".join(module.split(".")[-2:])
+        out, width = (ATTENTION | MLP).get(name, ("", ""))
         return own.get(out, slice(None)), own.get(width, slice(None))
