@@ -171,8 +171,9 @@ def _listed(name: str, folder: Path) -> Listed:
     raw = {}
     parameters = bits = memory = "-"
     served = "yes"
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = 0
     try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         refuse_gguf(folder)
         raw = read_json(folder / "config.json")
         reader = ModelReader(folder)

@@ -140,6 +140,23 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     assert "KiB of memory" in capsys.readouterr().out
 
 
+def test_a_file_that_goes_while_the_list_is_made_does_not_end_it(home, monkeypatch, capsys):
+    """As a download renames what it has fetched."""
+    gone = cached(home, "a/downloaded") / "model.safetensors"
+    stat = Path.stat
+
+    def look(path: Path, **options):
+        found = stat(path, **options)
+        if path == gone:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", look)
+    assert ask.main(["--list"]) == 0
+    _, _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("a/downloaded") and line.endswith("not all of it downloaded")
+
+
 def test_a_machine_without_any_model_lists_the_demo(home, capsys):
     shutil.rmtree(home / "hub", ignore_errors=True)
     assert ask.main(["--list"]) == 0
