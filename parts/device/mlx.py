@@ -16,11 +16,11 @@ import gc
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from parts.book import opened
+from parts.device import limits
 from parts.device.blas import Blas, preload
 from parts.program import install
 
@@ -95,13 +95,7 @@ def free_memory() -> int | None:
         return whole and int(whole) - mx.get_active_memory()
     if sys.platform != "linux":
         return None
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # a container's own limit, where there is one
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, limit - used)
-    return free
+    return int(limits.memory())
 
 
 def readable(nbytes: float) -> str:

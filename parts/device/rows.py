@@ -42,8 +42,9 @@ from typing import NamedTuple
 
 from parts.checks import read_whole
 from parts.device.keeper import PYTHON, Keeper
+from parts.device.limits import cores
 from parts.files import replace
-from parts.program import cpuinfo, my_cores
+from parts.program import cpuinfo
 
 SOURCE = Path(__file__).with_name("rows.c")
 OPTIONS = [
@@ -167,55 +168,6 @@ def threads() -> int:
         return read_whole("NANOBATCH_THREADS", asked, 1, 1024)
     except ValueError as error:
         raise ImportError(str(error)) from None
-
-
-def cores() -> int:
-    """The cores that this process may use: a scheduler, a container or an administrator may have
-    taken some away."""
-    return max(1, int(min(len(my_cores()), quota(Path("/")))))
-
-
-def quota(root: Path) -> float:
-    """How many cores' worth of time the control groups of this process allow, the narrowest of
-    them.
-
-    A group's limit holds for all groups within, so each folder from the process's own group up to
-    the root is read. `root` is where the files of the system are.
-    """
-    least = float("inf")
-    for line in _words(root / "proc/self/cgroup"):
-        kind, _, path = line.partition(":")[2].partition(":")
-        if kind == "":  # version 2: one tree for everything
-            place = root / "sys/fs/cgroup"
-        elif "cpu" in kind.split(","):
-            place = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts) + 1):
-            least = min(least, _limit(place.joinpath(*parts[:depth])))
-    return least
-
-
-def _limit(group: Path) -> float:
-    """What one control group allows: microseconds of work, over the microseconds in which it may be
-    done."""
-    numbers = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(
-        group / "cpu.cfs_period_us"
-    )
-    try:
-        allowed, period = " ".join(numbers).split()
-        return int(allowed) / int(period) if int(allowed) > 0 else float("inf")
-    except (ValueError, ZeroDivisionError):  # "max", or no such files
-        return float("inf")
-
-
-def _words(file: Path) -> list[str]:
-    """A small file's lines; no line if it cannot be read."""
-    try:
-        return file.read_text().splitlines()
-    except (OSError, ValueError):
-        return []
 
 
 # --- from source to library ---------------------------------------------------------------------

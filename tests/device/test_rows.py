@@ -17,7 +17,7 @@ import pytest
 from processes import python, run
 from waiting import wait_for
 
-from parts.device import blas, rows
+from parts.device import blas, limits, rows
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere MLX brings a fast product"
@@ -237,14 +237,14 @@ def test_mlx_calls_our_product_or_says_that_it_does_not():
 def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch):
     monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
-    monkeypatch.setattr(rows, "quota", lambda root: float("inf"))
+    monkeypatch.setattr(limits, "quota", lambda: float("inf"))
     assert rows.threads() == 5
-    monkeypatch.setattr(rows, "quota", lambda root: 2.5)
+    monkeypatch.setattr(limits, "quota", lambda: 2.5)
     assert rows.threads() == 2
-    monkeypatch.setattr(rows, "quota", lambda root: 0.3)
+    monkeypatch.setattr(limits, "quota", lambda: 0.3)
     assert rows.threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
-    monkeypatch.setattr(rows, "quota", lambda root: float("inf"))
+    monkeypatch.setattr(limits, "quota", lambda: float("inf"))
     assert rows.threads() == rows.MOST_THREADS
     monkeypatch.setenv("NANOBATCH_THREADS", "3")
     assert rows.threads() == 3
@@ -257,49 +257,6 @@ def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
     assert (
         done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1,024" in lines[0]
     ), done
-
-
-@pytest.mark.parametrize(
-    "files, cores",
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, float("inf")),
-        # The group around it is narrower.
-        (
-            {
-                "proc/self/cgroup": "0::/a/b\n",
-                "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n",
-                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
-            },
-            3,
-        ),
-        # Version 1, beside groups that limit other things.
-        (
-            {
-                "proc/self/cgroup": "7:memory:/x\n4:cpu,cpuacct:/x\n0::/\n",
-                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
-            },
-            2,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            float("inf"),
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, float("inf")),
-        ({}, float("inf")),
-    ],
-)
-def test_a_control_groups_quota_is_found(tmp_path, files, cores):
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert rows.quota(tmp_path) == cores
 
 
 # --- building and keeping -----------------------------------------------------------------------
