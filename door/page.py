@@ -37,6 +37,7 @@ FOLDER = Path(__file__).parent.parent / "web"
 MODULES = (
     "recording",
     "words",
+    "elements",
     "draw",
     "player",
     "lanes",

@@ -12,7 +12,9 @@
 // refused is in the box again.
 
 import { Markdown } from "./markdown.js";
-import { chip, write } from "./lanes.js";
+import { write } from "./elements.js";
+import { Frames } from "./player.js";
+import { chip } from "./lanes.js";
 import { ask, eventsOf } from "./live.js";
 import { count, span } from "./words.js";
 
@@ -24,7 +26,9 @@ const TEXTS = ["content", "reasoning_content"]; // of an answer
 const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
 
 // What the server is seen to do, if that may be seen.
-const lane = () => window.nanobatch?.player.lanes[0];
+const lane = () => window.nanobatch?.player.lane;
+// A server that began anew gives the same numbers to others.
+const isMine = (request) => window.nanobatch?.player.mine.has(request);
 
 // A turn as the model is told it, and as a reload brings it back.
 function messagesOf({ question, content, reasoning_content: thought }) {
@@ -211,6 +215,7 @@ export class Chat {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, thoughts, thought, reply, figures] = element.querySelectorAll("[data-of]");
     const turn = { question, element, owner, thoughts, figures, tokens: 0, asked: performance.now() };
+    turn.frames = new Frames(() => this.#draw(turn));
     turn.content = new Markdown(reply);
     turn.reasoning_content = new Markdown(thought);
     write(asked, question);
@@ -225,7 +230,7 @@ export class Chat {
     if (error) throw new Error(error.message);
     if (!turn.number) {
       turn.number = Number(/\d+/.exec(id)[0]);
-      turn.owner.append(chip(turn.number, (request) => window.nanobatch?.choose(request)));
+      turn.owner.append(chip(turn.number, (request) => isMine(request) && window.nanobatch.choose(request)));
       window.nanobatch?.player.mine.add(turn.number);
     }
     if (progress) turn.progress = progress;
@@ -239,13 +244,11 @@ export class Chat {
     }
     turn.reason ||= choices[0]?.finish_reason;
     if (usage) turn.tokens = usage.completion_tokens;
-    if (!turn.waits) requestAnimationFrame(() => this.#draw(turn));
-    turn.waits = true;
+    turn.frames.ask();
   }
 
   // What has come since the last frame.
   #draw(turn) {
-    turn.waits = false;
     turn.content.draw();
     turn.reasoning_content.draw();
     turn.thoughts.hidden = !turn.reasoning_content.text;
@@ -258,7 +261,7 @@ export class Chat {
     const length = lane()?.limits.max_len;
     const room = length - total - turn.tokens;
     const [before, slot] = this.turns.slice(-2).map(({ number }) => lane()?.requests.get(number)?.slot);
-    const whose = slot !== undefined && slot === before ? "its" : "a";
+    const whose = Number.isInteger(slot) && slot === before ? "its" : "a";
     const of = cache ? ` of ${total.toLocaleString("en")}` : "";
     const said = [`read ${(total - cache).toLocaleString("en")}${of} tokens`];
     if (cache) said.push(`${cache.toLocaleString("en")} were still in ${whose} slot`);
@@ -281,6 +284,6 @@ export class Chat {
     this.waiting = "";
     this.#show(code === "context_length_exceeded");
     write(note, name === "AbortError" ? "" : message);
-    if (status === 401) this.wantKey("The server wants its API key before it answers.");
+    if (status === 401) this.wantKey(this, "The server wants its API key before it answers.");
   }
 }

@@ -2,71 +2,60 @@
 // last token.
 
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
-import { capital, costInWords, count, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
-import { buttonFor, chip, make, write } from "./lanes.js";
+import { capital, costInWords, factsInWords, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
+import { $, buttonFor, make, write } from "./elements.js";
+import { chip } from "./lanes.js";
 
 const READABLE = 400; // milliseconds
 const FEW_REQUESTS = 6; // of the list, until all are asked for
+const MANY_REQUESTS = 40; // of a server's, even then
 
 // Steps that are worth a look: what to call one, and how to know it.
 const EXAMPLES = [
   ["a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
-  ["a prompt in chunks", (step, lane) => step.prefill.some(([, r, , stop]) => stop < lane.requests.get(r)?.promptTokens)],
+  ["a prompt in chunks", (step, lane) => step.prefill.some(([, r, , stop]) => stop < lane.requests.get(r)?.prompt_tokens)],
   ["a prompt that begins like another", (step, lane) => step.prefill.some(([, r, start]) => start && lane.requests.get(r)?.chunks[0].start === start)],
   ["a ghost", (step) => step.ghosts.length > 0],
   ["a slot kept shut", (step) => step.blocked.length > 2],
 ];
 
 export class StepView {
-  constructor(player, place, choose) {
+  constructor(player, choose) {
     this.player = player;
     this.choose = choose;
-    this.title = place.querySelector("[data-step-title]");
-    this.canvas = place.querySelector("[data-microscope]");
-    this.cost = place.querySelector("[data-step-cost]");
-    this.words = place.querySelector("[data-step-words]");
-    this.tabs = place.querySelector("[data-lanes]");
-    this.panel = place.querySelector(".panel");
     this.shown = "";
     this.told = 0; // when words were written last
     this.lane = null; // whose step is shown,
     this.index = 0; // and which
-    this.isAsked = false; // the words are to be brought in sight
-    this.#makeTabs();
-    this.#makeExamples(place.querySelector("[data-examples]"));
-    this.canvas.onclick = (event) => this.#point(event);
-    place.querySelector("[data-step-back]").onclick = () => player.goBy(-1);
-    place.querySelector("[data-step-on]").onclick = () => player.goBy(1);
+    $("step-microscope").onclick = (event) => this.#point(event);
+    if (player.window) return; // a server goes on
+    this.#makeExamples($("step-examples"));
+    if (player.lanes.length < 2) return;
+    const tabs = player.lanes.map((lane) => buttonFor(() => player.change({ lane }), "tab", lane.policy));
+    $("step-lanes").append(...tabs);
   }
 
-  #makeTabs() {
-    if (this.player.lanes.length < 2) return;
-    const tabs = this.player.lanes.map((lane) => buttonFor(() => this.player.change({ lane }), "tab", lane.policy));
-    this.tabs.replaceChildren(...tabs);
-  }
-
-  // The first step of each kind, of the lane that is shown if it has one.
+  // The first step of each kind, of the last lane that has one.
   #makeExamples(place) {
     const { player } = this;
-    if (player.lanes.every((lane) => !lane.steps.length)) return;
-    const buttons = EXAMPLES.map(([name, isOne]) => {
+    place.append("Show me ");
+    for (const [name, isOne] of EXAMPLES) {
       const lane = player.lanes.findLast((each) => each.steps.some((step) => isOne(step, each)));
-      const index = lane?.steps.findIndex((step) => isOne(step, lane));
       const show = () => {
         this.choose(0); // a chosen request would leave all others faint
-        this.isAsked = true;
         player.lane = lane;
-        player.goToStep(index);
+        player.goToStep(lane.steps.findIndex((step) => isOne(step, lane)));
+        // Behind the player's frame, in which a request that was open above is closed
+        requestAnimationFrame(() => $("step-panel").scrollIntoView({ block: "nearest" }));
       };
-      return lane ? buttonFor(show, "tab", name) : "";
-    });
-    place.replaceChildren("Show me ", ...buttons);
+      if (lane) place.append(buttonFor(show, "tab", name));
+    }
+    place.hidden = place.children.length === 0;
   }
 
-  #point(event) {
-    if (!this.grid) return;
+  #point({ offsetX }) {
     const { lane } = this.player;
-    const column = Math.floor((event.offsetX - this.grid.left) / this.grid.column);
+    const column = Math.floor((offsetX - this.grid.left) / this.grid.column);
     const index = this.grid.first + column;
     if (column < 0 || index >= lane.steps.length) return;
     this.choose(0);
@@ -82,40 +71,31 @@ export class StepView {
     if (lane !== this.lane || !isSoon) this.index = Math.max(0, player.step);
     this.lane = lane;
     const { index } = this;
-    this.grid = drawMicroscope(this.canvas, lane, index, player.chosen);
+    this.grid = drawMicroscope($("step-microscope"), lane, index, player.chosen);
     const key = `${player.lanes.indexOf(lane)} ${index} ${lane.steps.length}`;
-    if (key !== this.shown) this.#tell(lane, index, key);
-    // A frame later, when a request that was open above is closed
-    if (this.isAsked) requestAnimationFrame(() => this.panel.scrollIntoView({ block: "nearest" }));
-    this.isAsked = false;
-  }
-
-  #tell(lane, index, key) {
-    const { player } = this;
-    this.told = performance.now();
+    if (key === this.shown) return;
     this.shown = key;
-    [...this.tabs.children].forEach((tab, i) => {
+    this.told = performance.now();
+    [...$("step-lanes").children].forEach((tab, i) => {
       tab.ariaPressed = player.lanes[i] === lane;
     });
     const of = player.window && player.playing ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
-    write(this.title, `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
-    write(this.cost, costInWords(lane, index));
+    write($("step-title"), `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
+    write($("step-cost"), costInWords(lane, index));
     const said = planInWords(lane, index);
-    this.words.replaceChildren(...said.map((sentence) => make("li", "", sentence)));
+    $("step-words").replaceChildren(...said.map((sentence) => make("li", "", sentence)));
   }
 }
 
-// All requests, each with its life in every lane. The chosen one is open: where it was chosen, below the
-// timelines (`home`) or in the list.
+// All requests, each with its life in every lane. The chosen one is open: in the list where it was chosen
+// there, or else below the timelines.
 export class RequestsView {
-  constructor(player, place, home, choose) {
+  constructor(player, choose) {
     this.player = player;
     this.choose = choose;
-    this.list = place.querySelector("[data-requests]");
-    this.detail = home.querySelector("[data-request]");
-    this.every = place.querySelector("[data-every]");
+    this.detail = $("request");
     this.isWhole = false; // all are listed
-    this.every.onclick = () => {
+    $("every").onclick = () => {
       this.isWhole = !this.isWhole;
       player.change();
     };
@@ -125,66 +105,50 @@ export class RequestsView {
     this.rest = null; // and what is still to come
   }
 
-  // Does the list lack a request? It is filled before it is seen, so that nothing below it moves.
-  get isStale() {
-    return this.list.children.length !== this.#numbers().length;
-  }
-
-  // Of a server, the newest requests; of a recording, the first ones, or all.
-  #numbers() {
-    const all = this.#known();
-    if (this.isWhole) return all;
-    return this.player.window ? all.slice(-FEW_REQUESTS) : all.slice(0, FEW_REQUESTS);
-  }
-
-  #known() {
-    const all = new Set(this.player.lanes.flatMap((lane) => [...lane.requests.keys()]));
-    return [...all].slice(-40);
-  }
-
   #rowOf(number) {
     if (this.rows.has(number)) return this.rows.get(number);
     const first = this.player.lanes.map((lane) => lane.requests.get(number)).find(Boolean);
     const prompt = make("bdi", "prompt", inOneLine(shorten(first.prompt || "(not shown)", 90)));
     const lives = this.player.lanes.map(() => make("canvas", "life"));
-    const open = () => {
-      this.choose(number === this.player.chosen ? 0 : number);
-      element.append(this.detail);
-    };
+    const open = () => this.choose(number === this.player.chosen ? 0 : number, element);
     const button = buttonFor(open, "request", make("span", "number", number), prompt);
     button.style.setProperty("--hue", hueOf(number));
     const element = make("li", "", button, make("span", "lives", ...lives));
-    const row = { element, lives, button, shown: [] };
+    const row = { number, element, lives, button, shown: [] };
     this.rows.set(number, row);
     return row;
   }
 
+  // Of a server, the newest requests; of a recording, the first ones, or all.
   draw() {
     const { player } = this;
-    const numbers = this.#numbers();
-    const rows = numbers.map((number) => this.#rowOf(number));
-    const isNew = rows.length !== this.list.children.length || rows[0]?.element !== this.list.firstChild;
-    if (isNew) this.list.replaceChildren(...rows.map((row) => row.element));
-    const many = this.#known().length;
-    this.every.hidden = many <= FEW_REQUESTS;
-    write(this.every, this.isWhole ? "show fewer" : `show all ${many}`);
-    rows.forEach((row, i) => {
-      row.button.ariaPressed = numbers[i] === player.chosen;
-      row.lives.forEach((canvas, lane) => {
-        const request = player.lanes[lane].requests.get(numbers[i]);
+    const all = [...new Set(player.lanes.flatMap((lane) => [...lane.requests.keys()]))];
+    const known = player.window ? all.slice(-MANY_REQUESTS) : all;
+    const few = player.window ? known.slice(-FEW_REQUESTS) : known.slice(0, FEW_REQUESTS);
+    const rows = (this.isWhole ? known : few).map((number) => this.#rowOf(number));
+    const list = $("requests");
+    const isNew = rows.length !== list.children.length || rows[0]?.element !== list.firstChild;
+    if (isNew) list.replaceChildren(...rows.map((row) => row.element));
+    if (!this.detail.isConnected) $("opened").append(this.detail); // its row is not listed any more
+    $("every").hidden = known.length <= FEW_REQUESTS;
+    write($("every"), this.isWhole ? "show fewer" : `show all ${known.length}`);
+    for (const { number, button, lives, shown } of rows) {
+      button.ariaPressed = number === player.chosen;
+      player.lanes.forEach((lane, i) => {
+        const request = lane.requests.get(number);
         if (!request) return;
         // Most lives have not begun, or are over: their pictures stay as they are
         const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
         const key = `${now} ${player.start} ${player.end} ${player.looks}`;
-        if (row.shown[lane] === key) return;
-        row.shown[lane] = key;
-        drawLife(canvas, player.lanes[lane], request, player, 8);
+        if (shown[i] !== key) drawLife(lives[i], lane, request, player, 8);
+        shown[i] = key;
       });
-    });
+    }
+    this.#drawDetail();
   }
 
   // What stands there is made once for a request; its answer grows with each frame.
-  drawDetail() {
+  #drawDetail() {
     const { player } = this;
     const known = player.lanes
       .map((lane) => ({ lane, request: lane.requests.get(player.chosen) }))
@@ -216,25 +180,15 @@ export class RequestsView {
     this.said = make("span");
     this.rest = make("span", "rest");
     const answer = make("bdi", "answer", this.said, this.rest);
-    this.detail.replaceChildren(head, ...lives, answer, make("p", "facts", factsOf(known)));
-    const hashes = [...hashesOf(known)];
-    const proof = make("p", "facts", `The sha256 of the answer begins with ${hashes.join(" or ")}.`);
-    if (hashes.length) this.detail.append(make("details", "", make("summary", "", "proof"), proof));
+    const hashes = new Set(known.map((one) => one.request.hash).filter(Boolean));
+    const facts = make("p", "facts", factsInWords(known.at(-1).request));
+    if (known.length > 1 && hashes.size === 1) facts.append(" The same answer in both runs.");
+    this.detail.replaceChildren(head, ...lives, answer, facts);
+    const proof = make("p", "facts", `The sha256 of the answer begins with ${[...hashes].join(" or ")}.`);
+    if (hashes.size) this.detail.append(make("details", "", make("summary", "", "proof"), proof));
     const { start, end } = this.player;
-    const whole = { start, end, now: end };
-    known.forEach(({ lane, request: own }, i) => drawLife(canvases[i], lane, own, whole, 16, true));
+    known.forEach(({ lane, request: own }, i) => {
+      drawLife(canvases[i], lane, own, { start, end, now: end }, 16, true);
+    });
   }
-}
-
-function factsOf(known) {
-  const { request } = known.at(-1);
-  const said = [`${count(request.promptTokens, "token")} of prompt`, `${count(request.outputTokens, "token")} of answer`];
-  if (request.cached) said.push(`${count(request.cached, "token")} of it known from another prompt`);
-  if (known.length > 1 && hashesOf(known).size === 1) said.push("the same answer in both runs");
-  return `${said.join("; ")}.`;
-}
-
-// They show that two runs gave the same answer.
-function hashesOf(known) {
-  return new Set(known.map((one) => one.request.hash).filter(Boolean));
 }

@@ -12,12 +12,17 @@
 
 import { Lane, named, requestOf } from "./recording.js";
 import { drawTimeline } from "./draw.js";
-import { make, write } from "./lanes.js";
+import { $, copy, make, rowOf, write } from "./elements.js";
 import { count, percent, span } from "./words.js";
 
 const PATIENCE = 8000; // milliseconds for an answer
 const SOON = 250; // milliseconds from a change until it is tried
 const RUNS = 5; // so many of the last are listed
+const KNOBS = ["slots", "budget", "chunk", "rate"];
+const TAKEN = `# policies.py from by_arrival on, and a record for "gentle".
+# Then: python -m pytest -x exercises/test_1_policy.py
+
+`;
 
 // Python in a worker.
 class Python {
@@ -45,9 +50,8 @@ class Python {
   async start() {
     const text = new Blob([this.sources["worker.js"]], { type: "text/javascript" });
     this.worker = new Worker(URL.createObjectURL(text));
-    const { "worker.js": _, ...sources } = this.sources;
     const lock = { info: this.pyodide.info, packages: {} };
-    return this.#tell({ files: this.files, sources, lock }, 60000);
+    return this.#tell({ files: this.files, sources: this.sources, lock }, 60000);
   }
 
   async ask(question) {
@@ -62,16 +66,10 @@ class Python {
 
   #tell(message, patience) {
     return new Promise((give, fail) => {
-      const late = setTimeout(() => fail(new Error("it does not come to an end, and was stopped")), patience);
-      this.worker.onmessage = ({ data }) => {
-        clearTimeout(late);
-        if (data.failed) fail(new Error(data.failed));
-        else give(data.answer);
-      };
-      this.worker.onerror = (event) => {
-        clearTimeout(late);
-        fail(new Error(event.message || "the worker did not start"));
-      };
+      // What comes first counts
+      setTimeout(() => fail(new Error("it does not come to an end, and was stopped")), patience);
+      this.worker.onmessage = ({ data }) => (data.failed ? fail(new Error(data.failed)) : give(data.answer));
+      this.worker.onerror = (event) => fail(new Error(event.message || "the worker did not start"));
       this.worker.postMessage(message);
     });
   }
@@ -79,21 +77,25 @@ class Python {
 
 export class Lab {
   // `recording`: whose prompts are played. `setup`: prices and files, as docs/make/page.py puts them here.
-  constructor(place, recording, setup) {
-    this.place = place;
+  constructor(recording, setup) {
     this.recording = recording;
     this.setup = setup;
-    this.find = (name) => place.querySelector(`[data-lab-${name}]`);
     this.python = new Python(setup.pyodide, setup.sources);
     this.limits = named(recording.fields.Limits, recording.runs[0].limits);
+    this.fields = $("lab-form").elements; // by their names
     this.runs = [];
     this.lane = null;
-    this.find("load").onclick = () => this.begin();
+    $("lab-load").onclick = () => this.begin();
+    $("lab-form").oninput = () => this.#soon();
+    $("lab-reset").onclick = () => {
+      this.fields.lines.value = this.lines;
+      this.#soon();
+    };
+    $("lab-copy").onclick = () => this.#copy();
   }
 
   async begin() {
-    const button = this.find("load");
-    button.disabled = true;
+    $("lab-load").disabled = true;
     try {
       const found = await this.python.load((name) => this.say(name ? `Loading ${name} …` : "Starting Python …"));
       const { lines, policies } = JSON.parse(found);
@@ -102,46 +104,31 @@ export class Lab {
       this.say("");
       await this.run();
     } catch (error) {
-      button.disabled = false;
+      $("lab-load").disabled = false;
       this.say(`Python could not be loaded: ${error.message}. It is fetched from ${this.setup.pyodide.at}, which needs a network. The rest of this page works without.`);
     }
   }
 
   say(text) {
-    write(this.find("status"), text);
+    write($("lab-status"), text);
   }
 
   #open(policies) {
-    this.find("load").hidden = true;
-    this.find("bench").hidden = false;
-    this.find("lines").value = this.lines;
-    this.find("lines").scrollTop = this.find("lines").scrollHeight; // the reader's own record is the last
-    const select = this.find("policy");
-    select.replaceChildren(...policies.map((name) => make("option", "", name)));
-    for (const name of ["slots", "budget", "chunk"]) this.find(name).value = this.limits[name];
-    for (const input of this.place.querySelectorAll("input, select, textarea")) {
-      input.oninput = () => this.#soon();
-    }
-    this.find("reset").onclick = () => {
-      this.find("lines").value = this.lines;
-      this.#soon();
-    };
-    this.find("copy").onclick = () => this.#copy();
-    window.addEventListener("resize", () => this.#draw());
+    const { lines, policy, slots, budget, chunk } = this.fields;
+    $("lab-load").hidden = true;
+    $("lab-form").hidden = false;
+    lines.value = this.lines;
+    lines.scrollTop = lines.scrollHeight; // the reader's own record is the last
+    policy.append(...policies.map((name) => make("option", "", name)));
+    for (const knob of [slots, budget, chunk]) knob.value = this.limits[knob.name];
     this.#showValues();
   }
 
   // What a reader takes along to the checkout, where the first exercise waits.
-  async #copy() {
-    const lines = this.find("lines").value.replaceAll('"mine"', '"gentle"');
-    const head = ['# policies.py from by_arrival on, and a record for "gentle".', "# Then: python -m pytest -x exercises/test_1_policy.py", ""];
-    try {
-      await navigator.clipboard.writeText([...head, lines].join("\n"));
-      this.say("Copied. The first exercise asks for a policy named gentle.");
-    } catch {
-      this.find("lines").select();
-      this.say("The browser does not let this page copy; the lines are selected.");
-    }
+  #copy() {
+    const { lines } = this.fields;
+    lines.select();
+    copy(TAKEN + lines.value.replaceAll('"mine"', '"gentle"'), (said) => this.say(said), "the lines are selected");
   }
 
   #soon() {
@@ -151,24 +138,24 @@ export class Lab {
   }
 
   #showValues() {
-    for (const name of ["slots", "budget", "chunk", "rate"]) {
-      const value = this.find(name).value;
+    for (const name of KNOBS) {
+      const { value } = this.fields[name];
       const text = name !== "rate" ? value : Number(value) ? `${value} a second` : "all at once";
-      write(this.find(`${name}-is`), text);
+      write($(`lab-${name}`), text);
     }
   }
 
   #question() {
-    const number = (name) => Number(this.find(name).value);
-    const limits = { ...this.limits, slots: number("slots"), budget: number("budget"), chunk: number("chunk") };
+    const { lines, policy } = this.fields;
+    const [slots, budget, chunk, rate] = KNOBS.map((name) => this.fields[name].valueAsNumber);
     return {
       fields: this.recording.fields,
       run: this.recording.runs[0],
-      rate: number("rate"),
-      lines: this.find("lines").value,
-      limits,
-      policy: this.find("policy").value,
       price: this.setup.price,
+      limits: { ...this.limits, slots, budget, chunk },
+      rate,
+      lines: lines.value,
+      policy: policy.value,
     };
   }
 
@@ -178,48 +165,45 @@ export class Lab {
     const question = this.#question();
     const played = await this.python.ask(question);
     this.busy = false;
-    this.#mark(played);
+    this.#mark(question, played);
     if (!played.error) this.#show(question, played);
   }
 
-  #mark({ error, line }) {
-    const said = error ? `${line ? `Line ${line}: ` : ""}${error}` : "";
-    write(this.find("error"), said);
-    this.find("lines").ariaInvalid = Boolean(error);
-    const lines = this.find("lines").value.split("\n");
-    write(this.find("where"), error && line ? (lines[line - 1] ?? "").trim() : "");
+  #mark({ lines }, { error, line }) {
+    write($("lab-error"), error ? `${line ? `Line ${line}: ` : ""}${error}` : "");
+    write($("lab-where"), line ? (lines.split("\n")[line - 1] ?? "").trim() : "");
+    this.fields.lines.ariaInvalid = Boolean(error);
   }
 
   #show(question, played) {
     const lane = new Lane(question.policy, question.limits);
     question.run.requests.forEach((packed, i) => {
-      const other = { id: i + 1, text: "", lengths: [], reason: "stop", arrived: played.arrivals[i] };
-      lane.know(requestOf(question.fields, packed, other));
+      const request = requestOf(question.fields, packed);
+      lane.know({ ...request, id: i + 1, text: "", lengths: [], arrived: played.arrivals[i] });
     });
     played.steps.forEach((step, i) => lane.add(step, ...played.clock[i]));
     this.lane = lane;
     this.#list(question, lane);
-    this.#draw();
+    this.draw();
   }
 
-  #draw() {
+  draw() {
     if (!this.lane) return;
     const { end } = this.lane;
-    drawTimeline(this.find("timeline"), this.lane, { start: 0, end, now: end, seen: end, chosen: 0 });
+    drawTimeline($("lab-timeline"), this.lane, { start: 0, end, now: end, seen: end, chosen: 0 });
   }
 
   // The last runs, the newest first.
-  #list(question, lane) {
-    const figures = lane.figuresAt(lane.end);
-    const { slots, budget, chunk } = question.limits;
-    const isEdited = question.lines !== this.lines ? " (edited)" : "";
-    const load = question.rate ? `${question.rate}/s` : "at once";
-    const values = [`${question.policy}${isEdited}`, slots, budget, chunk, load, lane.steps.length, span(lane.end)];
-    values.push(span(lane.firstToken(0.5)), span(lane.firstToken(0.95)), percent(figures.useful));
+  #list({ policy, limits, rate, lines }, lane) {
+    const { steps, useful } = lane.figuresAt(lane.end);
+    const name = lines === this.lines ? policy : `${policy} (edited)`;
+    const load = rate ? `${rate}/s` : "at once";
+    const firsts = [0.5, 0.95].map((part) => span(lane.firstToken(part)));
+    const { slots, budget, chunk } = limits;
+    const values = [name, slots, budget, chunk, load, steps, span(lane.end), ...firsts, percent(useful)];
     if (this.runs[0]?.join() === values.join()) return;
     this.runs = [values, ...this.runs].slice(0, RUNS);
-    const rows = this.runs.map((run) => make("tr", "", ...run.map((value) => make("td", "", value))));
-    this.find("runs").replaceChildren(...rows);
-    this.say(`${count(lane.steps.length, "step")}, ${span(lane.end)}.`);
+    $("lab-runs").replaceChildren(...this.runs.map((run) => rowOf(run)));
+    this.say(`${count(steps, "step")}, ${span(lane.end)}.`);
   }
 }

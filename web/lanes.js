@@ -6,30 +6,11 @@
 
 import { BLOCKED, EMPTY, GHOST, HELD, PREFILL } from "./recording.js";
 import { drawTimeline, hueOf, scaleOf } from "./draw.js";
+import { buttonFor, make, write } from "./elements.js";
 import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./words.js";
 
 const TAIL = 220; // letters of an answer that a slot can show, at most
 const QUEUE = 40; // requests in line that are named
-
-// An element with a class, and with what is in it: texts, which can only become texts, and elements.
-export function make(tag, name = "", ...children) {
-  const element = document.createElement(tag);
-  if (name) element.className = name;
-  element.append(...children);
-  return element;
-}
-
-// Writes only what is new: most texts stay the same from frame to frame.
-export function write(element, text) {
-  if (element.firstChild?.data !== text) element.textContent = text;
-}
-
-export function buttonFor(act, name, ...children) {
-  const button = make("button", name, ...children);
-  button.type = "button";
-  button.onclick = act;
-  return button;
-}
 
 // A request's number on its colour. Pressed, it is chosen.
 export function chip(request, choose) {
@@ -72,10 +53,10 @@ export class LaneView {
     const { clientWidth, clientHeight } = this.canvas;
     const time = scaleOf(clientWidth, player).time(offsetX);
     const slot = Math.floor((offsetY / clientHeight) * lane.slots);
-    const step = time <= player.seen && lane.cells[lane.stepAt(time)];
+    const cells = time <= player.seen && lane.cells[lane.stepAt(time)];
     player.lane = lane;
     player.goTo(Math.min(time, lane.end));
-    this.choose((step && step[slot]?.request) || 0);
+    this.choose((cells && cells[slot]?.request) || 0);
   }
 
   draw() {
@@ -90,22 +71,20 @@ export class LaneView {
     const texts = [isOver ? `done in ${span(this.lane.end)}` : answered, steps, useful];
     texts.forEach((text, i) => write(this.figures.children[i], text));
     this.figures.classList.toggle("over", isOver);
-    const words = `${this.lane.policy}: ${answered}, ${steps}, ${useful}`;
-    if (this.canvas.ariaLabel !== words) this.canvas.ariaLabel = words;
+    this.canvas.ariaLabel = `${this.lane.policy}: ${answered}, ${steps}, ${useful}`;
     this.#drawSlots(now);
     this.#drawQueue(now);
   }
 
   #drawSlots(now) {
-    const index = this.lane.stepAt(now);
+    const cells = this.lane.cells[this.lane.stepAt(now)];
     // Behind the lane's last step nothing runs any more
     const isOver = now >= this.lane.end && (!this.player.window || this.lane.rests);
     this.rows.forEach((row, slot) => {
-      const isFree = { kind: EMPTY, request: 0 };
-      const cell = isOver || index < 0 ? isFree : this.lane.cells[index][slot];
-      const isShut = cell.kind === BLOCKED;
-      const isLeft = cell.kind === EMPTY; // what the slot's last request has left there
-      const owner = cell.request || (isLeft ? this.lane.ownerBefore(slot, index) : 0);
+      const cell = cells?.[slot];
+      const kind = !cell || isOver ? EMPTY : cell.kind;
+      const isShut = kind === BLOCKED;
+      const owner = isShut ? 0 : cell?.owner; // an empty slot shows what its last request has left there
       const request = this.lane.requests.get(owner);
       if (row.request !== owner) {
         row.request = owner;
@@ -113,20 +92,19 @@ export class LaneView {
       }
       row.element.classList.toggle("shut", isShut);
       row.element.classList.toggle("mine", this.player.mine.has(owner));
-      row.element.classList.toggle("left", isLeft);
-      row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
+      row.element.classList.toggle("left", kind === EMPTY);
+      row.element.classList.toggle("reads", kind === PREFILL || kind === HELD);
       const said = request ? this.lane.textAt(request, now) : "";
-      const text = request ? this.#textOf(request, cell, said) : isShut ? "free, but shut" : "";
+      const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but shut" : "";
       write(row.text, inOneLine(text));
       // Of the whole text: what is in sight of it may begin with a word of the other direction
-      const direction = directionOf(said || text);
-      if (row.text.dir !== direction) row.text.dir = direction;
+      row.text.dir = directionOf(said || text);
     });
   }
 
   // The prompt while it is read, then the end of the answer, which is where it grows.
-  #textOf(request, cell, said) {
-    if (cell.kind === GHOST) return "a ghost: this token is dropped";
+  #textOf(request, kind, said) {
+    if (kind === GHOST) return "a ghost: this token is dropped";
     if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, this.player.now), "token");
     return said ? endOf(said, TAIL) : shorten(request.prompt || "…", TAIL);
   }

@@ -8,15 +8,17 @@
 // in an address, where histories and logs would keep it.) What comes is put into a lane, on a clock that
 // leaves out most of the time in which nothing ran.
 //
-// What this file keeps. A key goes into a header, and nowhere else. It is kept in this page's memory alone. A lane holds some thousand steps at
-// most, however long the page is open.
+// What this file keeps. A key goes into a header, and nowhere else. It is kept in this page's memory alone.
+// A lane holds some thousand steps at most, however long the page is open.
 
-import { Lane, named, requestOf } from "./recording.js";
+import { Lane, named, requestOf, unseen } from "./recording.js";
 
 const REST = 0.25; // seconds: a longer rest is shown as if it had been so long
 const MOST = 6000; // steps of a lane; then the older ones go
 const KEPT = 2000; // and so many stay
 const AGAIN = 1500; // milliseconds until a lost server is asked again
+
+const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // as the server writes one: JSON has no line breaks
 
 // The events of a stream, as they come: {event, data}.
 export async function* eventsOf(stream) {
@@ -28,11 +30,9 @@ export async function* eventsOf(stream) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const lines = part.split("\n");
-      const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
-      const event = lines.find((line) => line.startsWith("event: "))?.slice(7) ?? "message";
-      if (data[0] === "[DONE]") return;
-      if (data.length) yield { event, data: JSON.parse(data.join("\n")) };
+      const [, event = "message", data] = EVENT.exec(part) ?? [];
+      if (data === "[DONE]") return;
+      if (data) yield { event, data: JSON.parse(data) };
     }
   }
 }
@@ -58,15 +58,13 @@ export class LiveLane {
     this.engine = null; // the newest snapshot
   }
 
-  // True if the lane is another one than before: it was the first frame, or the lane was shortened.
   take(packed) {
     const frame = named(this.shape.Frame, packed);
     const engine = named(this.shape.Snapshot, frame.engine);
-    const before = this.lane;
     this.engine = engine;
     this.lane ??= new Lane(engine.policy, named(this.shape.Limits, engine.limits));
     this.lane.policy = engine.policy;
-    const told = [...engine.requests, ...engine.ended].map((each) => this.lane.know(this.#joined(each)));
+    for (const request of [...engine.requests, ...engine.ended]) this.lane.know(this.#joined(request));
     for (const [id, waited] of engine.queue) {
       if (this.lane.requests.has(id)) continue; // of the others only the number is told
       this.lane.know({ id, prompt: "", text: "", lengths: [], came: engine.now - waited });
@@ -75,12 +73,11 @@ export class LiveLane {
       const step = named(this.shape.StepView, values);
       this.lane.add(step, ...this.#timesOf(step));
     }
-    for (const request of this.lane.requests.values()) request.arrived ??= this.#moment(request.came);
-    for (const request of told) {
-      request.before = Math.max(0, request.outputTokens - request.tokenSteps.length);
-    }
     if (this.lane.steps.length > this.most) this.#shorten();
-    return this.lane !== before;
+    for (const request of this.lane.requests.values()) {
+      request.arrived ??= this.#moment(request.came);
+      request.before = Math.max(0, (request.output_tokens ?? 0) - request.tokenSteps.length);
+    }
   }
 
   // When a step begins and ends on the lane's clock. The steps themselves have the times of the engine's.
@@ -116,59 +113,45 @@ export class LiveLane {
   #shorten() {
     const old = this.lane;
     const first = old.steps.length - this.kept;
-    const from = old.began[first];
     this.lane = new Lane(old.policy, old.limits);
     for (const request of old.requests.values()) {
-      if (request.reason && request.last < from) continue;
-      const { tokenSteps, chunks, admittedStep, first: _, last: __, ...rest } = request;
-      const gone = tokenSteps.filter((index) => index < first).length;
-      this.lane.know({ ...rest, before: rest.before + gone, arrived: rest.arrived - from });
+      if (!request.reason || request.last >= old.began[first]) this.lane.know({ ...request, ...unseen() });
     }
-    for (let i = first; i < old.steps.length; i++) {
-      this.lane.add(old.steps[i], old.began[i] - from, old.ended[i] - from);
-    }
+    for (let i = first; i < old.steps.length; i++) this.lane.add(old.steps[i], old.began[i], old.ended[i]);
   }
 }
 
-// Asks the server until the page is left. `show(live, isNew)` is told of each frame, `say` what a person
-// should know, and `wantKey` that a key is missing or wrong; `useKey` is how one comes.
+// Asks the server until the page is left. `greet` is told what the server says first, `show` of each frame,
+// `say` what a person should know, and `wantKey` that a key is missing or wrong; `useKey` is how one comes.
 export class Watcher {
-  constructor(shape, { show, say, wantKey }) {
-    this.shape = shape;
-    this.show = show;
-    this.say = say;
-    this.wantKey = wantKey;
+  constructor(shape, { greet, show, say, wantKey }) {
+    Object.assign(this, { shape, greet, show, say, wantKey });
     this.key = "";
-    this.left = null; // ends what is being read, or a wait
+    this.left = new AbortController(); // ends what is being read
+    this.timer = 0; // until the server is asked again
   }
 
   useKey(key) {
     this.key = key;
-    this.left?.abort();
+    this.left.abort();
+    clearTimeout(this.timer);
+    this.run();
   }
 
   async run() {
-    for (;;) {
-      this.left = new AbortController();
-      const { signal } = this.left;
-      let rest = AGAIN;
-      try {
-        await this.#watch(signal);
-        this.say("The server has ended. It is asked again.");
-      } catch (error) {
-        if (signal.aborted) continue;
-        if (error.status === 401) {
-          rest = Infinity; // until there is another key
-          this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
-        } else {
-          this.say(`No news from the server: ${error.message}. It is asked again.`);
-        }
+    this.left = new AbortController();
+    const { signal } = this.left;
+    try {
+      await this.#watch(signal);
+      this.say("The server has ended. It is asked again.");
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error.status === 401) {
+        return this.wantKey(this, this.key ? "The server does not take this key." : "The server wants a key.");
       }
-      await new Promise((wake) => {
-        signal.addEventListener("abort", wake);
-        if (isFinite(rest)) setTimeout(wake, rest);
-      });
+      this.say(`No news from the server: ${error.message}. It is asked again.`);
     }
+    this.timer = setTimeout(() => this.run(), AGAIN);
   }
 
   // One stream, from its first event to its last.
@@ -176,9 +159,14 @@ export class Watcher {
     const answer = await ask("watch", { key: this.key, signal });
     const live = new LiveLane(this.shape);
     for await (const { event, data } of eventsOf(answer.body)) {
-      if (event !== "hello") this.show(live, live.take(data));
-      else if (data.protocol === this.shape.protocol) live.hello = data;
-      else throw new Error("it is of another version; load this page again");
+      if (event === "hello") {
+        if (data.protocol !== this.shape.protocol) throw new Error("it is of another version; load this page again");
+        live.hello = data;
+        this.greet(data);
+      } else {
+        live.take(data);
+        this.show(live);
+      }
     }
   }
 }

@@ -3,108 +3,93 @@
 // Where the data is. A page that was made of a recording has it in an element `recording`. The page that
 // a server sends has none, and asks the server (live.js).
 
-import { lanesOf, named } from "./recording.js";
+import { lanesOf } from "./recording.js";
 import { PACES, Player } from "./player.js";
-import { LaneView, write } from "./lanes.js";
+import { $, write } from "./elements.js";
+import { LaneView } from "./lanes.js";
 import { RequestsView, StepView } from "./details.js";
 import { count, span, verdict } from "./words.js";
 import { Game } from "./game.js";
 import { Lab } from "./lab.js";
-import { forgetInks } from "./draw.js";
+import { readInks } from "./draw.js";
 import { Watcher } from "./live.js";
 import { Chat } from "./chat.js";
 
 const PLAYS = 10; // seconds that a recording takes on the page, about
-
-const $ = (name) => document.querySelector(`[data-${name}]`);
 
 function dataOf(name) {
   return JSON.parse(document.getElementById(`data-${name}`)?.textContent ?? "null");
 }
 
 class Page {
-  constructor(lanes) {
+  constructor(lanes, settings = {}) {
     this.player = new Player(lanes, () => this.draw());
-    this.choose = (request) => {
-      $("opened").append(document.querySelector("[data-request]")); // unless the list takes it
+    this.player.change(settings);
+    // What is told of a request stands below the timelines, unless the list takes it
+    this.choose = (request, place = $("opened")) => {
+      place.append(this.requests.detail);
       this.player.change({ chosen: request });
     };
-    this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
-    $("race").replaceChildren(...this.views.map((view) => view.element));
-    $("answers").replaceChildren(...this.views.map((view) => view.answers));
-    $("answers").classList.toggle("two", lanes.length > 1);
-    this.step = new StepView(this.player, $("step"), this.choose);
-    this.requests = new RequestsView(this.player, $("all"), $("opened"), this.choose);
-    this.#watchSight();
+    this.step = new StepView(this.player, this.choose);
+    this.requests = new RequestsView(this.player, this.choose);
+    this.take(lanes);
     this.#wire();
   }
 
-  // What nobody sees is not drawn.
-  #watchSight() {
-    this.inSight = new Map();
-    const observer = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) this.inSight.set(target, isIntersecting);
-      this.player.change();
-    }, { rootMargin: "200px" });
-    for (const section of [$("step"), $("all")]) observer.observe(section);
+  // Other lanes than before: a server's history was cut, or the server began anew.
+  take(lanes) {
+    this.player.change({ lanes, lane: lanes.at(-1) });
+    this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
+    $("race").replaceChildren(...this.views.map((view) => view.element));
+    $("answers").replaceChildren(...this.views.map((view) => view.answers));
+    this.requests.rows.clear();
   }
 
   // --- what can be pressed
 
   #wire() {
     const { player } = this;
-    this.acts = {
-      play: () => (player.playing ? player.pause() : player.play()),
-      back: () => player.goBy(-1),
-      on: () => player.goBy(1),
-      slower: () => player.changePace(1),
-      faster: () => player.changePace(-1),
+    // Keys are those of the screen in the terminal, where it has the same. `by`: so many steps
+    this.keys = {
+      " ": () => (player.playing ? player.pause() : player.play()),
+      ArrowLeft: (by) => player.goBy(-by),
+      ArrowRight: (by) => player.goBy(by),
+      s: () => player.goBy(1),
+      Home: () => player.goTo(player.start),
+      End: () => player.goTo(player.end),
+      "-": () => player.changePace(1),
+      "+": () => player.changePace(-1),
+      "=": () => player.changePace(-1),
+      p: () => player.change({ lane: player.lanes.find((lane) => lane !== player.lane) ?? player.lane }),
+      Escape: () => this.choose(0),
     };
-    for (const [name, act] of Object.entries(this.acts)) $(name).onclick = act;
+    for (const button of document.querySelectorAll("[data-press]")) {
+      button.onclick = () => this.keys[button.dataset.press](1);
+    }
     $("scrub").oninput = ({ target }) => {
       player.goTo(player.start + (target.value / target.max) * (player.end - player.start));
     };
-    document.addEventListener("keydown", (event) => this.key(event));
+    document.addEventListener("keydown", (event) => this.#key(event));
     const drawAnew = () => {
-      forgetInks();
+      readInks();
       player.change({ looks: player.looks + 1 });
+      this.lab?.draw();
+      this.game?.draw();
     };
     window.addEventListener("resize", drawAnew);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAnew);
   }
 
-  // Another lane in place of the only one: a server's history was cut, or the server began anew.
-  replace(lane) {
-    this.player.lanes[0] = lane;
-    Object.assign(this.player, { lane, seen: 0 });
-    this.views[0].lane = lane;
-    this.requests.rows.clear();
-  }
-
-  // Keys are those of the screen in the terminal, where it has the same.
-  key(event) {
+  #key(event) {
     // The arrows on the scrubber are single steps, too
     const isScrub = event.target === $("scrub");
     const { tagName } = event.target;
     const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(tagName) && !isScrub;
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-    const { player, acts } = this;
-    const keys = {
-      " ": acts.play,
-      ArrowLeft: () => player.goBy(event.shiftKey ? -10 : -1),
-      ArrowRight: () => player.goBy(event.shiftKey ? 10 : 1),
-      s: acts.on,
-      Home: () => player.goTo(player.start),
-      End: () => player.goTo(player.end),
-      "-": acts.slower,
-      "+": acts.faster,
-      "=": acts.faster,
-      p: () => player.change({ lane: player.lanes.find((lane) => lane !== player.lane) ?? player.lane }),
-      Escape: () => this.choose(0),
-    };
+    const { keys } = this;
     if (!keys[event.key] || (event.key === " " && /^(BUTTON|A)$/.test(tagName))) return;
     event.preventDefault();
-    keys[event.key]();
+    keys[event.key](event.shiftKey ? 10 : 1);
   }
 
   // --- what is shown
@@ -112,9 +97,8 @@ class Page {
   draw() {
     const { player } = this;
     for (const view of this.views) view.draw();
-    if (this.inSight.get($("step")) || !this.step.shown) this.step.draw();
-    if (this.inSight.get($("all")) || this.requests.isStale) this.requests.draw();
-    this.requests.drawDetail();
+    this.step.draw();
+    this.requests.draw();
     write($("play"), player.playing ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
     write($("pace"), player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);
     write($("now"), span(player.now));
@@ -146,8 +130,8 @@ function play(recording) {
   page.player.pace = PACES.find((pace) => pace * page.player.end >= PLAYS) ?? PACES.at(-1);
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
-  page.lab = new Lab($("lab"), recording, dataOf("lab"));
-  if ($("game")) page.game = new Game($("game"), dataOf("game"));
+  page.lab = new Lab(recording, dataOf("lab"));
+  if ($("game")) page.game = new Game(dataOf("game"));
   return page;
 }
 
@@ -155,24 +139,19 @@ function play(recording) {
 
 const WINDOW = 20; // seconds of a server's time that are in sight
 
-function show(live, isNew) {
-  live.lane.hidesTexts = !live.hello.texts;
-  if (isNew) $("key-form").hidden = live.hello.texts; // another key may show more
-  let page = window.nanobatch;
-  if (!page) {
-    page = window.nanobatch = new Page([live.lane]);
-    Object.assign(page.player, { window: WINDOW, playing: true });
+function show({ lane, engine, hello }) {
+  lane.hidesTexts = !hello.texts;
+  lane.rests = engine.submitted === engine.finished;
+  if (!window.nanobatch) {
+    window.nanobatch = new Page([lane], { window: WINDOW, playing: true });
     document.body.classList.add("lives-on");
-  } else if (isNew) {
-    page.replace(live.lane);
   }
-  const { engine, hello } = live;
-  const busy = engine.waiting || engine.slots.some((slot) => named(live.shape.SlotView, slot).request !== null);
-  live.lane.rests = !busy;
-  const { player } = page;
-  player.change(player.playing ? { now: player.end, seen: player.end } : {});
+  const { player } = window.nanobatch;
+  if (player.lane !== lane) window.nanobatch.take([lane]);
+  if (engine.submitted < Math.max(...player.mine)) player.mine.clear(); // the server began anew
+  player.change(player.playing ? { now: player.end } : {});
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
-  if (!busy) said.push("Nothing runs now.");
+  if (lane.rests) said.push("Nothing runs now.");
   if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
   write($("status"), said.join(" "));
 }
@@ -180,14 +159,18 @@ function show(live, isNew) {
 // Who watches may need another key than who asks. A key that is typed goes to the one who wanted it.
 function watch(shape) {
   const form = $("key-form");
-  const wantKey = (why, who = watcher) => {
+  const say = (text) => write($("status"), text);
+  const wantKey = (who, why) => {
     wants = who;
-    write($("status"), why);
+    say(why);
     form.hidden = false;
     $("key").focus();
   };
-  const chat = new Chat($("chat"), (why) => wantKey(why, chat));
-  const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
+  const greet = (hello) => {
+    form.hidden = hello.texts; // another key may show more
+  };
+  const chat = new Chat($("chat"), wantKey);
+  const watcher = new Watcher(shape, { greet, show, say, wantKey });
   let wants = watcher;
   form.onsubmit = (event) => {
     event.preventDefault();
@@ -202,6 +185,7 @@ function watch(shape) {
 }
 
 function begin() {
+  readInks();
   leadToRepository();
   const recording = dataOf("recording");
   if (recording) window.nanobatch = play(recording); // for the console, and for tests

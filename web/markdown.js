@@ -13,7 +13,7 @@
 // sees their text, with the address. Signs that turn the direction of writing are seen, too. Lists nest `DEEP` times
 // at most. So the time for an answer grows as its length does, whatever it holds.
 
-import { make } from "./lanes.js";
+import { make } from "./elements.js";
 import { inOneLine } from "./words.js";
 
 const DEEP = 6; // lists in lists; what is deeper goes on in the last one

@@ -12,6 +12,27 @@
 // How much slower than it ran.
 export const PACES = [1, 2, 5, 10, 20, 50, 100, 200];
 
+// Calls `draw` in each frame that was asked for, with the seconds since the last one.
+export class Frames {
+  constructor(draw) {
+    this.draw = draw;
+    this.asked = false;
+    this.last = 0;
+  }
+
+  ask() {
+    if (this.asked) return;
+    this.asked = true;
+    requestAnimationFrame((time) => {
+      this.asked = false;
+      // A tab in the background gets no frames, and at rest there are none: what was missed is not made up for
+      const passed = Math.min(100, time - this.last) / 1000;
+      this.last = time;
+      this.draw(passed);
+    });
+  }
+}
+
 export class Player {
   constructor(lanes, draw) {
     this.lanes = lanes;
@@ -23,11 +44,9 @@ export class Player {
     this.lane = lanes.at(-1); // the one whose steps are stepped through
     this.chosen = 0; // a request
     this.mine = new Set(); // requests that this page has sent
-    this.frames = 0;
     this.looks = 0; // changes with the colours
     this.draw = draw;
-    this.asked = false; // for a frame
-    this.before = null; // when the last frame was
+    this.frames = new Frames((passed) => this.#frame(passed));
   }
 
   get end() {
@@ -36,7 +55,7 @@ export class Player {
 
   // Where the timelines begin: a server is shown for so many seconds only.
   get start() {
-    return this.window ? Math.max(0, this.end - this.window) : 0;
+    return this.window ? Math.max(this.lane.began[0] ?? 0, this.end - this.window) : 0;
   }
 
   get step() {
@@ -46,27 +65,16 @@ export class Player {
   change(changes = {}) {
     Object.assign(this, changes);
     this.now = Math.max(this.start, Math.min(this.now, this.end));
-    this.seen = Math.max(this.seen, this.now);
-    if (this.asked) return;
-    this.asked = true;
-    requestAnimationFrame((time) => this.#frame(time));
+    this.seen = Math.min(Math.max(this.seen, this.now), this.end);
+    this.frames.ask();
   }
 
-  #frame(time) {
-    this.asked = false;
-    this.frames += 1;
-    const moves = this.playing && !this.window;
-    if (moves) {
-      // A tab in the background gets no frames: what it has missed is not made up for
-      const passed = this.before === null ? 0 : Math.min(100, time - this.before) / 1000;
-      this.before = time;
-      this.now = Math.min(this.end, this.now + passed / this.pace);
-      this.seen = Math.max(this.seen, this.now);
+  #frame(passed) {
+    if (this.playing && !this.window) {
+      this.change({ now: this.now + passed / this.pace });
       if (this.now >= this.end) this.playing = false;
     }
     this.draw();
-    if (moves && this.playing) this.change();
-    else this.before = null;
   }
 
   play() {

@@ -5,8 +5,8 @@
 // have by then? Who waited?
 //
 // The way out. A `Lane` takes in steps one by one and keeps them in such a way that each of these
-// questions is a look, or a binary search. A recording fills a lane at once; a server that is watched
-// fills it as things happen (live.js); the scheduler in the page fills one, too (lab.js).
+// questions is a look, or a walk back from the newest step. A recording fills a lane at once; a server that
+// is watched fills it as things happen (live.js); the scheduler in the page fills one, too (lab.js).
 //
 // What this file keeps. Nothing here draws, and nothing here knows a policy. All of it comes from plans.
 
@@ -20,79 +20,59 @@ export const GHOST = 5; // its request had ended; that was seen one step late, a
 
 // A list of values as an object, by the names of a recording's fields.
 export function named(names, values) {
-  const out = {};
-  names.forEach((name, i) => {
-    out[name] = values[i];
-  });
-  return out;
+  return Object.fromEntries(names.map((name, i) => [name, values[i]]));
 }
 
 // How many of the ascending `values` are at most `limit`.
 function countUpTo(values, limit) {
-  let low = 0;
-  let high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] <= limit) low = middle + 1;
-    else high = middle;
-  }
-  return low;
+  return values.findLastIndex((value) => value <= limit) + 1;
 }
 
-// By number of tokens: how far into the text they reach. The engine counts characters, and JavaScript
-// counts a character beyond 65,535, such as an emoji, as two.
-function lettersOf(text, lengths) {
+// What each token brought of a text. The engine counts characters, and JavaScript counts a character
+// beyond 65,535, such as an emoji, as two.
+function piecesOf(text, lengths) {
   const characters = Array.from(text);
-  const out = [0];
-  let character = 0;
-  let at = 0;
-  for (const length of lengths) {
-    for (let i = 0; i < length; i++) at += characters[character++]?.length ?? 0;
-    out.push(at);
-  }
-  return out;
+  let end = 0;
+  return lengths.map((length) => {
+    end += length;
+    return characters.slice(end - length, end).join("");
+  });
 }
 
-// Where tokens were guessed in a step: [slot, guessed, right]. Earlier recordings know of no guesses.
-export function guessesOf(step) {
-  return step.guesses ?? [];
+// What only steps tell of a request. (`before`: so many tokens it had before the lane's first step.)
+export function unseen() {
+  return { tokenSteps: [], chunks: [], admittedStep: null, first: undefined, last: undefined, before: 0 };
 }
 
 export class Lane {
   constructor(policy, limits) {
     this.policy = policy;
     this.limits = limits;
+    this.slots = limits.slots;
     this.steps = [];
     this.began = []; // by step, in seconds
     this.ended = [];
-    this.cells = []; // by step, then by slot: {kind, request}
-    this.tokens = []; // by step: tokens delivered up to and with it
+    this.cells = []; // by step, then by slot: {kind, request, owner}; the owner is the slot's last request
     this.useful = []; // by step: cells up to and with it that did something for a request
     this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
     this.requests = new Map(); // by number, in the order of arrival
-  }
-
-  get slots() {
-    return this.limits.slots;
   }
 
   get end() {
     return this.ended.at(-1) ?? 0;
   }
 
-  // A request that is new, or is known better now. What the steps told of it is kept. (`before`: so
-  // many tokens it had before the lane's first step.)
+  // A request that is new, or is known better now. What the steps told of it is kept.
   know(request) {
-    const fresh = { tokenSteps: [], admittedStep: null, chunks: [], before: 0 };
-    const known = { ...fresh, ...this.requests.get(request.id), ...request };
-    known.letters = lettersOf(request.text, request.lengths);
+    const known = { ...unseen(), ...this.requests.get(request.id), ...request };
+    known.pieces = piecesOf(request.text, request.lengths);
     this.requests.set(request.id, known);
-    return known;
   }
 
-  add(step, began, ended) {
+  add(told, began, ended) {
+    const step = { guesses: [], ...told }; // earlier recordings know of no guesses
     const index = this.steps.length;
-    const cells = Array.from({ length: this.slots }, () => ({ kind: EMPTY, request: 0 }));
+    const cells = this.stretches.map(() => ({ kind: EMPTY, request: 0 }));
     for (const slot of step.blocked) cells[slot] = { kind: BLOCKED, request: 0 };
     for (const [slot, request] of step.held) cells[slot] = { kind: HELD, request };
     for (const [slot, request] of step.prefill) cells[slot] = { kind: PREFILL, request };
@@ -101,7 +81,7 @@ export class Lane {
       cells[slot] = { kind, request };
     }
     let useful = cells.filter((cell) => cell.kind === PREFILL || cell.kind === DECODE).length;
-    for (const [slot, guessed, right] of guessesOf(step)) {
+    for (const [slot, guessed, right] of step.guesses) {
       cells[slot].tokens = 1 + right;
       useful -= (guessed - right) / (1 + guessed);
     }
@@ -109,9 +89,11 @@ export class Lane {
     this.began.push(began);
     this.ended.push(ended);
     this.cells.push(cells);
-    this.tokens.push((this.tokens.at(-1) ?? 0) + step.tokens);
     this.useful.push((this.useful.at(-1) ?? 0) + useful);
-    cells.forEach((cell, slot) => this.#stretch(slot, cell, index));
+    cells.forEach((cell, slot) => {
+      cell.owner = cell.request || this.cells[index - 1]?.[slot].owner;
+      this.#stretch(slot, cell, index);
+    });
     this.#tellRequests(step, index, ended);
   }
 
@@ -127,31 +109,22 @@ export class Lane {
   }
 
   #tellRequests(step, index, ended) {
-    for (const [slot, number] of step.admitted) {
-      const request = this.requests.get(number);
-      if (request) {
-        request.admittedStep = index;
-        request.slot = slot;
-      }
-    }
+    const known = (number) => this.requests.get(number) ?? unseen();
+    const token = (request) => {
+      request.tokenSteps.push(index);
+      request.first ??= ended;
+      request.last = ended;
+    };
+    for (const [, number] of step.admitted) known(number).admittedStep = index;
     for (const [, number, start, stop] of step.prefill) {
-      const request = this.requests.get(number);
-      if (!request) continue;
+      const request = known(number);
       request.chunks.push({ index, start, stop });
-      if (stop === request.promptTokens) this.#token(request, index, ended);
+      if (stop === request.prompt_tokens) token(request);
     }
     for (const [slot, number] of step.decode) {
-      const request = this.requests.get(number);
-      if (!request || step.ghosts.includes(slot)) continue;
-      const tokens = this.cells[index][slot].tokens ?? 1;
-      for (let i = 0; i < tokens; i++) this.#token(request, index, ended);
+      const { kind, tokens = 1 } = this.cells[index][slot];
+      for (let i = 0; kind === DECODE && i < tokens; i++) token(known(number));
     }
-  }
-
-  #token(request, index, ended) {
-    request.tokenSteps.push(index);
-    if (request.tokenSteps.length === 1) request.first = ended;
-    request.last = ended;
   }
 
   // --- questions
@@ -161,13 +134,10 @@ export class Lane {
     return countUpTo(this.began, time) - 1;
   }
 
-  // Whose request a slot had last, up to this step; 0 if it had none.
-  ownerBefore(slot, index) {
-    return this.stretches[slot].findLast((one) => one.from <= index && one.request)?.request ?? 0;
-  }
-
-  admittedAt(request) {
-    return request.admittedStep === null ? Infinity : this.began[request.admittedStep];
+  // A request that had its slot before the lane's first step did not wait in this lane.
+  admittedAt({ admittedStep, slot, arrived }) {
+    if (admittedStep !== null) return this.began[admittedStep];
+    return Number.isInteger(slot) ? arrived : Infinity;
   }
 
   // How many tokens of its answer a request has at this moment.
@@ -179,7 +149,7 @@ export class Lane {
   textAt(request, time) {
     // An end may bring more: the rest of a character whose last token never came
     if (this.isAnswered(request, time)) return request.text;
-    return request.text.slice(0, request.letters[this.tokensAt(request, time)]);
+    return request.pieces.slice(0, this.tokensAt(request, time)).join("");
   }
 
   isAnswered(request, time) {
@@ -198,10 +168,8 @@ export class Lane {
     const cells = done * this.slots;
     return {
       steps: done,
-      tokens: this.tokens[done - 1] ?? 0,
       useful: cells ? this.useful[done - 1] / cells : 0,
       answered: all.filter((r) => this.isAnswered(r, time)).length,
-      waiting: this.waitingAt(time).length,
       requests: all.length,
     };
   }
@@ -224,22 +192,10 @@ export class Lane {
   }
 }
 
-// A request of a recording as a lane wants it.
-export function requestOf(fields, packed, more = {}) {
+// A request of a recording, with its metrics beside its other values.
+export function requestOf(fields, packed) {
   const request = named(fields.RequestView, packed);
-  const metrics = named(fields.Metrics, request.metrics);
-  return {
-    id: request.id,
-    prompt: request.prompt,
-    text: request.text,
-    lengths: request.lengths,
-    reason: request.reason,
-    promptTokens: metrics.prompt_tokens,
-    cached: metrics.cached_tokens,
-    outputTokens: metrics.output_tokens,
-    arrived: request.arrived,
-    ...more,
-  };
+  return { ...request, ...named(fields.Metrics, request.metrics) };
 }
 
 // The lanes of a recording: one for each run, on the clock that interruptions do not reach.
@@ -248,7 +204,7 @@ export function lanesOf(recording) {
   return runs.map((run) => {
     const lane = new Lane(run.policy, named(fields.Limits, run.limits));
     run.requests.forEach((packed, i) => {
-      lane.know(requestOf(fields, packed, { arrived: run.arrivals[i], hash: run.hashes[i] }));
+      lane.know({ ...requestOf(fields, packed), arrived: run.arrivals[i], hash: run.hashes[i] });
     });
     run.steps.forEach((packed, i) => {
       lane.add(named(fields.StepView, packed), run.clock[i][0], run.clock[i][1]);

@@ -245,7 +245,7 @@ def game_of(recording: dict) -> dict:
     runs = []
     for name, policy in POLICIES.items():
         played = simulate.play(limits, policy, hand, price)
-        runs.append({"policy": name, **figures_of(played, hand)})
+        runs.append({"policy": name, "does": policy.does, **figures_of(played, hand)})
     wishes = []
     for sent, packed in zip(hand, run["requests"], strict=True):
         text = packed[at] if len(sent.prompt) < LETTER else f"(a long text) {packed[at]}"
@@ -257,16 +257,15 @@ def game_of(recording: dict) -> dict:
 def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
     """The makespan, the first token of 95 %, and the share of slots × time that was of use."""
     firsts: dict[int, float] = {}
-    useful = 0.0
-    for step, (_, ended) in zip(played["steps"], played["clock"], strict=True):
+    used = 0.0
+    for step, (began, ended) in zip(played["steps"], played["clock"], strict=True):
         for _, number, _, stop in step["prefill"]:
             if stop == len(hand[number - 1].prompt):
                 firsts[number] = ended - hand[number - 1].arrived
-        useful += len(step["prefill"]) + len(step["decode"]) - len(step["ghosts"])
+        rows = len(step["prefill"]) + len(step["decode"]) - len(step["ghosts"])
+        used += rows * (ended - began)
     done = played["clock"][-1][1]
-    worked = sum(ended - began for began, ended in played["clock"]) / done
-    first = percentile(firsts.values(), 0.95)
-    return {"done": done, "first": first, "useful": worked * useful / (8 * len(played["steps"]))}
+    return {"done": done, "first": percentile(firsts.values(), 0.95), "useful": used / (8 * done)}
 
 
 # --- the words beside it --------------------------------------------------------------------------

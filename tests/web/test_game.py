@@ -15,6 +15,7 @@ SETUP = page.game_of(page.read(str(ROOT / "docs" / "index.html")))
 NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 PLAYS = """
 import { Hand, scoreText } from "%s/web/game.js";
+import { BLOCKED } from "%s/web/recording.js";
 import { readFileSync } from "node:fs";
 const setup = JSON.parse(readFileSync(process.argv[2], "utf8"));
 const words = [/story/, /alphabet|Count|slot|batch/, /./];
@@ -27,17 +28,19 @@ for (const [name, rank] of Object.entries(ranks)) {
   const hand = new Hand(setup);
   hand.cut = 256;
   let most = 0;
+  hand.step(); // nobody is admitted yet
+  const open = hand.lane.cells[0].filter((cell) => cell.kind === BLOCKED).length;
   while (!hand.isOver) {
     const line = [...hand.line].sort((a, b) => rank(a) - rank(b) || a.id - b.id);
     for (const request of line) hand.admit(request);
     hand.step();
     most = Math.max(most, hand.lane.steps.at(-1)?.decode.length ?? 0);
   }
-  const tokens = hand.lane.tokens.at(-1);
+  const tokens = hand.lane.steps.reduce((sum, step) => sum + step.tokens, 0);
   const answered = hand.lane.figuresAt(hand.lane.end).answered;
   const address = name === "byWords" ? "https://ann.github.io/nanobatch/#game" : "";
   const text = scoreText([{ policy: "you", ...hand.figures }], address);
-  out[name] = { ...hand.figures, tokens, answered, most, text };
+  out[name] = { ...hand.figures, tokens, answered, most, open, text };
 }
 console.log(JSON.stringify(out));
 """
@@ -47,7 +50,7 @@ console.log(JSON.stringify(out));
 def played(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("game")
     (folder / "setup.json").write_text(json.dumps(SETUP))
-    (folder / "plays.mjs").write_text(PLAYS % ROOT)
+    (folder / "plays.mjs").write_text(PLAYS % (ROOT, ROOT))
     command = ["node", str(folder / "plays.mjs"), str(folder / "setup.json")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not said.returncode, said.stderr
@@ -81,6 +84,12 @@ def test_first_come_first_served_by_hand_takes_about_as_long_as_continuous(playe
 def test_who_reads_the_prompts_beats_every_policy(played):
     """The page says so: the scheduler counts tokens, and a visitor can read."""
     assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
+
+
+@NODE
+def test_time_in_which_all_slots_are_free_and_requests_wait_is_drawn_as_waste(played):
+    """The page promises red there, and it was blank."""
+    assert [hand["open"] for hand in played.values()] == [8, 8]
 
 
 @NODE

@@ -41,13 +41,16 @@ def test_the_key_goes_into_a_header_and_never_into_an_address():
 
 TAKES = """
 import { LiveLane, eventsOf } from "%s/web/live.js";
+import { fateInWords } from "%s/web/words.js";
 import { readFileSync } from "node:fs";
 const asked = JSON.parse(readFileSync(process.argv[2], "utf8"));
 const live = new LiveLane(asked.shape, asked.bounds);
 const texts = [];
+const waiting = [];
 for (const frame of asked.frames) {
   live.take(frame);
   const all = [...live.lane.requests.values()];
+  waiting.push(live.lane.waitingAt(live.lane.end).length);
   texts.push(all.map((r) => [r.id, live.lane.textAt(r, live.lane.end)]));
 }
 const bytes = new TextEncoder().encode('event: hello\\ndata: {"a":1}\\n\\n: ping\\n\\ndata: [2]\\n\\ndata: "unfini');
@@ -60,9 +63,11 @@ const pieces = new ReadableStream({
 const events = [];
 for await (const event of eventsOf(pieces)) events.push(event);
 const lane = live.lane;
+const fates = [...lane.requests.values()].map((r) => fateInWords(lane, r));
 const figures = lane.figuresAt(lane.end);
+const tokens = lane.steps.reduce((sum, step) => sum + step.tokens, 0);
 const ascending = lane.began.every((began, i) => began >= (lane.ended[i - 1] ?? 0) - 1e-9);
-console.log(JSON.stringify({ texts, events, steps: lane.steps.length, figures, ascending }));
+console.log(JSON.stringify({ texts, waiting, fates, events, steps: lane.steps.length, tokens, figures, ascending }));
 """
 
 
@@ -71,35 +76,36 @@ def play(tmp_path: Path, frames: list[str], **bounds: int) -> dict:
     told = [json.loads(frame) for frame in frames]
     asked = json.dumps({"shape": shape, "frames": told, "bounds": bounds})
     (tmp_path / "asked.json").write_text(asked)
-    (tmp_path / "takes.mjs").write_text(TAKES % ROOT)
+    (tmp_path / "takes.mjs").write_text(TAKES % (ROOT, ROOT))
     command = ["node", str(tmp_path / "takes.mjs"), str(tmp_path / "asked.json")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert not said.returncode, said.stderr
     return json.loads(said.stdout)
 
 
-def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list]]:
-    """What a watcher is told of five requests, from a step on, and the texts at each frame."""
+def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
+    """What a watcher is told of five requests, from a step on, the texts at each frame, and how many wait."""
     sender = wire.Sender(texts)
     for n in range(5):
         engine.submit(f"prompt {n}", Sampling(max_tokens=60, ignore_eos=True), origin="10.0.0.1")
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
-    seen, frames, told = None, [], []
+    seen, frames, told, lines = None, [], [], []
     for step in range(400):
         if step >= begin:
             seen = engine.snapshot(seen)
             frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            lines.append(seen.waiting)
             told.append([[r.id, r.text] for r in (*seen.requests, *seen.ended)])
         engine.step()
     assert seen.finished == 5
-    return frames, told
+    return frames, told, lines
 
 
 @NODE
 @pytest.mark.parametrize("begin", [0, 25])
 def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
     """Also if it comes to the server in the middle of answers."""
-    frames, told = frames_of(engine, True, begin)
+    frames, told, lines = frames_of(engine, True, begin)
     played = play(tmp_path, frames)
     compared = 0
     for got, sent in zip(played["texts"], told, strict=True):
@@ -109,13 +115,17 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
             compared += len(text) > 5
     assert compared > 100
     assert played["figures"]["answered"] == 5 and played["ascending"]
+    assert played["waiting"] == lines
 
 
 @NODE
 def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine, tmp_path):
-    frames, told = frames_of(engine, True)
+    """A request whose admission was forgotten stood in line again, and was said never to have had a slot."""
+    frames, told, lines = frames_of(engine, True)
     played = play(tmp_path, frames, most=40, kept=15)
     assert 15 <= played["steps"] <= 41 and played["ascending"]
+    assert played["waiting"] == lines and max(lines) == 5
+    assert played["fates"][-1].startswith("It had its slot before")
     compared = 0
     for got, sent in zip(played["texts"], told, strict=True):
         for number, text in sent:
@@ -126,9 +136,9 @@ def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine, tmp_path):
 
 @NODE
 def test_a_page_that_may_not_read_shows_figures(engine, tmp_path):
-    frames, _ = frames_of(engine, False)
+    frames, *_ = frames_of(engine, False)
     played = play(tmp_path, frames)
-    assert played["figures"]["tokens"] == 300 and played["steps"] > 60
+    assert played["tokens"] == 300 and played["steps"] > 60
     assert not any(text for texts in played["texts"] for _, text in texts)
 
 
