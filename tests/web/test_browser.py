@@ -313,15 +313,29 @@ def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     assert not tab.evaluate("nanobatch.player.playing")
 
 
-def test_a_few_requests_are_listed_until_all_are_asked_for(opens):
-    tab = opens(DEMO, viewport=PHONE, reduced_motion="reduce")
+def test_a_few_requests_are_listed_until_all_are_asked_for(opens, tmp_path):
+    """Of a recording of more than 40 the first ones were never listed."""
+    (tmp_path / "page.html").write_text(page.make([recording(burst=45)]))
+    tab = opens(tmp_path / "page.html", viewport=PHONE, reduced_motion="reduce")
     rows = tab.locator("[data-requests] li")
     until(tab, "!document.querySelector('[data-every]').hidden")
     assert rows.count() == 6
     tab.click("[data-every]")
-    until(tab, "document.querySelectorAll('[data-requests] li').length === 24")
+    until(tab, "document.querySelectorAll('[data-requests] li').length === 45")
     tab.click("[data-every]")
     until(tab, "document.querySelectorAll('[data-requests] li').length === 6")
+
+
+def test_a_request_that_is_open_in_the_list_stays_open_when_its_row_goes(opens):
+    """Newer requests of a server took its place, and after that none could be opened any more."""
+    tab = opens(DEMO, reduced_motion="reduce")
+    tab.click("[data-requests] .request >> nth=1")
+    until(tab, "document.querySelector('li [data-request] .chip')?.textContent === '2'")
+    tab.evaluate("nanobatch.player.change({ window: 20 })")  # as a server's, the newest are listed
+    until(tab, "document.querySelector('[data-requests] .number').textContent === '19'")
+    assert tab.locator("[data-opened] [data-request]").is_visible()
+    tab.click(".slots .chip >> nth=0")
+    until(tab, "document.querySelector('[data-request] .chip').textContent !== '2'")
 
 
 def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
