@@ -20,6 +20,7 @@ import { count, span } from "./words.js";
 
 const TIGHT = 0.25; // of a slot: with less room left, the page says how much
 const NEAR = 50; // pixels: with the end of the log so near, the newest line stays in sight
+const AT_ONCE = 0.005; // seconds: an answer that came so quickly came in one piece, and has no rate
 const KEEPS = 500_000; // letters for a reload, at most
 const PLACE = "nanobatch-conversation";
 const TEXTS = ["content", "reasoning_content"]; // of an answer
@@ -27,8 +28,6 @@ const OPTIONS = { model: "default", stream: true, stream_options: { include_usag
 
 // What the server is seen to do, if that may be seen.
 const lane = () => window.nanobatch?.player.lane;
-// A server that began anew gives the same numbers to others.
-const isMine = (request) => window.nanobatch?.player.mine.has(request);
 
 // A turn as the model is told it, and as a reload brings it back.
 function messagesOf({ question, content, reasoning_content: thought }) {
@@ -230,7 +229,7 @@ export class Chat {
     if (error) throw new Error(error.message);
     if (!turn.number) {
       turn.number = Number(/\d+/.exec(id)[0]);
-      turn.owner.append(chip(turn.number, (request) => isMine(request) && window.nanobatch.choose(request)));
+      turn.owner.append(chip(turn.number, (request) => window.nanobatch?.choose(request)));
       window.nanobatch?.player.mine.add(turn.number);
     }
     if (progress) turn.progress = progress;
@@ -260,14 +259,13 @@ export class Chat {
     const { total, cache } = turn.progress;
     const length = lane()?.limits.max_len;
     const room = length - total - turn.tokens;
-    const [before, slot] = this.turns.slice(-2).map(({ number }) => lane()?.requests.get(number)?.slot);
-    const whose = Number.isInteger(slot) && slot === before ? "its" : "a";
     const of = cache ? ` of ${total.toLocaleString("en")}` : "";
     const said = [`read ${(total - cache).toLocaleString("en")}${of} tokens`];
-    if (cache) said.push(`${cache.toLocaleString("en")} were still in ${whose} slot`);
+    if (cache) said.push(`${cache.toLocaleString("en")} were still in a slot`);
     said.push(`first token after ${span((turn.first - turn.asked) / 1000)}`);
-    const rate = Math.round((1000 * (turn.tokens - 1)) / (turn.last - turn.first));
-    said.push(count(turn.tokens, "token") + (isFinite(rate) ? `, ${rate} tokens/s` : ""));
+    const seconds = (turn.last - turn.first) / 1000;
+    const rate = seconds > AT_ONCE ? `, ${Math.round((turn.tokens - 1) / seconds)} tokens/s` : "";
+    said.push(count(turn.tokens, "token") + rate);
     if (turn.reason === "length") said.push("cut, as long as it may be");
     else if (turn.reason !== "stop") said.push(turn.reason);
     this.#show(room < TIGHT * length);
@@ -283,7 +281,8 @@ export class Chat {
     box.value = `${this.#takeBack()}\n${this.unsent}`.trim();
     this.waiting = "";
     this.#show(code === "context_length_exceeded");
-    write(note, name === "AbortError" ? "" : message);
+    const why = status ? message : `The server does not answer: ${message}. Your question is in the box.`;
+    write(note, name === "AbortError" ? "" : why);
     if (status === 401) this.wantKey(this, "The server wants its API key before it answers.");
   }
 }

@@ -103,24 +103,18 @@ function drawCell(pen, { kind, request }, x, y, width, height) {
   }
 }
 
-// Which part of the lane is in sight, in seconds, and where a moment stands.
-export function scaleOf(width, { start, end }) {
-  const wide = width - LEFT - 1;
-  return {
-    x: (time) => LEFT + ((time - start) / (end - start || 1)) * wide,
-    time: (x) => start + ((x - LEFT) / wide) * (end - start),
-  };
-}
-
 // Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is
 // drawn in full, and what lies before it and has been seen already (`seen`) faintly. `chosen`: a request
-// that is to stand out; 0 for none. `mine`: requests whose slots have a mark.
+// that is to stand out; 0 for none. `mine`: requests whose slots have a mark. Answers with a function that tells
+// which moment stands at a place of the canvas.
 export function drawTimeline(canvas, lane, player) {
   const { now, seen, start, end, chosen, mine } = player;
   const narrow = canvas.clientWidth < 560;
   const row = lane.slots > 16 ? 8 : narrow ? 15 : 14;
   const { pen, width, height } = prepared(canvas, lane.slots * row);
-  const scale = scaleOf(width, player);
+  const wide = width - LEFT - 1;
+  const span = end - start || 1;
+  const xOf = (time) => LEFT + ((time - start) / span) * wide;
   const cells = lane.cells[lane.stepAt(now)];
   for (let slot = 0; slot < lane.slots; slot++) {
     const y = slot * row;
@@ -131,23 +125,22 @@ export function drawTimeline(canvas, lane, player) {
     fill(pen, inks.line, LEFT, y + row / 2 - 0.5, width - LEFT, 1);
   }
   const paint = (until, alpha) => {
-    clip(pen, LEFT, 0, Math.max(0, scale.x(until) - LEFT), height);
+    clip(pen, LEFT, 0, Math.max(0, xOf(until) - LEFT), height);
     for (const stretch of lane.stretches.flat()) {
       const began = lane.began[stretch.from];
       const ended = lane.ended[stretch.to];
       if (ended < start || began > until) continue;
-      const x = scale.x(began);
-      const wide = Math.max(scale.x(ended) - x, 0.6);
+      const x = xOf(began);
       const isAside = chosen && stretch.request !== chosen;
       pen.globalAlpha = alpha * (isAside ? 0.22 : 1);
-      drawStretch(pen, lane, stretch, x, wide, row);
+      drawStretch(pen, lane, stretch, x, Math.max(xOf(ended) - x, 0.6), row);
     }
     pen.restore();
   };
   if (seen > now) paint(seen, 0.2);
   paint(now, 1);
-  const x = scale.x(Math.min(now, end, lane.end));
-  fill(pen, inks.now, Math.round(x) - 0.75, 0, 1.5, height);
+  fill(pen, inks.now, Math.round(xOf(Math.min(now, end, lane.end))) - 0.75, 0, 1.5, height);
+  return (x) => start + ((x - LEFT) / wide) * span;
 }
 
 // With the number of its request, where the answer begins and wherever there is room.
@@ -203,24 +196,17 @@ export function drawMicroscope(canvas, lane, index, chosen) {
 // A request's life: in line (thin), its prompt (hatched), its answer (full). A tick is a token.
 export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
-  const x = (time) => ((Math.min(time, now) - start) / (end - start || 1)) * width;
-  // What it was from one moment to another
-  const cell = (kind, from, to) => {
-    const wide = Math.max(1, x(to) - x(from));
-    drawCell(pen, { kind, request: request.id }, x(from), 1, wide, height - 2);
-  };
-  const admitted = Math.min(lane.admittedAt(request), now);
-  const came = x(request.arrived);
-  fill(pen, inks.muted, came, height / 2 - 0.5, x(admitted) - came, 1);
-  if (admitted >= now) return;
-  const first = Math.min(request.first ?? now, now);
-  cell(PREFILL, admitted, first);
-  if (first >= now) return;
-  cell(DECODE, first, request.last);
-  const apart = (x(request.last) - x(first)) / request.tokenSteps.length;
-  if (!ticks || apart < 2) return; // ticks side by side would hide the bar
-  for (const index of request.tokenSteps) {
-    const at = lane.ended[index];
-    if (at <= now) fill(pen, inks.paper, x(at) - 0.5, 1, 0.5, height - 2);
+  const until = Math.min(now, request.last ?? now);
+  const xOf = (time) => ((Math.min(time, until) - start) / (end - start || 1)) * width;
+  const came = xOf(request.arrived);
+  fill(pen, inks.muted, came, height / 2 - 0.5, xOf(lane.admittedAt(request)) - came, 1);
+  for (const stretch of lane.stretches.flat()) {
+    const x = xOf(lane.began[stretch.from]);
+    const wide = xOf(lane.ended[stretch.to]) - x;
+    if (stretch.request === request.id && wide > 0) drawCell(pen, stretch, x, 1, Math.max(1, wide), height - 2);
   }
+  const times = request.tokenSteps.map((index) => lane.ended[index]);
+  const apart = (xOf(times.at(-1)) - xOf(times[0])) / times.length;
+  if (!ticks || apart < 2) return; // ticks side by side would hide the bar
+  for (const at of times) fill(pen, inks.paper, xOf(at) - 0.5, 1, 0.5, height - 2);
 }

@@ -34,16 +34,16 @@ class Python {
   }
 
   // Its files, checked by the browser.
-  async load(tell) {
+  async load(say) {
     const files = {};
     for (const [name, integrity] of Object.entries(this.pyodide.files)) {
-      tell(name);
+      say(`Loading ${name} …`);
       const answer = await fetch(this.pyodide.at + name, { integrity, credentials: "omit" });
       if (!answer.ok) throw new Error(`${name}: ${answer.status}`);
       files[name] = await answer.arrayBuffer();
     }
     this.files = files;
-    tell("");
+    say("Starting Python …");
     return this.start();
   }
 
@@ -97,7 +97,7 @@ export class Lab {
   async begin() {
     $("lab-load").disabled = true;
     try {
-      const found = await this.python.load((name) => this.say(name ? `Loading ${name} …` : "Starting Python …"));
+      const found = await this.python.load((text) => this.say(text));
       const { lines, policies } = JSON.parse(found);
       this.lines = lines;
       this.#open(policies);

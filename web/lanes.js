@@ -5,7 +5,7 @@
 // isolated (`<bdi>` and `unicode-bidi`), so neither markup nor turned direction in a prompt does anything.
 
 import { BLOCKED, EMPTY, GHOST, HELD, PREFILL } from "./recording.js";
-import { drawTimeline, hueOf, scaleOf } from "./draw.js";
+import { drawTimeline, hueOf } from "./draw.js";
 import { buttonFor, make, write } from "./elements.js";
 import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./words.js";
 
@@ -38,21 +38,19 @@ export class LaneView {
   }
 
   #makeRow(slot) {
-    const row = { request: -1, chip: make("span", "owner"), text: make("bdi", "text") };
+    const row = { request: 0, chip: make("span", "owner"), text: make("bdi", "text") };
     row.element = make("div", "row", make("span", "slot", slot), row.chip, row.text);
     // A finger hits the row more easily than the number in it
-    row.element.onclick = () => row.request > 0 && this.choose(row.request);
+    row.element.onclick = () => row.request && this.choose(row.request);
     this.slots.append(row.element);
     return row;
   }
 
   // A click on the timeline: go to that moment, and choose the request there.
-  #point(event) {
+  #point({ offsetX, offsetY }) {
     const { lane, player } = this;
-    const { offsetX, offsetY } = event;
-    const { clientWidth, clientHeight } = this.canvas;
-    const time = scaleOf(clientWidth, player).time(offsetX);
-    const slot = Math.floor((offsetY / clientHeight) * lane.slots);
+    const time = this.timeOf(offsetX);
+    const slot = Math.floor((offsetY / this.canvas.clientHeight) * lane.slots);
     const cells = time <= player.seen && lane.cells[lane.stepAt(time)];
     player.lane = lane;
     player.goTo(Math.min(time, lane.end));
@@ -61,7 +59,7 @@ export class LaneView {
 
   draw() {
     const { now } = this.player;
-    drawTimeline(this.canvas, this.lane, this.player);
+    this.timeOf = drawTimeline(this.canvas, this.lane, this.player);
     const figures = this.lane.figuresAt(now);
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
     const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
@@ -84,7 +82,7 @@ export class LaneView {
       const cell = cells?.[slot];
       const kind = !cell || isOver ? EMPTY : cell.kind;
       const isShut = kind === BLOCKED;
-      const owner = isShut ? 0 : cell?.owner; // an empty slot shows what its last request has left there
+      const owner = isShut || !cell ? 0 : cell.owner; // an empty slot shows what its last request has left there
       const request = this.lane.requests.get(owner);
       if (row.request !== owner) {
         row.request = owner;

@@ -115,10 +115,9 @@ class Page {
 // has an address. Until then this is done here where the address is known: on GitHub Pages, by the
 // page's own; and in a copy of the repository, where the page lies beside them. Elsewhere they are words.
 function leadToRepository() {
-  const [, owner] = /^([\w-]+)\.github\.io$/.exec(location.hostname) ?? [];
-  const [, name] = location.pathname.split("/");
-  const isCopy = location.protocol === "file:" && location.pathname.endsWith("/docs/index.html");
-  if (!owner && !isCopy) return;
+  const known = /^https:..([\w-]+)\.github\.io.([^/]+)|^file:.*.docs.index\.html/.exec(location.href);
+  if (!known) return;
+  const [, owner, name] = known;
   const base = owner ? `https://github.com/${owner}/${name}/blob/main` : "..";
   for (const link of document.querySelectorAll("a[data-file]")) link.href = `${base}/${link.dataset.file}`;
 }
@@ -148,7 +147,12 @@ function show({ lane, engine, hello }) {
   }
   const { player } = window.nanobatch;
   if (player.lane !== lane) window.nanobatch.take([lane]);
-  if (engine.submitted < Math.max(...player.mine)) player.mine.clear(); // the server began anew
+  if (engine.submitted < Math.max(player.chosen, ...player.mine)) {
+    // The server began anew, and gives these numbers to others
+    player.mine.clear();
+    player.chosen = 0;
+    for (const old of document.querySelectorAll(".log .chip")) old.remove();
+  }
   player.change(player.playing ? { now: player.end } : {});
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
   if (lane.rests) said.push("Nothing runs now.");

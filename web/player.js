@@ -78,8 +78,8 @@ export class Player {
   }
 
   play() {
-    const isOver = this.now >= this.end;
-    this.change({ playing: true, now: this.window ? this.end : isOver ? 0 : this.now });
+    const now = this.now < this.end ? this.now : 0;
+    this.change({ playing: true, now: this.window ? this.end : now });
   }
 
   pause() {
@@ -103,7 +103,6 @@ export class Player {
   }
 
   changePace(by) {
-    const at = PACES.findIndex((pace) => pace >= this.pace);
-    this.change({ pace: PACES[Math.max(0, Math.min(PACES.length - 1, at + by))] });
+    this.change({ pace: PACES[PACES.indexOf(this.pace) + by] ?? this.pace });
   }
 }

@@ -91,7 +91,7 @@ export class Lane {
     this.cells.push(cells);
     this.useful.push((this.useful.at(-1) ?? 0) + useful);
     cells.forEach((cell, slot) => {
-      cell.owner = cell.request || this.cells[index - 1]?.[slot].owner;
+      cell.owner = cell.request || (this.cells[index - 1]?.[slot].owner ?? 0);
       this.#stretch(slot, cell, index);
     });
     this.#tellRequests(step, index, ended);
