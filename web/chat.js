@@ -281,7 +281,7 @@ export class Chat {
     box.value = `${this.#takeBack()}\n${this.unsent}`.trim();
     this.waiting = "";
     this.#show(code === "context_length_exceeded");
-    const why = status ? message : `The server does not answer: ${message}. Your question is in the box.`;
+    const why = name === "TypeError" ? `The server does not answer: ${message}.` : message;
     write(note, name === "AbortError" ? "" : why);
     if (status === 401) this.wantKey(this, "The server wants its API key before it answers.");
   }

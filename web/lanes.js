@@ -109,11 +109,14 @@ export class LaneView {
 
   #drawQueue(now) {
     const waiting = this.lane.waitingAt(now).map((request) => request.id);
-    const key = waiting.join(" ");
+    // A server names the first of a long line only, and says how long the line is now
+    const { playing, window } = this.player;
+    const many = window && playing ? this.lane.inLine : waiting.length;
+    const key = `${many}: ${waiting.join(" ")}`;
     if (key === this.queued) return;
     this.queued = key;
     const shown = waiting.slice(0, QUEUE).map((request) => chip(request, this.choose));
-    const words = waiting.length ? `${waiting.length} in line` : "nobody in line";
+    const words = many ? `${many} in line` : "nobody in line";
     this.queue.replaceChildren(make("span", "label", words), ...shown);
   }
 }

@@ -56,6 +56,7 @@ export class LiveLane {
     this.kept = kept;
     this.lane = null;
     this.engine = null; // the newest snapshot
+    this.skipped = null; // seconds of the engine's clock that the lane's leaves out
   }
 
   take(packed) {
@@ -65,35 +66,22 @@ export class LiveLane {
     this.lane ??= new Lane(engine.policy, named(this.shape.Limits, engine.limits));
     this.lane.policy = engine.policy;
     for (const request of [...engine.requests, ...engine.ended]) this.lane.know(this.#joined(request));
-    for (const [id, waited] of engine.queue) {
-      if (this.lane.requests.has(id)) continue; // of the others only the number is told
-      this.lane.know({ id, prompt: "", text: "", lengths: [], came: engine.now - waited });
-    }
-    for (const values of engine.steps) {
-      const step = named(this.shape.StepView, values);
-      this.lane.add(step, ...this.#timesOf(step));
-    }
+    const steps = engine.steps.map((values) => named(this.shape.StepView, values));
+    this.skipped ??= steps[0]?.began ?? engine.now;
+    for (const step of steps) this.lane.add(step, ...this.#timesOf(step));
     if (this.lane.steps.length > this.most) this.#shorten();
     for (const request of this.lane.requests.values()) {
-      request.arrived ??= this.#moment(request.came);
-      request.before = Math.max(0, (request.output_tokens ?? 0) - request.tokenSteps.length);
+      request.arrived ??= Math.min(request.came - this.skipped, this.lane.end);
+      request.before = Math.max(0, request.output_tokens - request.tokenSteps.length);
     }
   }
 
   // When a step begins and ends on the lane's clock. The steps themselves have the times of the engine's.
   #timesOf({ began, ended }) {
-    const { steps, end } = this.lane;
-    const last = steps.at(-1)?.ended ?? began;
+    const last = this.lane.steps.at(-1)?.ended ?? this.skipped;
     const start = Math.max(began, last);
-    const from = end + Math.min(start - last, REST);
-    return [from, from + Math.max(0, ended - start)];
-  }
-
-  // What the lane's clock showed, about, when the engine's showed this.
-  #moment(at) {
-    const { steps, ended, end } = this.lane;
-    const i = steps.findLastIndex((step) => step.ended <= at) + 1;
-    return i === steps.length ? end : Math.max(ended[i - 1] ?? 0, ended[i] - (steps[i].ended - at));
+    this.skipped += Math.max(0, start - last - REST);
+    return [start - this.skipped, Math.max(start, ended) - this.skipped];
   }
 
   // A request with the whole of its text: a frame has only what is new.

@@ -82,14 +82,12 @@ class Page {
 
   #key(event) {
     // The arrows on the scrubber are single steps, too
-    const isScrub = event.target === $("scrub");
-    const { tagName } = event.target;
-    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(tagName) && !isScrub;
+    const isTyping = event.target.matches("input:not([data-scrub]), textarea, select");
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-    const { keys } = this;
-    if (!keys[event.key] || (event.key === " " && /^(BUTTON|A)$/.test(tagName))) return;
+    const act = this.keys[event.key];
+    if (!act || (event.key === " " && event.target.matches("button, a, summary"))) return;
     event.preventDefault();
-    keys[event.key](event.shiftKey ? 10 : 1);
+    act(event.shiftKey ? 10 : 1);
   }
 
   // --- what is shown
@@ -139,8 +137,8 @@ function play(recording) {
 const WINDOW = 20; // seconds of a server's time that are in sight
 
 function show({ lane, engine, hello }) {
-  lane.hidesTexts = !hello.texts;
-  lane.rests = engine.submitted === engine.finished;
+  const rests = engine.submitted === engine.finished;
+  Object.assign(lane, { rests, inLine: engine.waiting, hidesTexts: !hello.texts });
   if (!window.nanobatch) {
     window.nanobatch = new Page([lane], { window: WINDOW, playing: true });
     document.body.classList.add("lives-on");
@@ -155,7 +153,7 @@ function show({ lane, engine, hello }) {
   }
   player.change(player.playing ? { now: player.end } : {});
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
-  if (lane.rests) said.push("Nothing runs now.");
+  if (rests) said.push("Nothing runs now.");
   if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
   write($("status"), said.join(" "));
 }

@@ -145,9 +145,8 @@ export function fateInWords(lane, request) {
   return `It ${waited}, had its first token after ${first} and its last after ${last}${longest}.`;
 }
 
-// What it read and wrote. Of a request far behind in a server's line only the number is told.
+// What it read and wrote.
 export function factsInWords({ prompt_tokens: prompt, cached_tokens: cached, output_tokens: output }) {
-  if (prompt === undefined) return "";
   const known = cached ? `, ${cached} of them known from another prompt` : "";
   return `${count(prompt, "token")} of prompt${known}; ${count(output, "token")} of answer.`;
 }

@@ -126,6 +126,15 @@ def test_the_space_bar_plays_wherever_the_focus_is(opens):
     until(tab, "nanobatch.player.playing")
 
 
+def test_the_space_bar_opens_what_has_the_focus(opens):
+    """A summary could not be opened by keys: the page played instead."""
+    tab = opens(DEMO, reduced_motion="reduce")
+    tab.locator("summary >> nth=-1").focus()
+    tab.keyboard.press(" ")
+    until(tab, "[...document.querySelectorAll('details')].at(-1).open")
+    assert not tab.evaluate("nanobatch.player.playing")
+
+
 def test_while_it_plays_heading_and_picture_are_of_one_step(opens):
     """The words are written more seldom than a step ends, and the picture had gone on."""
     tab = opens(DEMO)

@@ -17,6 +17,7 @@ from parrot import Parrot
 from recordings import HOSTILE, TEXTS
 
 import tui
+from nanobatch import Sampling
 from screen.room import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -255,6 +256,18 @@ def test_two_tabs_are_two_clients_and_each_knows_its_own_row(talks, parrots):
     for tab in tabs:
         part(tab, "stop").click()
     parrot.loop.slow = 0.0
+
+
+def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
+    """It was told of the first 32, and said that no more were in line."""
+    parrot = parrots()
+    parrot.loop.pause()
+    for _ in range(50):
+        parrot.engine.submit("one", Sampling(max_tokens=2))
+    tab = talks(parrot)
+    until(tab, "document.querySelector('.queue')?.textContent.startsWith('50 in line')")
+    parrot.loop.resume()
+    until(tab, "document.querySelector('.queue').textContent === 'nobody in line'")
 
 
 def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, parrots):
