@@ -28,7 +28,8 @@ export class LaneView {
     this.figures = make("p", "figures", make("span"), make("span"), make("span"));
     this.canvas = make("canvas", "timeline");
     this.canvas.role = "img";
-    this.element = make("div", "lane", make("div", "head", make("h3", "", lane.policy), this.figures), this.canvas);
+    this.name = make("h3");
+    this.element = make("div", "lane", make("div", "head", this.name, this.figures), this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
     this.queued = null; // what the line showed last
@@ -51,16 +52,18 @@ export class LaneView {
     const { lane, player } = this;
     const time = this.timeOf(offsetX);
     const slot = Math.floor((offsetY / this.canvas.clientHeight) * lane.slots);
-    const cells = time <= player.seen && lane.cells[lane.stepAt(time)];
+    const index = lane.stepAt(time);
+    const cell = time <= lane.ended[index] ? lane.cells[index][slot] : null;
     player.lane = lane;
     player.goTo(Math.min(time, lane.end));
-    this.choose((cells && cells[slot]?.request) || 0);
+    this.choose(cell?.request ?? 0);
   }
 
   draw() {
     const { now } = this.player;
     this.timeOf = drawTimeline(this.canvas, this.lane, this.player);
     const figures = this.lane.figuresAt(now);
+    write(this.name, this.lane.policy); // a server's may change
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
     const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
     const answered = `${figures.answered}${all} answered`;

@@ -149,6 +149,7 @@ def test_while_it_plays_heading_and_picture_are_of_one_step(opens):
 
 
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
+    """Where the lane had ended, it opened the one that ended last."""
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
     tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
@@ -157,6 +158,12 @@ def test_a_press_on_a_timeline_opens_the_request_there(opens):
         until(tab, f"document.querySelector('[data-request]').textContent.includes('{words}')")
     tab.click("[data-request] [aria-label='close this request']")
     until(tab, "document.querySelector('[data-request]').hidden")
+    tab.evaluate("nanobatch.choose(1)")
+    until(tab, "!document.querySelector('[data-request]').hidden")
+    tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
+    for slot in range(8):
+        tab.locator("canvas.timeline >> nth=1").click(position={"x": 900, "y": 14 * slot + 7})
+        assert tab.evaluate("nanobatch.player.chosen") == 0
     tab.evaluate("nanobatch.choose(1)")
     until(tab, "!document.querySelector('[data-request]').hidden")
     tab.keyboard.press("Escape")
