@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 needs_browser = pytest.mark.skipif(
     not CHROMIUM, reason="there is no Chromium; apt-get install chromium"
 )
 DESK = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
 SCREENS = [PHONE, {"width": 820, "height": 1180}, {"width": 1280, "height": 800}]
+WEB = Path(__file__).parents[2] / "web"
+FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 ASTRAY = (Path(__file__).parent / "astray.js").read_text()
 
 
@@ -29,6 +35,18 @@ def until(tab, true: str, seconds: float = 60) -> None:
         tab.wait_for_timeout(30)
 
 
+def shows(tab, place: str, words: str) -> None:
+    """Until an element's text has these words."""
+    text = f"document.querySelector({json.dumps(place)})?.textContent"
+    until(tab, f"{text}?.includes({json.dumps(words)})")
+
+
+def choose(tab, number: int) -> None:
+    """A request, until it is open."""
+    tab.evaluate(f"nanobatch.choose({number})")
+    until(tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'")
+
+
 def in_place(tab, least: int) -> None:
     """Nothing is astray, in light and in dark, and so many boxes have been measured."""
     for scheme in ("dark", "light"):
@@ -36,3 +54,27 @@ def in_place(tab, least: int) -> None:
         measured, found = tab.evaluate(ASTRAY)
         assert not found, "\n".join(found)
         assert measured > least
+
+
+def in_place_everywhere(tab, least: int) -> None:
+    """Also on screens of other sizes, once the page is drawn on them."""
+    for size in SCREENS:
+        tab.set_viewport_size(size)
+        tab.evaluate(FRAME)
+        in_place(tab, least)
+
+
+def in_node(script: str, asked: Any) -> Any:
+    """What a script makes of `asked`, with the page's modules, and without a page: it calls `tell`."""
+    tools = (
+        'import { readFileSync } from "node:fs";\n'
+        "const asked = JSON.parse(readFileSync(0, 'utf8'));\n"
+        "const tell = (what) => console.log(JSON.stringify(what));\n"
+    )
+    text = tools + script.replace('from "./', f'from "{WEB}/')
+    command = ["node", "--input-type=module", "-e", text]
+    said = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, timeout=120
+    )
+    assert not said.returncode, said.stderr
+    return json.loads(said.stdout)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browsers import DESK, PHONE, SCREENS, in_place, needs_browser, until
+from browsers import DESK, PHONE, choose, in_place_everywhere, needs_browser, shows, until
 from doors import Server
 from recordings import HOSTILE, TEXTS, recording
 from words import Clock, word_engine
@@ -56,10 +56,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
         tab.keyboard.press(key)
         until(tab, f"nanobatch.player.step === {before + by}")
     tab.locator("#h-step").scroll_into_view_if_needed()
-    until(
-        tab,
-        f"document.querySelector('[data-step-title]').textContent.includes('step {before + 12} ')",
-    )
+    shows(tab, "[data-step-title]", f"step {before + 12} ")
     assert tab.inner_text("[data-step-words]")
     tab.keyboard.press("End")
     until(tab, "nanobatch.player.now === nanobatch.player.end")
@@ -82,7 +79,7 @@ def test_steps_that_are_worth_a_look_can_be_shown(opens):
         tab.evaluate("nanobatch.choose(3)")
         buttons.nth(number).click()
         assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
-        until(tab, f"document.querySelector('[data-step-words]').textContent.includes('{word}')")
+        shows(tab, "[data-step-words]", f"{word}")
 
 
 def test_a_press_on_a_column_shows_its_step_and_opens_no_request(opens):
@@ -98,10 +95,7 @@ def test_a_press_on_a_column_shows_its_step_and_opens_no_request(opens):
     tab.click(".steps [data-press=ArrowRight]")
     tab.click(".steps [data-press=ArrowLeft]")
     shown = tab.evaluate("nanobatch.player.step")
-    until(
-        tab,
-        f"document.querySelector('[data-step-title]').textContent.includes('step {shown + 1} ')",
-    )
+    shows(tab, "[data-step-title]", f"step {shown + 1} ")
 
 
 def test_the_price_of_a_step_adds_up_in_its_words(opens):
@@ -155,7 +149,7 @@ def test_a_press_on_a_timeline_opens_the_request_there(opens):
     tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
     until(tab, "nanobatch.player.chosen === 1")
     for words in ("fox and a lantern", "sha256"):
-        until(tab, f"document.querySelector('[data-request]').textContent.includes('{words}')")
+        shows(tab, "[data-request]", f"{words}")
     tab.click("[data-request] [aria-label='close this request']")
     until(tab, "document.querySelector('[data-request]').hidden")
     tab.evaluate("nanobatch.choose(1)")
@@ -181,45 +175,44 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
     assert (sum(map(int, paper[4:-1].split(","))) < 200) == (scheme == "dark")
 
 
-FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
-at_every_screen = pytest.mark.parametrize(
-    "viewport", SCREENS, ids=lambda size: "{width}x{height}".format(**size)
-)
+@pytest.fixture
+def plays(opens, tmp_path):
+    """Opens the page of these recordings."""
+
+    def opened(*recordings: dict, **how):
+        (tmp_path / "page.html").write_text(page.make(list(recordings)))
+        return opens(tmp_path / "page.html", **how)
+
+    return opened
 
 
-@at_every_screen
 @pytest.mark.parametrize("runs", [1, 2])
-def test_any_text_stays_in_its_row(opens, tmp_path, viewport, runs):
+def test_any_text_stays_in_its_row(plays, runs):
     """The demo model writes no line break. With a real model's answers, lines lay over the rows below
     and over the next heading."""
     run = recording([(f'"{text}"', 600) for text in TEXTS], burst=len(TEXTS), max_len=4096)
-    (tmp_path / "page.html").write_text(page.make([run] * runs))
-    tab = opens(tmp_path / "page.html", viewport=viewport)
+    tab = plays(*[run] * runs)
     until(tab, "nanobatch.player.now > 0")
     for part in (0.05, 0.2, 0.4, 0.7, 1.0):
         tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
-        tab.evaluate(FRAME)
-        in_place(tab, 60 * runs)
+        in_place_everywhere(tab, 60 * runs)
     tab.click("[data-every]")
     for number in range(1, len(TEXTS) + 1):
-        tab.evaluate(f"nanobatch.choose({number})")
-        until(tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'")
-        in_place(tab, 100 * runs)
+        choose(tab, number)
+        in_place_everywhere(tab, 100 * runs)
 
 
-@at_every_screen
-def test_any_text_stays_on_its_card_in_the_game(opens, viewport):
-    tab = opens(DEMO, viewport=viewport)
+def test_any_text_stays_on_its_card_in_the_game(opens):
+    tab = opens(DEMO)
     put = "(texts) => nanobatch.game.setup.wishes.forEach((wish, i) => (wish.text = texts[i % texts.length]))"
     tab.evaluate(put, TEXTS)
     tab.evaluate(  # without the wait
         "const { game } = nanobatch; game.deal(); while (game.hand.line.length < 20) game.hand.step(); game.draw()"
     )
-    in_place(tab, 200)
+    in_place_everywhere(tab, 200)
 
 
-@at_every_screen
-def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path, viewport):
+def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
     time = Clock()
     door = Door(Options(port=0)).start()
     with word_engine(time, time, max_len=4096) as engine:
@@ -232,21 +225,17 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path, viewport):
                 said = f'"{text}"'
                 prompt = Prompt(tuple(engine.text.ask(said)), said)
                 engine.submit(prompt, Sampling(max_tokens=600, ignore_eos=True))
-            tab = opens(f"{door.address}/", offline=False, viewport=viewport)
+            tab = opens(f"{door.address}/", offline=False)
             until(tab, "window.nanobatch")
             for steps in range(150, 1050, 150):
                 loop.step(150)
                 until(tab, f"nanobatch.player.lanes[0].steps.length === {steps}")
-                in_place(tab, 60)
+                in_place_everywhere(tab, 60)
             loop.resume()
             until(tab, f"nanobatch.player.lanes[0].figuresAt(1e9).answered === {len(TEXTS)}")
             for number in range(1, len(TEXTS) + 1):
-                tab.evaluate(f"nanobatch.choose({number})")
-                until(
-                    tab,
-                    f"document.querySelector('[data-request] .chip')?.textContent === '{number}'",
-                )
-                in_place(tab, 60)
+                choose(tab, number)
+                in_place_everywhere(tab, 60)
         door.close()
 
 
@@ -271,20 +260,17 @@ def told(published, tmp_path_factory) -> Path:
     return out
 
 
-@at_every_screen
-def test_a_published_models_answers_stay_in_their_rows(opens, told, viewport):
-    tab = opens(told, viewport=viewport)
+def test_a_published_models_answers_stay_in_their_rows(opens, told):
+    tab = opens(told)
     until(tab, "nanobatch.player.now > 0")
     broken = 0
     for part in (0.1, 0.3, 0.5, 0.7, 1.0):
         tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
-        tab.evaluate(FRAME)
-        in_place(tab, 50)
+        in_place_everywhere(tab, 50)
         broken += tab.inner_text(".slots").count("¶")
     for number in range(1, ASKED.count("\n")):
-        tab.evaluate(f"nanobatch.choose({number})")
-        until(tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'")
-        in_place(tab, 50)
+        choose(tab, number)
+        in_place_everywhere(tab, 50)
         broken += tab.inner_text("[data-request] .answer").count("\n")
     assert broken > 20, "its answers have no line breaks any more"
 
@@ -292,18 +278,12 @@ def test_a_published_models_answers_stay_in_their_rows(opens, told, viewport):
 def test_a_published_models_answers_stay_in_their_rows_of_a_servers_page(opens, published):
     with Server("--model", str(published), "--slots", "4", "--max-len", "512") as server:
         tab = opens(f"{server.address}/", offline=False)
-        until(tab, "document.querySelector('[data-status]').textContent.includes('Nothing runs')")
+        shows(tab, "[data-status]", "Nothing runs")
         for number, prompt in enumerate(ASKED.splitlines()[1:], start=1):
             server.chat(prompt, max_tokens=60, temperature=0)
             until(tab, f"nanobatch.player.lanes[0].figuresAt(1e9).answered === {number}")
-            tab.evaluate(f"nanobatch.choose({number})")
-            until(
-                tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'"
-            )
-            for viewport in SCREENS:
-                tab.set_viewport_size(viewport)
-                tab.evaluate(FRAME)
-                in_place(tab, 30)
+            choose(tab, number)
+            in_place_everywhere(tab, 30)
         assert tab.inner_text(".slots").count("¶") > 3
 
 
@@ -329,10 +309,9 @@ def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     assert not tab.evaluate("nanobatch.player.playing")
 
 
-def test_a_few_requests_are_listed_until_all_are_asked_for(opens, tmp_path):
+def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
     """Of a recording of more than 40 the first ones were never listed."""
-    (tmp_path / "page.html").write_text(page.make([recording(burst=45)]))
-    tab = opens(tmp_path / "page.html", viewport=PHONE, reduced_motion="reduce")
+    tab = plays(recording(burst=45), viewport=PHONE, reduced_motion="reduce")
     rows = tab.locator("[data-requests] li")
     until(tab, "!document.querySelector('[data-every]').hidden")
     assert rows.count() == 6
@@ -401,18 +380,13 @@ def test_without_scripts_a_sentence_says_what_would_be_there(opens):
     assert "What eight requests cost" in tab.inner_text("body")
 
 
-def test_hostile_texts_are_shown_and_do_nothing(opens, tmp_path):
-    (tmp_path / "page.html").write_text(
-        page.make([recording([(prompt, 40) for prompt in HOSTILE], burst=4)])
-    )
-    tab = opens(tmp_path / "page.html")
+def test_hostile_texts_are_shown_and_do_nothing(plays):
+    tab = plays(recording([(prompt, 40) for prompt in HOSTILE], burst=4))
     tab.evaluate("nanobatch.player.goTo(99)")
     for number, prompt in enumerate(HOSTILE, start=1):
-        tab.evaluate(f"nanobatch.choose({number})")
-        until(
-            tab,
-            f"document.querySelector('[data-request] .answer')?.textContent === {json.dumps(prompt.split(chr(34))[1])}",
-        )
+        choose(tab, number)
+        answer = "document.querySelector('[data-request] .answer').textContent"
+        until(tab, f"{answer} === {json.dumps(prompt.split(chr(34))[1])}")
     assert tab.evaluate("document.querySelectorAll('img, iframe').length") == 0
     kinds = tab.evaluate(
         "[...document.querySelectorAll('bdi')].map(e => getComputedStyle(e).unicodeBidi)"
@@ -460,24 +434,23 @@ def with_python_from(address: str, folder: Path) -> Path:
 def test_the_scheduler_runs_in_the_page_and_its_lines_can_be_changed(opens, files, tmp_path):
     tab = opens(with_python_from(files(PYODIDE), tmp_path), offline=False)
     tab.click("[data-lab-load]")
-    status = "document.querySelector('[data-lab-status]').textContent"
-    until(tab, f"{status}.includes('step')")
+    shows(tab, "[data-lab-status]", "step")
     first = tab.inner_text("[data-lab-runs] tr >> nth=0").split("\t")
     recorded = page.read(str(DEMO))["runs"][1]
     assert first[0] == "continuous" and first[5] == str(len(recorded["steps"]))
     tab.select_option("[name=policy]", "static")
-    until(tab, f"{status}.startsWith('950 steps')")
+    shows(tab, "[data-lab-status]", "950 steps")
     tab.select_option("[name=policy]", "mine")
     text = tab.input_value("[name=lines]")
     wrong = "free if fre >= 2"
     tab.fill("[name=lines]", text.replace("free if free >= 2", wrong))
-    error = "document.querySelector('[data-lab-error]').textContent"
-    until(tab, f"{error}.includes(': NameError')")
+    error = "[data-lab-error]"
+    shows(tab, error, ": NameError")
     assert wrong in tab.inner_text("[data-lab-where]")
     tab.fill("[name=lines]", text.replace("    return iter(", "    while True: pass\n    iter(", 1))
-    until(tab, f"{error}.includes('was stopped')")
+    shows(tab, error, "was stopped")
     tab.click("[data-lab-reset]")
-    until(tab, f"{error} === ''")
+    until(tab, "!document.querySelector('[data-lab-error]').textContent")
 
 
 def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp_path):
@@ -485,8 +458,7 @@ def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp
     (tmp_path / "served" / "pyodide.mjs").write_text("alert(1)")
     tab = opens(with_python_from(files(str(tmp_path / "served")), tmp_path), offline=False)
     tab.click("[data-lab-load]")
-    status = "document.querySelector('[data-lab-status]').textContent"
-    until(tab, f"{status}.includes('Python could not be loaded')")
+    shows(tab, "[data-lab-status]", "Python could not be loaded")
     assert any("integrity" in text for text in tab.said)
     tab.said.clear()
 
@@ -494,8 +466,7 @@ def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp
 def test_without_a_network_the_page_says_that_python_needs_one(opens):
     tab = opens(DEMO)
     tab.click("[data-lab-load]")
-    status = "document.querySelector('[data-lab-status]').textContent"
-    until(tab, f"{status}.includes('needs a network')")
+    shows(tab, "[data-lab-status]", "needs a network")
     tab.said.clear()  # the browser's own line about it
     tab.evaluate("nanobatch.player.goTo(0.2)")
     assert tab.evaluate("nanobatch.player.now") == pytest.approx(0.2)
@@ -536,14 +507,11 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
 def test_a_servers_own_page_shows_what_it_does(opens):
     with Server() as server:
         tab = opens(f"{server.address}/", offline=False)
-        until(tab, "document.querySelector('[data-status]').textContent.includes('Nothing runs')")
+        shows(tab, "[data-status]", "Nothing runs")
         server.chat("Count from 3 to 7.", max_tokens=40)
-        until(tab, "document.querySelector('.answers .text').textContent.includes('3, 4, 5, 6, 7')")
-        until(tab, "document.querySelector('.figures').textContent.includes('1 answered')")
-        until(
-            tab,
-            "document.querySelector('[data-status]').textContent.includes('1 request answered')",
-        )
+        shows(tab, ".answers .text", "3, 4, 5, 6, 7")
+        shows(tab, ".figures", "1 answered")
+        shows(tab, "[data-status]", "1 request answered")
 
 
 def test_a_page_from_another_port_reads_nothing_of_what_a_server_is_asked(opens, files, tmp_path):
@@ -567,15 +535,15 @@ def test_a_typed_key_opens_a_servers_page_and_stays_out_of_the_address(opens):
         tab.on("request", lambda request: asked.append(request.url))
         tab.fill("[data-key]", "wrong")
         tab.keyboard.press("Enter")
-        until(tab, "document.querySelector('[data-status]').textContent.includes('not take')")
+        shows(tab, "[data-status]", "not take")
         tab.fill("[data-key]", "hush")  # with it one may ask, and not read what others ask
         tab.keyboard.press("Enter")
-        until(tab, "document.querySelector('[data-status]').textContent.includes('not shown')")
+        shows(tab, "[data-status]", "not shown")
         assert tab.is_visible("[data-key]")
         tab.fill("[data-key]", "eye")
         tab.keyboard.press("Enter")
         until(tab, "!document.querySelector('[data-status]').textContent.includes('not shown')")
-        until(tab, "document.querySelector('[data-status]').textContent.includes('demo')")
+        shows(tab, "[data-status]", "demo")
         assert not tab.is_visible("[data-key]")
         assert asked and not [url for url in asked if url != f"{server.address}/watch"]
         tab.said.clear()  # the browser's own lines about 401

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from browsers import PHONE, SCREENS, in_place, needs_browser, until
+from browsers import PHONE, in_place_everywhere, needs_browser, shows, until
 from parrot import Parrot
 from recordings import HOSTILE, TEXTS
 
@@ -71,6 +71,13 @@ def say(tab, question: str, waits: bool = True) -> None:
     part(tab, "box").press("Enter")
     if waits:
         until(tab, STOPPED)
+
+
+def say_at_length(tab, parrot: Parrot) -> None:
+    """A question whose answer comes slowly, until the answer has begun."""
+    parrot.loop.slow = 80  # steps a second
+    say(tab, "say: " + "on and on " * 300, waits=False)
+    until(tab, "document.querySelector('.turn:last-child > .reply').textContent.length > 20")
 
 
 def sent(tab) -> list[dict]:
@@ -137,9 +144,7 @@ def test_a_question_that_is_asked_meanwhile_waits_for_the_answer_above(talks, pa
     """Enter did nothing, and did not say so."""
     parrot = parrots()
     tab = talks(parrot)
-    parrot.loop.slow = 80  # steps a second
-    say(tab, "say: " + "on and on " * 300, waits=False)
-    until(tab, "document.querySelector('.turn > .reply').textContent.length > 20")
+    say_at_length(tab, parrot)
     say(tab, "say: one", waits=False)
     say(tab, "more", waits=False)
     part(tab, "box").fill("half of a")
@@ -162,9 +167,7 @@ def test_a_reload_brings_the_conversation_back_in_its_own_tab(talks, parrots):
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
     say(tab, "say: <think>Easy.</think>**one**")
     say(other, "say: another")
-    parrot.loop.slow = 80  # steps a second
-    say(tab, "say: " + "on and on " * 300, waits=False)
-    until(tab, "document.querySelector('.turn:last-child > .reply').textContent.length > 20")
+    say_at_length(tab, parrot)
     say(tab, "say: two", waits=False)
     tab.reload()
     parrot.loop.slow = 0.0
@@ -229,9 +232,7 @@ def test_a_question_is_asked_again_and_a_new_conversation_knows_nothing(talks):
 def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(talks, parrots):
     parrot = parrots()
     tab = talks(parrot)
-    parrot.loop.slow = 80  # steps a second
-    say(tab, "say: " + "on and on " * 300, waits=False)
-    until(tab, "document.querySelector('.turn > .reply').textContent.length > 20")
+    say_at_length(tab, parrot)
     part(tab, "box").press("Escape")
     until(tab, STOPPED)
     parrot.loop.slow = 0.0
@@ -265,9 +266,9 @@ def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
     for _ in range(50):
         parrot.engine.submit("one", Sampling(max_tokens=2))
     tab = talks(parrot)
-    until(tab, "document.querySelector('.queue')?.textContent.startsWith('50 in line')")
+    shows(tab, ".queue", "50 in line")
     parrot.loop.resume()
-    until(tab, "document.querySelector('.queue').textContent === 'nobody in line'")
+    shows(tab, ".queue", "nobody in line")
 
 
 def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, parrots):
@@ -311,11 +312,11 @@ def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
     assert "API key" in tab.inner_text("[data-status]") or "key" in part(tab, "note").inner_text()
     assert part(tab, "box").input_value() == "say: hello"
     give("hush")
-    until(tab, "document.querySelector('.turn .facts')?.textContent.startsWith('read')")
+    shows(tab, ".turn .facts", "read")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
-    tab.reload()  # which keeps what was said
-    until(tab, "document.querySelector('.turn')")
+    tab.reload()  # which keeps what was said, and no key
+    until(tab, f"!{form}")
     kept = tab.evaluate("JSON.stringify(sessionStorage)")
     assert "hello" in kept and "hush" not in kept and "eye" not in kept
     tab.said.clear()  # the browser's own lines about 401
@@ -396,9 +397,7 @@ def test_any_answer_stays_in_its_place_on_any_screen(talks):
     tab = talks()
     for text in TEXTS:
         hear(tab, text + "\n\n```\n" + text, thought=text[:200])
-    for viewport in SCREENS:
-        tab.set_viewport_size(viewport)
-        in_place(tab, 50)
+    in_place_everywhere(tab, 50)
     wide = "[...document.querySelectorAll('.reply')].filter((e) => e.getBoundingClientRect().right > innerWidth).length"
     assert tab.evaluate(wide) == 0
 

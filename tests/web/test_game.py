@@ -1,23 +1,18 @@
 """The game: a hand that can be played, better than sched.py plays it, and a score that is no clock's."""
 
-import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browsers import in_node, needs_node
 
 from docs.make import page
 from policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 SETUP = page.game_of(page.read(str(ROOT / "docs" / "index.html")))
-NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 PLAYS = """
-import { Hand, scoreText } from "%s/web/game.js";
-import { BLOCKED } from "%s/web/recording.js";
-import { readFileSync } from "node:fs";
-const setup = JSON.parse(readFileSync(process.argv[2], "utf8"));
+import { Hand, scoreText } from "./game.js";
+import { BLOCKED } from "./recording.js";
 const words = [/story/, /alphabet|Count|slot|batch/, /./];
 const ranks = {
   asTheyCome: () => 0,
@@ -25,7 +20,7 @@ const ranks = {
 };
 const out = {};
 for (const [name, rank] of Object.entries(ranks)) {
-  const hand = new Hand(setup);
+  const hand = new Hand(asked);
   hand.cut = 256;
   let most = 0;
   hand.step(); // nobody is admitted yet
@@ -42,19 +37,13 @@ for (const [name, rank] of Object.entries(ranks)) {
   const text = scoreText([{ policy: "you", ...hand.figures }], address);
   out[name] = { ...hand.figures, tokens, answered, most, open, text };
 }
-console.log(JSON.stringify(out));
+tell(out);
 """
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("game")
-    (folder / "setup.json").write_text(json.dumps(SETUP))
-    (folder / "plays.mjs").write_text(PLAYS % (ROOT, ROOT))
-    command = ["node", str(folder / "plays.mjs"), str(folder / "setup.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert not said.returncode, said.stderr
-    return json.loads(said.stdout)
+def played() -> dict:
+    return in_node(PLAYS, SETUP)
 
 
 def test_every_policy_has_played_the_hand():
@@ -65,14 +54,14 @@ def test_every_policy_has_played_the_hand():
     assert sum("long text" in wish["text"] for wish in SETUP["wishes"]) == 4
 
 
-@NODE
+@needs_node
 def test_the_game_gives_each_request_its_tokens_and_no_slot_to_two(played):
     tokens = sum(wish["tokens"] for wish in SETUP["wishes"])
     for hand in played.values():
         assert hand["answered"] == 24 and hand["tokens"] == tokens and 6 <= hand["most"] <= 8
 
 
-@NODE
+@needs_node
 def test_first_come_first_served_by_hand_takes_about_as_long_as_continuous(played):
     """So the game is played by the rules that the scheduler has."""
     continuous = SETUP["runs"][0]
@@ -80,19 +69,19 @@ def test_first_come_first_served_by_hand_takes_about_as_long_as_continuous(playe
     assert played["asTheyCome"]["useful"] == pytest.approx(continuous["useful"], rel=0.05)
 
 
-@NODE
+@needs_node
 def test_who_reads_the_prompts_beats_every_policy(played):
     """The page says so: the scheduler counts tokens, and a visitor can read."""
     assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
 
 
-@NODE
+@needs_node
 def test_time_in_which_all_slots_are_free_and_requests_wait_is_drawn_as_waste(played):
     """The page promises red there, and it was blank."""
     assert [hand["open"] for hand in played.values()] == [8, 8]
 
 
-@NODE
+@needs_node
 def test_a_score_can_be_pasted(played):
     text = played["byWords"]["text"]
     assert text.startswith("nanobatch, be the scheduler: 24 prompts, 8 slots\nyou ")

@@ -1,19 +1,14 @@
 """The page that a server sends: nothing of the server's is in it, and it rebuilds what `/watch` tells."""
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from browsers import in_node, needs_node
 from doors import Server
 
 from door import page, wire
 from door.journal import DoorView
 from nanobatch import Sampling
-
-ROOT = Path(__file__).parents[2]
-NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 
 
 def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
@@ -40,10 +35,8 @@ def test_the_key_goes_into_a_header_and_never_into_an_address():
 
 
 TAKES = """
-import { LiveLane, eventsOf } from "%s/web/live.js";
-import { fateInWords } from "%s/web/words.js";
-import { readFileSync } from "node:fs";
-const asked = JSON.parse(readFileSync(process.argv[2], "utf8"));
+import { LiveLane, eventsOf } from "./live.js";
+import { fateInWords } from "./words.js";
 const live = new LiveLane(asked.shape, asked.bounds);
 const texts = [];
 const waiting = [];
@@ -67,20 +60,14 @@ const fates = [...lane.requests.values()].map((r) => fateInWords(lane, r));
 const figures = lane.figuresAt(lane.end);
 const tokens = lane.steps.reduce((sum, step) => sum + step.tokens, 0);
 const ascending = lane.began.every((began, i) => began >= (lane.ended[i - 1] ?? 0) - 1e-9);
-console.log(JSON.stringify({ texts, waiting, fates, events, steps: lane.steps.length, tokens, figures, ascending }));
+tell({ texts, waiting, fates, events, steps: lane.steps.length, tokens, figures, ascending });
 """
 
 
-def play(tmp_path: Path, frames: list[str], **bounds: int) -> dict:
+def play(frames: list[str], **bounds: int) -> dict:
     shape = page.SHAPE | {"protocol": wire.PROTOCOL}
     told = [json.loads(frame) for frame in frames]
-    asked = json.dumps({"shape": shape, "frames": told, "bounds": bounds})
-    (tmp_path / "asked.json").write_text(asked)
-    (tmp_path / "takes.mjs").write_text(TAKES % (ROOT, ROOT))
-    command = ["node", str(tmp_path / "takes.mjs"), str(tmp_path / "asked.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert not said.returncode, said.stderr
-    return json.loads(said.stdout)
+    return in_node(TAKES, {"shape": shape, "frames": told, "bounds": bounds})
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
@@ -101,12 +88,12 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
     return frames, told, lines
 
 
-@NODE
+@needs_node
 @pytest.mark.parametrize("begin", [0, 25])
-def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
+def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
     """Also if it comes to the server in the middle of answers."""
     frames, told, lines = frames_of(engine, True, begin)
-    played = play(tmp_path, frames)
+    played = play(frames)
     compared = 0
     for got, sent in zip(played["texts"], told, strict=True):
         known = dict(map(tuple, got))
@@ -118,11 +105,11 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
     assert played["waiting"] == lines
 
 
-@NODE
-def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine, tmp_path):
+@needs_node
+def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine):
     """A request whose admission was forgotten stood in line again, and was said never to have had a slot."""
     frames, told, lines = frames_of(engine, True)
-    played = play(tmp_path, frames, most=40, kept=15)
+    played = play(frames, most=40, kept=15)
     assert 15 <= played["steps"] <= 41 and played["ascending"]
     assert played["waiting"] == lines and max(lines) == 5
     assert played["fates"][-1].startswith("It had its slot before")
@@ -134,16 +121,16 @@ def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine, tmp_path):
     assert compared > 100
 
 
-@NODE
-def test_a_page_that_may_not_read_shows_figures(engine, tmp_path):
+@needs_node
+def test_a_page_that_may_not_read_shows_figures(engine):
     frames, *_ = frames_of(engine, False)
-    played = play(tmp_path, frames)
+    played = play(frames)
     assert played["tokens"] == 300 and played["steps"] > 60
     assert not any(text for texts in played["texts"] for _, text in texts)
 
 
-@NODE
-def test_a_stream_is_read_wherever_it_is_cut(engine, tmp_path):
-    played = play(tmp_path, frames_of(engine, True)[0][:1])
+@needs_node
+def test_a_stream_is_read_wherever_it_is_cut(engine):
+    played = play(frames_of(engine, True)[0][:1])
     assert [event["event"] for event in played["events"]] == ["hello", "message"]
     assert [event["data"] for event in played["events"]] == [{"a": 1}, [2]]

@@ -3,15 +3,14 @@
 import json
 import random
 import re
-import shutil
 import struct
-import subprocess
 import unicodedata
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browsers import in_node, needs_node
 from recordings import HOSTILE, recording
 from stage import Stage
 
@@ -24,7 +23,6 @@ from screen.pages import race
 
 ROOT = Path(__file__).parents[2]
 UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
-NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 
 
 class Elements(HTMLParser):
@@ -291,11 +289,9 @@ def test_the_words_of_a_recording_are_no_markup():
 
 
 PLAYS = """
-import { lanesOf } from "%s/web/recording.js";
-import { planInWords } from "%s/web/words.js";
-import { readFileSync } from "node:fs";
-const recording = JSON.parse(readFileSync(process.argv[2], "utf8"));
-const out = lanesOf(recording).map((lane) => ({
+import { lanesOf } from "./recording.js";
+import { planInWords } from "./words.js";
+const out = lanesOf(asked).map((lane) => ({
   figures: lane.figuresAt(lane.end),
   half: lane.figuresAt(lane.end / 2),
   texts: [...lane.requests.values()].map((r) => lane.textAt(r, lane.end)),
@@ -303,26 +299,20 @@ const out = lanesOf(recording).map((lane) => ({
   first: lane.firstToken(1),
   words: lane.steps.map((step, i) => planInWords(lane, i).length),
 }));
-console.log(JSON.stringify(out));
+tell(out);
 """
 
 
-@NODE
-def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
+@needs_node
+def test_the_player_says_of_a_run_what_the_screen_says():
     """Its figures are those of `screen/runs.py`, and at the end each answer is there, whole."""
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()
     run = record.record(stage.state, {}, lambda request: ())
-    (tmp_path / "run.json").write_text(record.as_text(run))
-    (tmp_path / "plays.mjs").write_text(PLAYS % (ROOT, ROOT))
-    command = ["node", str(tmp_path / "plays.mjs"), str(tmp_path / "run.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert not said.returncode, said.stderr
+    lanes = in_node(PLAYS, json.loads(record.as_text(run)))
     texts = [r.text for r in stage.state.requests.values()][:12]
-    for lane, measured in zip(
-        json.loads(said.stdout), race.shown_in(stage.state).last.runs, strict=True
-    ):
+    for lane, measured in zip(lanes, race.shown_in(stage.state).last.runs, strict=True):
         steps, _, _, _, useful, _ = measured.figures
         assert f"{lane['figures']['steps']:,}" == steps
         assert f"{100 * lane['figures']['useful']:.0f} %" == useful
@@ -333,30 +323,24 @@ def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
 
 
 LINES = """
-import { endOf, inOneLine, shorten } from "%s/web/words.js";
-import { readFileSync } from "node:fs";
-const { signs, families } = JSON.parse(readFileSync(process.argv[2], "utf8"));
+import { endOf, inOneLine, shorten } from "./words.js";
+const { signs, families } = asked;
 const cuts = [];
 for (let most = 1; most < families.length; most++) cuts.push(shorten(families, most), endOf(families, most));
 const halves = cuts.filter((cut) => /[\\ud800-\\udfff]/u.test(cut));
-console.log(JSON.stringify({ lines: signs.map(inOneLine), cuts: cuts.length, halves }));
+tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 """
 
 
-@NODE
-def test_the_page_draws_in_a_line_what_the_terminal_draws(tmp_path):
+@needs_node
+def test_the_page_draws_in_a_line_what_the_terminal_draws():
     """What draws nothing, or turns what stands beside it, is seen. The page has no ␊ and no ␛, which most
     fonts of a browser draw as a box, and a terminal's do not."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]
     signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # as in an emoji
     assert len(signs) > 200
-    (tmp_path / "asked.json").write_text(json.dumps({"signs": signs, "families": "👩‍👩‍👧‍👦🇨🇭" * 9}))
-    (tmp_path / "lines.mjs").write_text(LINES % ROOT)
-    command = ["node", str(tmp_path / "lines.mjs"), str(tmp_path / "asked.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert not said.returncode, said.stderr
-    drawn = json.loads(said.stdout)
+    drawn = in_node(LINES, {"signs": signs, "families": "👩‍👩‍👧‍👦🇨🇭" * 9})
     code = lambda found: f"<U+{ord(found[0]) - 0x2400:04X}>"  # noqa: E731
     shown = [re.sub("[␀-␟]", code, clean(sign)).replace("␡", "<U+007F>") for sign in signs]
     assert drawn["lines"] == [line.replace("\n", "¶") for line in shown]
