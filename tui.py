@@ -248,7 +248,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
 
     def ids(request: RequestView) -> Sequence[int]:
         is_ours = engine and isinstance(request.origin, Ask)
-        found = engine.text.ask(request.origin.prompt) if is_ours else ()
+        found = engine.text.ask(request.prompt) if is_ours else ()
         # In a conversation, more was read than the question
         return found if len(found) == request.metrics.prompt_tokens else ()
 

@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -166,7 +165,6 @@ class Screen(App):
         self._looks = 0
         self._faults = 0  # of the faults and the tracebacks, so many were told
         self._told = 0
-        self._warned: list[float] = []  # the times of the warnings in sight
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
@@ -307,10 +305,8 @@ class Screen(App):
         itself what went wrong, and sometimes that was meant."""
         if self.strip:
             return
-        now = time.monotonic()
-        self._warned = [told for told in self._warned if now - told < self.NOTIFICATION_TIMEOUT]
         self._untold += messages
-        room = WARNINGS - len(self._warned)
+        room = WARNINGS - len(self._notifications)
         if not self._untold or room < 1:
             return
         if len(self._untold) > room:
@@ -318,7 +314,6 @@ class Screen(App):
             self._untold = [f"{self._untold[-1]} (and {others})"]
         for message in self._untold:
             self.notify(message, severity="error", markup=False)
-            self._warned.append(now)
         self._untold = []
 
     def paint(self, but: Sequence[str] = ()) -> None:

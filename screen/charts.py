@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle, pairwise
 
 from rich.cells import cell_len
@@ -25,7 +25,7 @@ from policies import POLICIES
 from screen.ink import HUES, Pen, count, number, span, style, wrap
 from screen.paper import Paper
 from screen.state import State
-from screen.timeline import during
+from screen.timeline import Column, spread
 
 # Characters: the numbers at the left. Charts of the same time then begin in the same column.
 SCALE = 5
@@ -69,12 +69,13 @@ def stretch(state: State) -> tuple[float, float]:
     return max(state.history[state.first].began, last - 10), last
 
 
-def edges_of(state: State, on: Paper) -> list[float]:
-    """The moments at which the columns of a chart begin, and the end of the last one."""
+def rates_of(state: State, on: Paper, part: Callable[[Column], float]) -> list[float]:
+    """A part of the steps, for each column of a chart: so much a second."""
     bins = on.width - SCALE - 2
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
-    return [began + i * tick for i in range(bins + 1)]
+    edges = [began + i * tick for i in range(bins + 1)]
+    return [spread(state.history, *ends, part) / tick for ends in pairwise(edges)]
 
 
 def ends_of(began: float, last: float) -> tuple[str, str]:
@@ -85,10 +86,7 @@ def ends_of(began: float, last: float) -> tuple[str, str]:
 
 def draw_rate(state: State, on: Paper) -> None:
     """Tokens a second."""
-    edges = edges_of(state, on)
-    totals = [state.delivered(moment) for moment in edges]
-    tick = edges[1] - edges[0]
-    values = [(after - before) / tick for before, after in pairwise(totals)]
+    values = rates_of(state, on, lambda column: column.tokens)
     on.heading(state.titled("tokens/s"), f"peak {max(values):,.0f}")
     draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(*stretch(state)))
 
@@ -96,23 +94,11 @@ def draw_rate(state: State, on: Paper) -> None:
 def draw_batch(state: State, on: Paper) -> None:
     """How many of the slots did useful work, over the same time as the tokens a second."""
     slots = len(state.view.engine.slots)
-    edges = edges_of(state, on)
+    values = rates_of(state, on, lambda column: column.useful * (column.ended - column.began))
     _, last = stretch(state)
-    values = []
-    for began, ended in pairwise(edges):
-        values.append(worked(state, began, min(ended, last)) / (ended - began))
     mean = f"mean {sum(values) / len(values):.1f} " if last else ""
     on.heading(state.titled("batch size"), f"{mean}of {slots} slots")
     draw_area(on, values, slots, HUES[1], ends_of(*stretch(state)))
-
-
-def worked(state: State, began: float, ended: float) -> float:
-    """Slots × seconds of useful work between two moments."""
-    done = 0.0
-    for column in during(state.history, began, ended):
-        seconds = min(column.ended, ended) - max(column.began, began)
-        done += seconds * column.useful
-    return done
 
 
 def cost_of(seconds: Iterable[float]) -> float:

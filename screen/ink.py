@@ -198,7 +198,8 @@ class Pen:
         """One cell of an upright bar, so many lines high; `row` counts the lines from
         below. None draws nothing, and a small number is not drawn as nothing."""
         least = int(row == 0 and height is not None)
-        eighths = max(least, min(8, round(8 * ((height or 0.0) - row))))
+        # A tie goes up, whatever the last bit of the sum
+        eighths = max(least, min(8, round(8 * ((height or 0.0) - row) + 1e-6)))
         return self.put(EIGHTHS[max(0, eighths)], style(hue, hue) if eighths == 8 else hue)
 
 

@@ -28,12 +28,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView, percentile
-from parts.clock import LEAST, Prices, guesses_by_request, guest_of, is_cut_short, replayed
-from parts.replay import Guest, Ran
+from parts.clock import LEAST, Prices, guesses_by_request, guest_of, is_cut_short
+from parts.replay import Guest
 from policies import POLICIES
-from sched import Request
 from screen.ink import DECODE, GHOST, PREFILL, listed, span
-from screen.runs import on_clock
+from screen.runs import on_clock, simulated
 from screen.timeline import Column, during
 
 # The parts of a life, in the order of the drawing
@@ -276,20 +275,24 @@ def outcomes(
     most_halt = 2 * len(halting) > len(columns)
     # Elsewhere a request with an early end goes on up to the same number of tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
-    alone = replayed(limits, [guest_of(whole, lambda at: 0.0, guesses)], request.policy, prices)
+    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, guesses)], request.policy, prices)
     arrived = moment(request.arrived)
-    out = [measured(request, columns), followed("alone", request, alone, 0.0)]
+    came = next_plan(columns, request.arrived)
+    real = outcome("measured", request, columns, request.arrived, came)
+    life = real.life if request.ended is None else request.ended - request.arrived
+    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, life=life)
+    out = [real, outcome("alone", request, alone, 0.0)]
     for policy in POLICIES:
-        came = 0
+        first = 0
         if policy == request.policy:
-            came = next_plan(columns, request.arrived)
+            first = came
             guests = by_steps(company, columns, moment, guesses)
-            steps = replayed(limits, guests, policy, prices, by_steps=True, halting=halting)
+            steps = simulated(limits, guests, policy, prices, by_steps=True, halting=halting)
         else:
             others = [whole if r.id == request.id else r for r in company]
             guests = [guest_of(r, moment, guesses) for r in others]
-            steps = replayed(limits, guests, policy, prices, run_ahead=not most_halt)
-        out.append(followed(policy, request, steps, arrived, came))
+            steps = simulated(limits, guests, policy, prices, run_ahead=not most_halt)
+        out.append(outcome(policy, request, steps, arrived, first))
     return out
 
 
@@ -366,62 +369,32 @@ def halts_of(columns: Sequence[Column]) -> set[int]:
     return late
 
 
-def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
-    """The real outcome."""
-    kinds = {}
-    for i, column in enumerate(columns):
-        kind, owner = column.cells[request.slot]
-        if owner == request.id:
-            kinds[i] = kind
-    reads = [i for i, kind in kinds.items() if kind == PREFILL]
-    if not reads:
-        raise ValueError("its steps are not remembered any more")
-    admitted = min(kinds)
-    first = max(reads)
-    last = max(i for i, kind in kinds.items() if kind in (PREFILL, DECODE))
-    came = next_plan(columns, request.arrived)
-    return Outcome(
-        "measured",
-        steps=(admitted + 1 - came, first + 1 - admitted, last - first),
-        line=request.metrics.queued_s,
-        ttft=request.metrics.ttft_s,
-        life=(request.ended or columns[last].ended) - request.arrived,
-    )
-
-
-def followed(
-    name: str,
-    request: RequestView,
-    steps: Iterable[Ran],
-    arrived: float,
-    came: int = 0,
+def outcome(
+    name: str, request: RequestView, steps: Iterable[Column], arrived: float, came: int = 0
 ) -> Outcome:
-    """One request in a replay, up to its end. `came`: the first step after the arrival; 0: the
-    clock tells."""
-    mine: Request | None = None
-    line = ttft = 0.0
-    admitted = first = last = said = 0
-    for number, (plan, _, ended, *_) in enumerate(steps, 1):
-        if not came and plan.at >= arrived:
+    """One request in a run, up to its end. `came`: the first step after the arrival; 0: the clock
+    tells."""
+    admitted = first = last = 0
+    line = ttft = life = 0.0
+    for number, column in enumerate(steps, 1):
+        if not came and column.view.began >= arrived:
             came = number
-        for one in plan.admitted:
-            if one.id == request.id:
-                mine = one
-                admitted = number
-                line = max(0.0, plan.at - arrived)
-        for chunk in plan.chunks:
-            if chunk.request is mine and chunk.emits:
-                first = number
-                ttft = ended - arrived
-        if mine and mine.committed > said:
-            said = mine.committed
+        kind = next((kind for kind, owner in column.cells if owner == request.id), None)
+        if kind is not None and not admitted:
+            admitted = number
+            line = max(0.0, column.view.began - arrived)
+        if kind == PREFILL:
+            first = number
+            ttft = column.ended - arrived
+        if kind in (PREFILL, DECODE):
             last = number
-        if mine and mine.finish_reason:
+            life = column.ended - arrived
+        elif last and kind in (None, GHOST):
             break
-    if mine is None or mine.finish_reason is None:
-        raise ValueError("a replay ended before it")
+    if not first:
+        raise ValueError("its steps are not remembered any more")
     counts = (admitted - came, first + 1 - admitted, last - first)
-    return Outcome(name, counts, line, ttft, mine.ended - arrived)
+    return Outcome(name, counts, line, ttft, life)
 
 
 # --- the slowest, and the others

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from rich.cells import cell_len
@@ -408,30 +409,22 @@ def draw_streams(state: State, on: Paper) -> None:
 def draw_loading(state: State, on: Paper) -> None:
     """The stages of loading; or the fault, and the remedy."""
     view = state.view
-    indent = " " * max(2, (on.width - 70) // 2)
-    room = on.width - 2 * len(indent) - 2
-
-    def say(words: str, hue: str, first: str = "", bold: bool = False, do: str = "") -> None:
-        mark = first
-        for part in wrap(words, room):
-            on.pen().put(f"{indent}{mark}{part}", hue, bold, do)
-            mark = " " * len(first)
-
-    say("nanobatch", on.text, bold=True)
+    indent = max(2, (on.width - 70) // 2)
+    say = partial(on.say, indent=indent)
+    say("nanobatch", bold=True)
     say("watch an LLM serving engine work\n", on.muted)
     *before, last = view.done or ("starting",)
     for stage in before:
-        say(stage, on.muted, "✓ ")
-    say(last, on.text, "✗ " if view.stage == "failed" else "… ")
+        say(f"✓ {stage}", on.muted)
+    say(f"{'✗' if view.stage == 'failed' else '…'} {last}")
     if view.error:
         say(f"\n{view.error}", on.bad, bold=True)
     else:
-        if state.waiting:
-            say("", on.text)
+        on.lines += [[]] * bool(state.waiting)
         for line in state.waiting[-WAITING:]:
-            say(f"{shorten(line, room - 22)}  waits for the model", on.accent, "  ")
-        if state.printed:
-            say(state.printed, on.muted, "  ")
+            words = shorten(line, on.width - 2 * indent - 24)
+            say(f"  {words}  waits for the model", on.accent)
+        say(state.printed and f"  {state.printed}", on.muted)
         if view.door:
             say(f"\n{view.door.address}/v1 is open, and answers 503 until then", on.muted)
     say("\nq quits", on.muted, do="quit")
@@ -450,21 +443,23 @@ def draw_mark(state: State, on: Paper) -> None:
 def draw_settings(state: State, on: Paper) -> None:
     """How the next prompt is fired; before the first, the key for the box. For a while after
     a key, the key's effect."""
-    settings = state.settings
-    first = "" if state.has_typed else "press i to type"
-    seed = "–" if settings.seed is None else settings.seed
-    parts = [f"temp {settings.temperature:g}", f"max {settings.max_tokens:,} tok", f"seed {seed}"]
     if state.said:
-        first = shorten(state.said, on.width - 2)
-        parts = []
-    left = on.width - 2 - cell_len(first)
-    words = ""  # as many parts as there is room for
-    for part in parts:
-        blank = " · " if first or words else ""
-        left -= cell_len(blank + part)
-        if left < 0:
+        words = shorten(state.said, on.width - 2)
+        on.pen().to(on.width - 1 - cell_len(words)).put(words, on.accent, do="settings")
+        return
+    settings = state.settings
+    seed = "–" if settings.seed is None else settings.seed
+    first = "" if state.has_typed else "press i to type"
+    words = first
+    for part in (
+        f"temp {settings.temperature:g}",
+        f"max {settings.max_tokens:,} tok",
+        f"seed {seed}",
+    ):
+        longer = f"{words} · {part}" if words else part
+        if cell_len(longer) > on.width - 2:
             break
-        words += blank + part
-    pen = on.pen().to(on.width - 1 - cell_len(first + words))
-    pen.put(first, on.accent, not state.said, "settings" if state.said else "prompt")
-    pen.put(words, on.muted, do="settings")
+        words = longer
+    pen = on.pen().to(on.width - 1 - cell_len(words))
+    pen.put(first, on.accent, True, "prompt")
+    pen.put(words.removeprefix(first), on.muted, do="settings")

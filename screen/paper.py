@@ -98,10 +98,12 @@ class Paper:
         hues = {ink.BLOCKED: self.bad, ink.FAILED: self.bad, ink.EMPTY: self.muted}
         return [(GLYPHS[kind], hues.get(kind, self.text), NAMES[kind]) for kind in kinds]
 
-    def say(self, words: str, hue: str = "", bold: bool = False, indent: int = 1) -> None:
+    def say(
+        self, words: str, hue: str = "", bold: bool = False, indent: int = 1, do: str = ""
+    ) -> None:
         """Words in any number of lines; without words there is no line."""
         for part in wrap(words, self.width - indent - 1) if words else ():
-            self.pen().to(indent).put(part, hue, bold)
+            self.pen().to(indent).put(part, hue, bold, do)
 
     def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
         """A name, and beside the name words in any number of lines."""

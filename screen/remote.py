@@ -27,11 +27,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from door import wire
-from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from parts.dialogue import REMEDY
 from parts.program import command
@@ -165,7 +163,7 @@ class RemoteRoom(Room):
                 self._lost_at = None
                 self._frame = None
                 self._life += 1
-            self._frame = wire.joined(self._frame, with_asks(frame))
+            self._frame = wire.joined(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
             self.note(stage="ready")
@@ -261,31 +259,26 @@ class RemoteRoom(Room):
         number = int(answer.getheader("X-Request-Id").split("-")[1])
         self.own[number] = answer.line
         self.note_answer(ask, number)
+        text = ""
         try:
             for event in read_events(answer):
                 if cancels != self._cancels:
                     break
-                self._hear(number, event)
+                for choice in event.get("choices", ()):
+                    text += choice.get("delta", {}).get("content") or choice.get("text") or ""
+                if self._is_blind:
+                    self.note_answer(ask, number, text)
         except (OSError, http.client.HTTPException):
             if number in self.own:  # else it was cancelled here
                 raise
         finally:
-            self._hear(number, {}, True)
+            if self._is_blind:
+                self.note_answer(ask, number, text, True)
             self.own.pop(number, None)
             answer.close()
             answer.line.close()
         with self._came:
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
-
-    def _hear(self, number: int, event: dict, is_whole: bool = False) -> None:
-        """A piece of an answer of our own, if `/watch` shows no texts."""
-        with self._lock:
-            texts = self._known.heard_texts
-            text, _ = texts.get(number, ("", False))
-            for choice in event.get("choices", ()):
-                text += choice.get("delta", {}).get("content") or choice.get("text") or ""
-            if self._is_blind:
-                self.note(heard_texts={**texts, number: (text, is_whole)})
 
 
 # --- news over the wire -------------------------------------------------------------------------
@@ -296,20 +289,6 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
     while line := answer.readline(LINE):
         if line.startswith(b"data: ") and line != b"data: [DONE]\n":
             yield json.loads(line.removeprefix(b"data: "))
-
-
-def with_asks(frame: wire.Frame) -> wire.Frame:
-    requests = tuple(map(with_ask, frame.engine.requests))
-    ended = tuple(map(with_ask, frame.engine.ended))
-    return frame._replace(engine=replace(frame.engine, requests=requests, ended=ended))
-
-
-def with_ask(request: RequestView) -> RequestView:
-    """The wire makes a list of a prompt that was fired from the other end's own screen."""
-    match request.origin:
-        case [str(), *rest] if len(rest) + 1 == len(Ask._fields):
-            return replace(request, origin=Ask(*request.origin))
-    return request
 
 
 def said(answer: http.client.HTTPResponse) -> tuple[str, str]:

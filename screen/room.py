@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from door.journal import DoorView, Journal
@@ -99,17 +99,11 @@ class Ask(NamedTuple):
     question: int = 0  # the number of a question in a conversation
     messages: Sequence[dict[str, str]] = ()  # of that conversation, the prompt at the end
     guesses: bool = True  # may tokens of the answer be guessed?
+    read: Any = None  # the prompt in tokens, for the engine (`Prompt` in `parts/text/tokens.py`)
 
 
 def is_mute(request: RequestView) -> bool:
     return isinstance(request.origin, Ask) and request.origin.mute
-
-
-class Read(NamedTuple):
-    """A prompt in tokens, or why there are none; None: the prompt has not been read yet."""
-
-    ask: Ask
-    ids: list[int] | ValueError | None
 
 
 class Settings(NamedTuple):
@@ -175,6 +169,15 @@ class Fault(NamedTuple):
     question: int = 0  # in a conversation: the refused one; without a prompt, the question waits
 
 
+class Answer(NamedTuple):
+    """The request that answers a question. The text is known here if the engine is elsewhere and
+    shows none: the text so far; is the text whole?"""
+
+    request: int
+    text: str | None = None
+    is_whole: bool = False
+
+
 class Outgrown(ValueError):
     """A conversation has no room in a slot any more."""
 
@@ -217,9 +220,7 @@ class View(NamedTuple):
     watches: bool = False
     model: str = ""  # the name of a model elsewhere
     speaks: bool = True  # the model has a chat template, and so can be shown a conversation
-    answers: Mapping[int, int] = {}  # by the number of a question: the request
-    # If the engine is elsewhere and shows no texts. By request: the text so far; is the text whole?
-    heard_texts: Mapping[int, tuple[str, bool]] = {}
+    answers: Mapping[int, Answer] = {}  # by the number of a question
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
     trying: bool = False  # a trial runs
@@ -296,11 +297,10 @@ class Room:
         else:
             self.fault(f"not fired: {error}", ask.prompt, ask.question)
 
-    def note_answer(self, ask: Ask, request: int) -> None:
-        """This request answers a question."""
+    def note_answer(self, ask: Ask, *answer) -> None:
         if ask.question:
             with self._lock:
-                self.note(answers={**self._known.answers, ask.question: request})
+                self.note(answers={**self._known.answers, ask.question: Answer(*answer)})
 
     def start(self) -> None: ...
 
@@ -389,7 +389,7 @@ class EngineRoom(Room):
         self._dice = random.Random(0)
         self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends with what runs now
-        self._crowd: Sequence[Read] = ()  # the steady load picks from these
+        self._crowd: Sequence[Ask] = ()  # the steady load picks from these
         self._trial: AnyTrial | None = None
         self._findings: Iterator[Finding] = iter(())  # of the trial
         self._tried: set[int] = set()  # requests of the trial
@@ -489,52 +489,51 @@ class EngineRoom(Room):
 
     # --- firing and cancelling
 
-    def read(self, ask: Ask) -> Read:
+    def read(self, ask: Ask) -> Ask:
         """Turn a prompt into tokens in the thread that wishes, for a chat template may take long.
 
         Before the model is loaded there is nothing to do so with, and nothing to hold up either.
         """
-        if self.engine is None:
-            return Read(ask, None)
-        try:
-            return Read(ask, self._ids(ask))
-        except ValueError as error:
-            return Read(ask, error)
-
-    def _ids(self, ask: Ask) -> list[int]:
+        if self.engine is None or ask.read:
+            return ask
         text = self.engine.text
-        if ask.messages and text.has_template:
-            return text.encode_chat(ask.messages)
-        return text.ask(ask.prompt)
+        chat = ask.messages and text.has_template
+        ids = text.encode_chat(ask.messages) if chat else text.ask(ask.prompt)
+        return ask._replace(read=text.read(ids)._replace(shown=ask.prompt))
 
-    def _fire(self, reads: Sequence[Read]) -> list[int]:
-        """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer
-        gets that room."""
-        fired = []
-        for ask, ids in reads:
+    def _read(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The same for some, up to the first that cannot be read."""
+        found = []
+        for ask in asks:
             try:
-                handle = self._submit(ask, ids)
+                found.append(self.read(ask))
+            except ValueError as error:
+                self.refuse(ask, error)
+                break
+        return found
+
+    def _fire(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            try:
+                handle = self._submit(ask)
             # The prompt does not fit a slot, or the line is full
             except (ValueError, RuntimeError) as error:
                 self.refuse(ask, error)
                 break
             self.note_answer(ask, handle.id)
-            fired.append(handle.id)
-        return fired
 
-    def _submit(self, ask: Ask, ids: list[int] | ValueError | None, reuse: bool = True) -> Handle:
+    def _submit(self, ask: Ask, reuse: bool = True) -> Handle:
+        """If a slot has less room than `max_tokens`, the answer gets that room."""
         engine = self.engine
-        if ids is None:
-            ids = self._ids(ask)
-        if isinstance(ids, ValueError):
-            raise ids
-        room = engine.sched.max_len - len(ids)
+        prompt = self.read(ask).read
+        tokens = len(prompt.ids)
+        room = engine.sched.max_len - tokens
         if room < LEAST and len(ask.messages) > 2 and engine.text.has_template:
-            raise Outgrown(outgrown(len(ids), engine.sched.max_len))
+            raise Outgrown(outgrown(tokens, engine.sched.max_len))
         if room < 1:
             holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
             raise ValueError(
-                f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len"
+                f"the prompt has {tokens:,} tokens, but {holds}; shorten it, or raise --max-len"
             )
         form = {"grammar": {"json": ask.schema}, "logprobs": SEEN} if ask.schema else {}
         sampling = Sampling(
@@ -543,19 +542,19 @@ class EngineRoom(Room):
             seed=ask.seed,
             **{"logprobs": ask.logprobs, **form},
         )
-        told = {"origin": ask._replace(messages=()), "client": ask.client, "guesses": ask.guesses}
-        handle = engine.submit(ids, sampling, reuse=reuse, **told)
+        told = {"client": ask.client, "guesses": ask.guesses}
+        told["origin"] = ask._replace(messages=(), read=None)
+        handle = engine.submit(prompt, sampling, reuse=reuse, **told)
         self.own[handle.id] = handle
         return handle
 
-    def submit(self, ask: Ask, reuse: bool = True, read: Read | None = None) -> Handle:
+    def submit(self, ask: Ask, reuse: bool = True) -> Handle:
         """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit
         raises.
 
         `reuse`: whether rows of a beginning may be taken over.
-        `read`: the prompt in tokens, if known.
         """
-        return self.keep(self._submit(ask, read and read.ids, reuse))
+        return self.keep(self._submit(ask, reuse))
 
     def keep(self, handle: Handle) -> Handle:
         """A request of the trial: it ends with the trial."""
@@ -566,7 +565,7 @@ class EngineRoom(Room):
     _post_fire = wish(_fire)
 
     def fire(self, asks: Sequence[Ask]) -> None:
-        self._post_fire([*map(self.read, asks)])
+        self._post_fire(self._read(asks))
 
     @wish
     def cancel(self, request: int | None) -> None:
@@ -578,10 +577,10 @@ class EngineRoom(Room):
                 handle.cancel()
 
     def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
-        self._post_load(rate, [*map(self.read, asks)])
+        self._post_load(rate, self._read(asks))
 
     @wish
-    def _post_load(self, rate: float, crowd: Sequence[Read]) -> None:
+    def _post_load(self, rate: float, crowd: Sequence[Ask]) -> None:
         self.note(load=rate)
         self._crowd = crowd
         if rate:

@@ -16,13 +16,14 @@ Where next: `pages/race.py`, races and comparisons.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView, percentile
 from parts.clock import Prices, guesses_by_request, guest_of, replayed
-from screen.ink import DECODE, number, span
-from screen.timeline import Cell, Column, column, merge, useful_of
+from parts.replay import Guest
+from screen.ink import number, span
+from screen.timeline import Cell, Column, column, last_in, merge, said_in, useful_of
 
 FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
 
@@ -114,19 +115,26 @@ def measured(
     prices: Prices,
     how: str = "measured",
 ) -> Run:
-    """A real run. The first token of a request comes with the last piece of the prompt."""
+    """A real run."""
     steps, moment = on_clock(columns, prices)
-    ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
+    took = 0.0
+    if columns:
+        came = min((r.arrived for r in requests), default=columns[0].began)
+        took = columns[-1].ended - came
+    return Run(policy, how, steps, ttfts_of(steps, requests, moment), took)
+
+
+def ttfts_of(
+    columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
+) -> list[float]:
+    """The first token of a request comes with the last piece of the prompt."""
+    ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
     ttfts = []
     for r in requests:
         first = ends.get((r.id, r.metrics.prompt_tokens))
         if first is not None and r.metrics.ttft_s is not None:
             ttfts.append(first - moment(r.arrived))
-    took = 0.0
-    if columns:
-        came = min((r.arrived for r in requests), default=columns[0].began)
-        took = columns[-1].ended - came
-    return Run(policy, how, steps, ttfts, took)
+    return ttfts
 
 
 def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
@@ -146,16 +154,22 @@ def replay(
 ) -> Run:
     """The same requests through the same scheduler under another policy, on the clock of the
     prices: timeline and figures. `steps`: the steps that were run, with their guesses."""
-    columns: list[Column] = []
-    firsts: dict[int, float] = {}  # by request: the time to its first token
     guesses = guesses_by_request(steps)
     guests = [guest_of(request, moment, guesses) for request in requests]
-    for plan, _, ended, _, guessed in replayed(limits, guests, policy, prices):
-        tokens = len(plan.emitters) + sum(right for *_, right in guessed)
+    columns = [*simulated(limits, guests, policy, prices)]
+    return Run(policy, "simulated", columns, ttfts_of(columns, requests, moment))
+
+
+def simulated(
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterator[Column]:
+    """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
+    before = None
+    for plan, _, ended, ghosts, guessed in replayed(limits, guests, policy, prices, **options):
         view = StepView.of(
             plan,
-            ghosts=(),
-            tokens=tokens,
+            ghosts=ghosts,
+            tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in guessed),
             ended=ended,
             plan_s=0.0,
             build_s=0.0,
@@ -164,12 +178,8 @@ def replay(
             commit_s=0.0,
             guesses=guessed,
         )
-        columns.append(column(view, limits.slots, columns[-1] if columns else None))
-        for chunk in plan.chunks:
-            if chunk.emits:
-                firsts[chunk.request.id] = ended - chunk.request.arrived
-    ttfts = [firsts[r.id] for r in requests if r.id in firsts]  # some were cancelled before
-    return Run(policy, "simulated", columns, ttfts)
+        before = column(view, limits.slots, before)
+        yield before
 
 
 def until(run: Run, moment: float) -> Run:
@@ -181,24 +191,12 @@ def until(run: Run, moment: float) -> Run:
 
 def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
     """The last request in this slot: number and text so far; None: there was none."""
-    number = None
-    said = 0  # tokens of the answer
-    for step in reversed(run.columns):
-        kind, request = step.cells[slot]
-        if number is None:
-            number = request
-        elif request != number:
-            break
-        if number is None:
-            continue
-        stops = [stop for at, _, _, stop in step.view.prefill if at == slot]
-        known = run.requests.get(number)
-        is_first = known is not None and known.metrics.prompt_tokens in stops
-        said += kind == DECODE or is_first
-        said += sum(right for guesser, _, right in step.view.guesses if guesser == slot)
+    step = last_in(run.columns, slot)
+    number = step and step.cells[slot].request
     if number not in run.requests:
         return None
     request = run.requests[number]
+    said = said_in(step.rows[slot], request.metrics.prompt_tokens)
     return number, request.text[: sum(request.lengths[:said])]
 
 

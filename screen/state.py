@@ -27,10 +27,15 @@ from parts.clock import Prices
 from screen.ink import EMPTY, FAILED, NAMES, UNSEEN, clean, count
 from screen.life import Life, life_of
 from screen.periods import Period, Price
-from screen.room import BURST, Ask, Fault, Finding, Settings, View, is_mute
+from screen.room import BURST, Fault, Finding, Settings, View, is_mute
 from screen.runs import KNOWN
 from screen.talks import Talks
-from screen.timeline import Column, column, gap, merge
+from screen.timeline import Column, column, gap, last_in, merge, said_in, spread
+
+# Of the state: all that has to do with one engine's life
+OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
+OF_A_LIFE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
+OF_A_LIFE += ("refused", "gone")
 
 
 class Telling(NamedTuple):
@@ -133,7 +138,7 @@ class State:
                 self._meet(view.engine.limits)
             news = without(view.engine, self.hidden)
             self._absorb_requests(news, begins)
-            self.talks.absorb(view.answers, self.requests, view.heard_texts)
+            self.talks.absorb(view.answers, self.requests)
             self.select_talk()
             self._tell_unseen(view)
             self._absorb_steps(news, view.busy)
@@ -169,17 +174,9 @@ class State:
         self.hidden = newest
 
     def _forget(self) -> None:
-        kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        kept += (self.periods, self.costs, self.found, self.kept, self.glass)
-        for each in kept:
-            each.clear()
-        self.cursor = None
-        self.opened = None
-        self.selected = 0
-        self.woke = 0
-        self.hidden = 0
-        self.refused = 0
-        self.gone = 0
+        fresh = State()
+        for name in OF_A_LIFE:
+            setattr(self, name, getattr(fresh, name))
 
     def _absorb_calls(self, ended: Sequence[Call]) -> None:
         self.calls = [*self.calls, *ended][-self.REMEMBERED :]
@@ -301,19 +298,6 @@ class State:
             self.periods.append(Period(new.began))
         self._tries = self.view.trying and not self.view.racing
 
-    def delivered(self, moment: float = math.inf) -> float:
-        """How many tokens were delivered up to a moment.
-
-        A step's tokens are spread evenly over the step's time; else a slow step would be a spike in
-        the chart.
-        """
-        i = bisect_left(self.history, moment, key=lambda column: column.ended)
-        if i == len(self.history):
-            return self.history[-1].total if self.history else 0
-        step = self.history[i]
-        part = (moment - step.began) / (step.ended - step.began) if step.ended > step.began else 1.0
-        return step.total - step.tokens * min(1.0, 1.0 - part)
-
     @property
     def leads(self) -> bool:
         """Does the prompt box lead to the conversation? With a chat model of the user's own."""
@@ -332,7 +316,8 @@ class State:
             return 0.0
         now = min(self.view.engine.now, self.moment)
         began = max(self.history[self.first].began, now - 1)
-        return (self.delivered(now) - self.delivered(began)) / max(1e-3, now - began)
+        tokens = spread(self.history, began, now, lambda column: column.tokens)
+        return tokens / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
         """The history with `zoom` steps in a column. A column is merged once, when all of its steps
@@ -433,8 +418,7 @@ class State:
             if request in self.requests:
                 prompt = self.requests[request].metrics.prompt_tokens
                 reused = self.requests[request].metrics.cached_tokens
-            # The newest token is not in the slot yet
-            said = rows - prompt + 1 if rows >= prompt > 0 else 0
+            said = said_in(rows, prompt)
             phase = "free" if kind == EMPTY else NAMES[kind]
             out.append(SlotView(slot, phase, request, rows, prompt, said, min(reused, rows), 0))
         return out
@@ -472,16 +456,14 @@ class State:
         """The owner of a slot, or the last owner."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
-        for i in range(self.at, -1, -1):
-            request = self.history[i].cells[slot].request
-            if request is not None:
-                return self.then(self.requests[request]) if request in self.requests else None
-        return None
+        step = last_in(self.history[: self.at + 1], slot)
+        request = step and self.requests.get(step.cells[slot].request)
+        return request and self.then(request)
 
     def limits_at(self, step: int) -> Limits:
         """The limits of this step's plan: the budget can be turned."""
         held = [limits for first, limits in self.view.turns if first <= step]
-        return held[-1] if held else self.view.made_with
+        return [self.view.made_with, *held][-1]
 
     def limits_of(self, first: int, last: int) -> Limits:
         """The limits of all these steps. ValueError if the budget was turned in between."""
@@ -534,8 +516,7 @@ def without(news: Snapshot, hidden: int) -> Snapshot:
 
 
 def prompt_of(request: RequestView) -> str:
-    """A request's prompt: from here, as typed; else from the engine."""
-    return clean(request.origin.prompt if isinstance(request.origin, Ask) else request.prompt)
+    return clean(request.prompt)
 
 
 def client_of(request: RequestView) -> str:

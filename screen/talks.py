@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from parts.api.views import RequestView
 from parts.dialogue import Conversation
 from parts.text.speech import apart
+from screen.room import Answer
 
 
 @dataclass
@@ -109,20 +110,14 @@ class Talks:
                         talk.waiting = f"{turn.question}\n{talk.waiting}".strip()
                     return
 
-    def absorb(
-        self,
-        numbers: Mapping[int, int],
-        requests: Mapping[int, RequestView],
-        heard: Mapping[int, tuple[str, bool]],
-    ) -> None:
-        """`numbers`: by question, the number of the request. `heard`: by request, if the view has no
-        texts, the text so far, and whether the text is whole."""
+    def absorb(self, answers: Mapping[int, Answer], requests: Mapping[int, RequestView]) -> None:
+        """`answers`: by the number of a question. `requests`: by number."""
         for turn in self.running():
-            request = requests.get(numbers.get(turn.number), turn.request)
-            if request and request.id in heard:
-                text, is_whole = heard[request.id]
-                reason = request.reason if is_whole else None
-                request = replace(request, text=text, reason=reason)
+            answer = answers.get(turn.number)
+            request = requests.get(answer.request, turn.request) if answer else None
+            if request and answer.text is not None:
+                reason = request.reason if answer.is_whole else None
+                request = replace(request, text=answer.text, reason=reason)
             turn.request = request
 
     def lose(self) -> None:

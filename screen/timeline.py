@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,7 +53,6 @@ class Column(NamedTuple):
     useful: float
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
-    total: int = 0  # tokens delivered up to and with this step
     steps: int = 1
     unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
 
@@ -96,7 +95,6 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
         if cell.request is None:
             rows[slot] = 0
     began = max(step.began, before.ended) if before else step.began
-    total = step.tokens + (before.total if before else 0)
     return Column(
         step=step.step,
         began=began,
@@ -106,8 +104,17 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
         useful=useful,
         view=step,
         rows=tuple(rows),
-        total=total,
     )
+
+
+def last_in(columns: Sequence[Column], slot: int) -> Column | None:
+    """The last step with a request in this slot."""
+    return next((c for c in reversed(columns) if c.cells[slot].request is not None), None)
+
+
+def said_in(rows: int, prompt: int) -> int:
+    """How many tokens were said, if so many rows are filled. The newest token has no row yet."""
+    return rows - prompt + 1 if rows >= prompt > 0 else 0
 
 
 def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
@@ -117,6 +124,19 @@ def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Co
         if history[i].began >= ended:
             return
         yield history[i]
+
+
+def spread(
+    history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
+) -> float:
+    """The sum of a part of all steps between two moments. A step's part is spread evenly over the
+    step's time; else a slow step would be a spike in a chart."""
+    total = 0.0
+    for column in during(history, began, ended):
+        inside = min(column.ended, ended) - max(column.began, began)
+        seconds = column.ended - column.began
+        total += part(column) * inside / seconds if seconds else part(column)
+    return total
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
@@ -136,7 +156,6 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
         useful=0,
         view=view,
         rows=before.rows,
-        total=before.total + tokens,
         steps=0,
         unseen=missed,
     )

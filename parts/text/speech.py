@@ -397,12 +397,14 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
 
 
 def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """The thought of an answer, without its marks, and the rest of the answer."""
-    parts = dict(marked(text, is_thinking))
-    thought = parts.pop("thought", "")
+    """The thought of an answer, without its marks, and the rest of the answer, line breaks and all:
+    a model is shown again what it has said."""
+    thought = dict(marked(text, is_thinking)).get("thought", "")
+    answer = text[len(thought) :]
+    answer = answer.lstrip("\n") if thought else answer
     for mark in chain(*THOUGHTS):
         thought = thought.replace(mark, "")
-    return thought.strip(), "".join(parts.values())
+    return thought.strip(), answer
 
 
 # --- the machine --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from screen.ink import clean, count, span, wrap
 from screen.page import Desk, Page
 from screen.panes import aligned, draw_cells, fit_slots
 from screen.paper import Paper
-from screen.room import RIVALS, Leg, Race, Read, View
+from screen.room import RIVALS, Ask, Leg, Race, View
 from screen.runs import (
     FIGURES,
     Contest,
@@ -273,9 +273,9 @@ how_many = partial(read_whole, "race", least=1, most=1000)
 class Racing(Trial):
     """When all requests have ended, these under one policy, then again under the next."""
 
-    def __init__(self, reads: Sequence[Read], policies: Sequence[str]):
+    def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
         super().__init__(Race((), tuple(policies)))
-        self._reads = reads
+        self._asks = asks
 
     def steps(self) -> Iterator[Race]:
         engine = self.engine
@@ -286,7 +286,7 @@ class Racing(Trial):
                 # Nothing runs, so this is done at once; the slots forget the leg before
                 engine.drain(policy)
                 first = engine.sched.steps + 1
-                handles = [self.room.submit(read.ask, read=read) for read in self._reads]
+                handles = [*map(self.room.submit, self._asks)]
                 leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
                 before = self.found.legs
                 self.tell(legs=(*before, leg), to_race=self.found.to_race[1:])
@@ -318,8 +318,8 @@ def obey_race(desk: Desk, rest: str) -> None:
         shown.contest = asked(state, policies)
         shown.film = None
     # A chat template may take long, so the stepping thread does not read prompts
-    reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
-    desk.try_out("race", Racing(reads, policies))
+    asks = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
+    desk.try_out("race", Racing(asks, policies))
 
 
 def obey_compare(desk: Desk, rest: str) -> None:

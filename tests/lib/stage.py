@@ -11,6 +11,7 @@ import pytest
 from words import Clock, word_engine
 
 from nanobatch import Engine
+from parts.api.handle import Handle
 from parts.api.loop import Stopwatch
 from screen import ink, room, state
 from screen.paper import Paper
@@ -146,6 +147,17 @@ def like_golden(name: str, text: str) -> None:
         path.write_text(text + "\n")
     before = path.read_text() if path.exists() else "no picture yet"
     assert text + "\n" == before, f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
+
+
+class EndsAfter:
+    """The tokens that end an answer: whichever comes at this place."""
+
+    def __init__(self, handle: Handle, tokens: int):
+        self.handle = handle
+        self.tokens = tokens
+
+    def __contains__(self, token: int) -> bool:
+        return len(self.handle.tokens) >= self.tokens
 
 
 def guess_at_random(engine: Engine, dice: random.Random) -> None:

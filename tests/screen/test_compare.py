@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from stage import Stage, at_every_size, disturb, drawn, like_golden, plain, show
+from stage import EndsAfter, Stage, at_every_size, disturb, drawn, like_golden, plain, show
 
 import ask
 import tui
@@ -71,6 +71,23 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     ]
     assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
     assert run.ttfts == pytest.approx([r.metrics.ttft_s for r in requests])
+
+
+def test_a_replay_drops_what_is_computed_behind_an_end():
+    """A token that ends an answer is seen a step late. The replay counted the ghost behind the end
+    as useful, and its token as delivered."""
+    stage = Stage(slots=4).load()
+    for most in (5, 9, 14, 20, 26):
+        handle = stage.engine.submit([96 + most] * 5, Sampling(max_tokens=100))
+        handle._ends = EndsAfter(handle, most)
+    stage.engine.submit([96] * 5, Sampling(max_tokens=31))
+    stage.finish()
+    stage.session.obey("/compare")
+    own, _ = race.shown_in(stage.state).contest.runs
+    cells = [column.cells for column in stage.state.history]
+    assert [column.cells for column in own.columns] == cells
+    assert sum(cell.kind == ink.GHOST for column in cells for cell in column) == 5
+    assert sum(column.tokens for column in own.columns) == 5 + 9 + 14 + 20 + 26 + 31
 
 
 def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():

@@ -226,7 +226,8 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         assert "  now: ■ idle  " in figures, (
             "beside a step in which 8 slots worked stood that the engine is idle"
         )
-        tokens, over = state.past.total, sum(r.ended <= last for r in state.ended)
+        tokens = sum(column.tokens for column in state.history[: state.at + 1])
+        over = sum(r.ended <= last for r in state.ended)
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures

@@ -6,10 +6,9 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from stage import Stage, at_every_size, drawn, guess_at_random, like_golden, plain, show
+from stage import EndsAfter, Stage, at_every_size, drawn, guess_at_random, like_golden, plain, show
 
 from nanobatch import Sampling
-from parts.api.handle import Handle
 from policies import POLICIES
 from screen import ink, life
 from screen.pages import why
@@ -17,17 +16,6 @@ from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
 
 REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
-
-
-class EndsAfter:
-    """The tokens that end an answer: whichever comes at this place."""
-
-    def __init__(self, handle: Handle, tokens: int):
-        self.handle = handle
-        self.tokens = tokens
-
-    def __contains__(self, token: int) -> bool:
-        return len(self.handle.tokens) >= self.tokens
 
 
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with

@@ -655,3 +655,10 @@ def test_the_page_of_a_conversation_shows_no_marks_of_a_thought(marks):
     """Those of the third family stayed in the thought."""
     opens, closes = marks
     assert speech.apart(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
+
+
+def test_what_is_said_behind_a_thought_keeps_its_line_breaks():
+    """A conversation lost those at the end of an answer and in front of a call. So the model was
+    shown something else than it had said, and read again what its slot still held."""
+    assert speech.apart("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
+    assert speech.apart("I look.\n\n<tool_call>{}\n") == ("", "I look.\n\n<tool_call>{}\n")
