@@ -117,6 +117,10 @@ class Pane(Widget):
         self._strips = []
         self.paint()
 
+    def on_hide(self) -> None:
+        """Else the lines of another time would be seen first, when the pane comes back."""
+        self._strips = []
+
     async def on_click(self, event: events.Click) -> None:
         if do := event.style.meta.get("do"):
             await self.app.run_action(do)

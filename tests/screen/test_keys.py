@@ -599,6 +599,29 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
     show(scenario)
 
 
+def test_a_pane_that_comes_back_shows_nothing_of_another_time():
+    """The lines of the page before were seen until the new page was painted."""
+
+    async def scenario(it):
+        await it.press("question_mark", turns=0)
+        sheet = it.app.query_one("#sheet")
+        assert "Help" in sheet.render_line(0).text
+        await it.press("escape", turns=0)
+        assert not sheet.render_line(0).text.strip()
+
+    show(scenario)
+
+
+def test_a_page_that_a_command_has_opened_leads_back_to_the_prompt_box():
+    async def scenario(it):
+        await it.press("slash", *"help", "enter", turns=0)
+        assert it.app.page and it.app.focused is None
+        await it.press("escape", turns=0)
+        assert not it.app.page and it.app.focused is it.app.prompt
+
+    show(scenario)
+
+
 def test_a_pause_behind_a_page_is_said_on_the_page():
     """Space stopped the engine behind a page, and nothing there said so."""
 
