@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,9 +60,9 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
         raise ValueError(
             "nothing has run, so there is nothing to record; --script race24 runs a race"
         )
-    price = {"step": costs.step, "row": costs.row, "chunk": costs.chunk}
+    price = {name: round(getattr(costs, name), 9) for name in ("step", "row", "chunk")}
     head = {"format": FORMAT, "about": about, "fields": FIELDS}
-    return head | {"prices": rounded(price, 9), "runs": runs}
+    return head | {"prices": price, "runs": runs}
 
 
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
@@ -75,12 +74,7 @@ def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
         columns = history[state.woke :]
         seen = {cell.request for column in columns for cell in column.cells}
         return [(columns, sorted(seen - {None}))]
-    out = []
-    for leg in legs:
-        first = bisect_left(history, leg.first_step, key=lambda column: column.step)
-        stop = bisect_left(history, leg.stop, key=lambda column: column.step)
-        out.append((history[first:stop], leg.requests))
-    return out
+    return [(state.between(leg.first_step, leg.stop), leg.requests) for leg in legs]
 
 
 def run_of(
@@ -95,7 +89,9 @@ def run_of(
     first = columns[0].view.step
     began = min([columns[0].view.began, *(request.arrived for request in requests)])
     # Who asked is a number: an address is nobody else's business
-    clients = {client: f"client {i + 1}" for i, client in enumerate(clients_of(requests))}
+    clients = {"": ""}
+    for request in requests:
+        clients.setdefault(request.client, f"client {len(clients)}")
     clocked, moment = on_clock(columns, costs)
     answers = [request.text.encode() for request in requests]
     limits = state.limits_of(columns[0].step, columns[-1].step)
@@ -109,7 +105,7 @@ def run_of(
         "requests": [
             replace(
                 shortened(request, numbers[request.id], began),
-                client=clients.get(request.client, ""),
+                client=clients[request.client],
             )
             for request in requests
         ],
@@ -118,7 +114,8 @@ def run_of(
         "ids": [ids(request) for request in requests],
         "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
     }
-    return rounded(json.loads(wire.ENCODE(run)))
+    # Times are whole microseconds: more digits would be noise, and a third of the file
+    return json.loads(wire.ENCODE(run), parse_float=lambda digits: round(float(digits), 6))
 
 
 def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
@@ -127,21 +124,10 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
     def named(members: Sequence[tuple[int, ...]]) -> tuple:
         return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
 
-    return replace(
-        step,
-        step=step.step - first + 1,
-        admitted=named(step.admitted),
-        prefill=named(step.prefill),
-        decode=named(step.decode),
-        held=named(step.held),
-        began=step.began - began,
-        ended=step.ended - began,
-    )
-
-
-def clients_of(requests: Sequence[RequestView]) -> list[str]:
-    """Each client once, in the order of arrival; without a name there is no client."""
-    return [client for client in dict.fromkeys(r.client for r in requests) if client]
+    members = ("admitted", "prefill", "decode", "held")
+    changes = {name: named(getattr(step, name)) for name in members}
+    changes |= {"began": step.began - began, "ended": step.ended - began}
+    return replace(step, step=step.step - first + 1, **changes)
 
 
 def shortened(request: RequestView, number: int, began: float) -> RequestView:
@@ -156,17 +142,6 @@ def shortened(request: RequestView, number: int, began: float) -> RequestView:
         text=request.text[:LETTERS],
         error=request.error and "error",  # the words may name a path
     )
-
-
-def rounded(value: Any, digits: int = 6) -> Any:
-    """Times are whole microseconds: more digits would be noise, and a third of the file."""
-    if isinstance(value, float):
-        return round(value, digits)
-    if isinstance(value, dict):
-        return {name: rounded(each, digits) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each, digits) for each in value]
-    return value
 
 
 def contents(recording: dict[str, Any]) -> str:

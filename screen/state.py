@@ -352,6 +352,11 @@ class State:
         """A step's place in the history."""
         return min(bisect_left(self.history, step, key=lambda c: c.step), len(self.history) - 1)
 
+    def between(self, first: float, stop: float) -> list[Column]:
+        """The steps from `first` on, up to the one before `stop`."""
+        ends = (bisect_left(self.history, step, key=lambda c: c.step) for step in (first, stop))
+        return self.history[slice(*ends)]
+
     def move(self, steps: int) -> None:
         """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest
         is followed."""

@@ -12,7 +12,6 @@ Where next: `runs.py`, the clock and the replay.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -203,12 +202,8 @@ def race_in(state: State) -> Contest:
     legs = state.view.legs
     costs = prices(state)
     for leg in legs:
-        first, last = (
-            bisect_left(state.history, step, key=lambda c: c.step)
-            for step in (leg.first_step, leg.stop)
-        )
         numbers = {id: number for number, id in enumerate(leg.requests, 1)}
-        columns = renumbered(state.history[first:last], numbers)
+        columns = renumbered(state.between(leg.first_step, leg.stop), numbers)
         known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
         how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
         run = measured(leg.policy, columns, [*known.values()], costs, how)
