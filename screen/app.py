@@ -102,13 +102,14 @@ class Tracebacks(logging.Handler):
 
     def __init__(self, state: State):
         super().__init__()
-        self.count = 0  # of all so far
+        self.news: list[str] = []  # not told yet
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._state.tracebacks.append(clean(self.format(record)).removeprefix("nanobatch: "))
+        block = clean(self.format(record)).removeprefix("nanobatch: ")
+        self._state.tracebacks.append(block)
         del self._state.tracebacks[:-TRACEBACKS]
-        self.count += 1
+        self.news.append(f"{block.partition(chr(10))[0]}; E shows where")
 
 
 class Screen(App):
@@ -163,8 +164,7 @@ class Screen(App):
         self._places: dict[str, Region] = {}  # of the panes in sight
         self.picture = ""
         self._looks = 0
-        self._faults = 0  # of the faults and the tracebacks, so many were told
-        self._told = 0
+        self._faults = 0  # so many were told
         self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
@@ -262,10 +262,9 @@ class Screen(App):
         """Without news nothing is painted; charts and the step are painted less often than the
         rest."""
         before = self.state.view
-        news = self._tracebacks.count - self._told
-        self._told += news
-        blocks = self.state.tracebacks[-news:] if news else []
-        self.warn([f"{block.partition(chr(10))[0]}; E shows where" for block in blocks])
+        news = self._tracebacks.news
+        self._tracebacks.news = []
+        self.warn(news)
         has_news = self.session.look()
         for page in (self.page, self.strip) if self.screen_stack else ():
             if page and page.look:
@@ -653,18 +652,14 @@ class Screen(App):
         if runs:
             room.pause(False)
 
-    @property
-    def caption(self) -> str:
-        """Under a picture: the page, the model, the policy."""
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """Under a picture stand the page, the model and the policy. Blanks are such that every
+        viewer keeps and counts them: of the exporter's own, some viewers make too few."""
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
-        return f"nanobatch{page} ({self.state.model}{policy})"
-
-    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too
-        few."""
-        svg = super().export_screenshot(title=title or self.caption, simplify=simplify)
+        title = title or f"nanobatch{page} ({self.state.model}{policy})"
+        svg = super().export_screenshot(title=title, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
     def deliver_screenshot(
@@ -748,17 +743,23 @@ class Screen(App):
                 await self.run_action(SCRIPTED[word])
             elif word != "wait":
                 self.action_command(as_command(word, rest))
-            await self.until(lambda: self.session.heard and not state.view.stepping)
-            await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
-            page = keys.PAGES.get(word)
-            if page and page.disturbs:  # until the trial is over
-                await self.until(lambda: self.session.settled)
-            if word == "wait":  # while paused, nothing would ever come to an end
-                await self.until(lambda: state.view.paused or self.session.settled)
+            await self.until(lambda word=word: self.is_done(word))
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture()
         self.session.stays = not self.strip  # from now on a user is there, who leaves pages
+
+    def is_done(self, word: str) -> bool:
+        """Has a word of a script had its effect? A trial is over then."""
+        view = self.state.view
+        page = keys.PAGES.get(word)
+        if not self.session.heard or view.stepping:
+            return False
+        if page and page.disturbs:
+            return self.session.settled
+        if view.paused:  # nothing would ever come to an end
+            return True
+        return self.session.settled if word == "wait" else not view.engine.draining_to
 
     async def take_picture(self) -> None:
         """And leave. The file is written at the end of the program."""

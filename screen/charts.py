@@ -22,7 +22,7 @@ from rich.cells import cell_len
 
 from parts.api.views import RequestView, percentile
 from policies import POLICIES
-from screen.ink import HUES, Pen, count, number, span, style, wrap
+from screen.ink import HUES, count, number, span, style, wrap
 from screen.paper import Paper
 from screen.state import State
 from screen.timeline import Column, spread
@@ -47,17 +47,13 @@ def draw_area(
     label = max(len(scale[height - 1]), SCALE)
     values = values[-(on.width - label - 2) :]
     for row in reversed(range(height)):
-        pen = draw_scale(on, scale.get(row, ""), label)
+        mark = scale.get(row, "")
+        pen = on.pen().put(f"{mark:>{label}} ", on.muted).put("┤" if mark else "│", on.faint)
         for value in values:
             pen.bar(value / top * height or None, row, hue)
     left, right = ends
     last = max(label + 2 + len(values) - len(right), label + 3 + len(left))
     on.axis((label + 2, left), (min(last, on.width - len(right)), right))
-
-
-def draw_scale(on: Paper, mark: str, width: int) -> Pen:
-    """The left end of a chart's line: a number of its scale, or none."""
-    return on.pen().put(f"{mark:>{width}} ", on.muted).put("┤" if mark else "│", on.faint)
 
 
 def stretch(state: State) -> tuple[float, float]:

@@ -72,6 +72,15 @@ TOURING = (
 LOOKS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
 LOOKS += ("suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
+# In the footer meanwhile, by action: other words and ranks
+OUT_OF_A_PAUSE = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
+OUT_OF_SLOW_MOTION = {
+    "command('/slow off')": ("Full speed", 1),
+    "pause": ("Pause", 2),
+    "command('/slow -')": ("Slower", 3),
+    "view": ("View", 3),
+    "command('/slow +')": ("Faster", 4),
+}
 IN_A_TALK = {
     "prompt": ("Ask", 1),
     "page('talk')": ("Panes", 2),
@@ -217,24 +226,19 @@ def pressed(line: str) -> str:
 def draw_keys(state: State, on: Paper) -> None:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
+    ways = {}
     if state.tour:
         keys = [*TOURING, *(key for key in KEYS if only_looks(key.action))]
         if state.tour.asks:
             keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
+    elif state.view.paused:
+        ways = OUT_OF_A_PAUSE
+    elif state.view.slow:
+        ways = OUT_OF_SLOW_MOTION
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
-    ways = {}  # the ways out of a pause or of slow motion come first
-    if state.view.paused and not state.tour:
-        ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
-    elif state.view.slow and not state.tour:
-        ways = {
-            "command('/slow off')": ("Full speed", 1),
-            "pause": ("Pause", 2),
-            "command('/slow -')": ("Slower", 3),
-        }
-        ways |= {"view": ("View", 3), "command('/slow +')": ("Faster", 4)}
     if state.talking:
-        ways |= IN_A_TALK
+        ways = ways | IN_A_TALK
     for i, key in enumerate(keys):
         if key.action in ways:
             label, rank = ways[key.action]
@@ -287,10 +291,9 @@ def completions(line: str) -> list[str]:
     if not blank:
         found = [f"/{command}" for command in COMMANDS if command.startswith(name)]
         return [f"{found[0]} "] if len(found) == 1 and COMMANDS[found[0][1:]] else found
-    before, _, last = rest.rpartition(" ")
+    last = rest.rpartition(" ")[2]
     words = [word for word in ARGUMENTS.get(name, ()) if word.startswith(last)]
-    start = f"/{name} {before} " if before else f"/{name} "
-    return [start + word for word in words]
+    return [line.removesuffix(last) + word for word in words]
 
 
 HELP = Page(

@@ -55,7 +55,10 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
 def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
     """All were kept, for as long as the screen was open."""
 
+    told = []
+
     async def scenario(it):
+        it.app.warn = told.extend
         for number in range(app.TRACEBACKS + 20):
             show_fault(f"fault {number} came", ValueError("x"))
             if number % 30 == 0:
@@ -65,7 +68,7 @@ def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
         await it.sees(f"fault {number} came")
         kept = it.stage.state.tracebacks
         assert len(kept) == app.TRACEBACKS and f"fault {number} came" in kept[-1]
-        assert it.app._told == number + 1
+        assert [line.split()[1] for line in told] == [str(i) for i in range(number + 1)]
 
     show(scenario, size=(120, 40))
 
