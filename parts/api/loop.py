@@ -96,7 +96,7 @@ class Loop:
 
     `between` is called after each step, and whenever the loop wakes up. It answers with the seconds
     after which it wants to be called again at the latest, or None. `watch` is the engine's clock,
-    if it is one that can be stopped.
+    if it is one that can be stopped; else the engine's figures tell of rests, too.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Loop:
         self.engine = engine
         self.paused = False
         self.stepping = 0
-        # Slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
+        # Slow motion: steps a second; 0: as fast as it can
         self.slow = 0.0
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
-        self._watch = watch
+        self._watch = watch or Stopwatch()
         self._wishes: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -175,7 +175,7 @@ class Loop:
     @property
     def paused_s(self) -> float:
         """The seconds that it has been paused so far."""
-        return self._watch.stood if self._watch else 0.0
+        return self._watch.stood
 
     # --- what any thread may say; it returns at once
 
@@ -229,37 +229,30 @@ class Loop:
         """The seconds to the next step; None: there is none before somebody says so."""
         if self.paused and not self.stepping:
             return None
-        return (
-            max(0.0, self._next - self._watch.real)
-            if self._is_slow and self.engine.has_work
-            else 0.0
-        )
-
-    @property
-    def _is_slow(self) -> bool:
-        return bool(self.slow and self._watch)
+        if self.slow and self.engine.has_work:
+            return max(0.0, self._next - self._watch.real)
+        return 0.0
 
     def turn(self) -> float | None:
         """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long
         to sleep then."""
         while self._wishes:
             self._guarded(self._wishes.popleft())
-        if self.paused or self._is_slow:
+        if self.paused or self.slow:
             self._guarded(self._read_back)  # what was still on its way
         if self._due() == 0:
-            if self._watch:
-                self._watch.go()
+            self._watch.go()
             self._guarded(self._step)
-        if (due := self._due()) != 0 and self._watch:
+        if (due := self._due()) != 0:
             self._watch.stop()
         asked = self._guarded(self._between)
         return min((rest for rest in (due or None, asked) if rest is not None), default=None)
 
     def _step(self) -> None:
-        if self._is_slow:
+        if self.slow:
             self._next = self._watch.real + 1 / self.slow
         worked = self.engine.step()
-        if self.paused or self._is_slow:
+        if self.paused or self.slow:
             self._read_back()
         with self.engine.changed:
             self.stepping = max(0, self.stepping - 1) if worked else 0
