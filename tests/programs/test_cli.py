@@ -201,7 +201,9 @@ def test_a_template_that_does_not_end_is_one_line_and_plain_text_goes_on(here, m
     line = refused.stderr.splitlines()[-1]
     assert refused.returncode == 2 and not refused.stdout
     assert str(folder / "chat_template.jinja") in line
-    assert "takes more than 1 s for a trial conversation" in line and "give plain text" in line
+    # On a busy machine the trial may not even get its second of a processor
+    assert "takes more than 1 s for a trial conversation" in line or "cannot be tried" in line
+    assert "give plain text" in line
     raw = here(*arguments, "--raw")
     assert raw.returncode == 0 and answer(raw)
 
