@@ -87,6 +87,7 @@ class Text:
             read_json(config) if config.exists() else {}
         )
         self.end_tokens = self._end_tokens()
+        self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
         self._source, self.unfit = self._find_template()
 
     def _end_tokens(self) -> frozenset[int]:
@@ -225,10 +226,6 @@ class Text:
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """What a request's answer must be, from `Sampling.grammar`. It may take a second."""
         return self._grammars.grammar(source)
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.vocabulary, self.end_tokens)
 
     @property
     def has_template(self) -> bool:
