@@ -141,7 +141,7 @@ class Choice:
     def grow(self, piece: str | None) -> Iterator[Change]:
         """The changes of the items by a piece of text. None: the answer is complete."""
         words = self._release(piece)
-        parts = self._parser.finish() if piece is None else self._parser.push(piece)
+        parts = self._parser.push(piece)
         for kind, text in parts:
             if kind == "call":
                 yield from self._start(kind, text)

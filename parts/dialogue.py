@@ -217,8 +217,8 @@ def spoken(handle: Any, speech: Speech) -> Iterator[tuple[Part, str]]:
     """An answer's parts as they come, and what a terminal shows of each: thoughts are dim."""
     parser = Parser(speech, is_thinking=handle.is_thinking)
     before = ""
-    for parts in chain(map(parser.push, handle), [None]):
-        for part in parser.finish() if parts is None else parts:
+    for piece in chain(handle, [None]):
+        for part in parser.push(piece):
             ends_thought = before == "thought" != part.kind
             yield part, "\n" * ends_thought + on_terminal(part)
             before = part.kind

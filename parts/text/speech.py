@@ -423,7 +423,7 @@ Reading = Generator[None, None, T]
 
 
 class Parser:
-    """Takes one answer apart: `push` takes a piece of its text, `finish` gives what was held back.
+    """Takes one answer apart: `push` takes a piece of its text.
 
     `tools`: by name, the schema of the arguments. Without any, what looks like a call is text.
     `is_thinking`: the prompt has opened a thought already.
@@ -447,15 +447,12 @@ class Parser:
         """So many characters of the answer are thoughts, with their marks."""
         return self._reader.thought
 
-    def push(self, piece: str) -> list[Part]:
+    def push(self, piece: str | None) -> list[Part]:
+        """What a piece of the answer tells. None is its end: what may have become a mark has not,
+        and is text."""
         self._reader.add(piece)
         next(self._reading, None)
         return self._reader.take()
-
-    def finish(self) -> list[Part]:
-        """At the end of the answer: what may have become a mark has not, and is text."""
-        self._reader.is_complete = True
-        return self.push("")
 
 
 class Reader:
@@ -485,9 +482,10 @@ class Reader:
         self._length = 0  # of all text so far
         self._parts: list[Part] = []
 
-    def add(self, piece: str) -> None:
-        self._length += len(piece)
-        self._text += piece
+    def add(self, piece: str | None) -> None:
+        self.is_complete = piece is None
+        self._text += piece or ""
+        self._length += len(piece or "")
 
     def take(self) -> list[Part]:
         """What has been understood since."""

@@ -216,7 +216,7 @@ def apart(text: str | list[str], speech: Speech, **how) -> list[tuple]:
     parts: list[Part] = []
     for piece in [text] if isinstance(text, str) else text:
         parts += parser.push(piece)
-    return joined(parts + parser.finish())
+    return joined(parts + parser.push(None))
 
 
 def told(parts: list[Part]) -> list[tuple]:
@@ -387,14 +387,14 @@ def test_a_call_in_tags_may_be_careless_or_no_call(name, text, expected):
     for pieces in ([text], list(text)):
         parser = Parser(Speech(format=format), TEXT)
         parts = [part for piece in pieces for part in parser.push(piece)]
-        assert told(joined(parts + parser.finish())) == expected
+        assert told(joined(parts + parser.push(None))) == expected
 
 
 def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
     parser = Parser(SPEECH, TOOLS)
     told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
     assert told == [("call", "add"), ("arguments", '{"a": "12')]
-    assert parser.push("34") == [("arguments", "34")] and parser.finish() == []
+    assert parser.push("34") == [("arguments", "34")] and parser.push(None) == []
 
 
 def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_piece_by_piece():
@@ -403,7 +403,7 @@ def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_pie
     plain = Parser(Speech())
     for piece in (" \n", "<think>", " ", "<tool_call>{"):
         assert plain.push(piece) == [("answer", piece)]
-    assert plain.finish() == []
+    assert plain.push(None) == []
 
 
 def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
@@ -460,7 +460,7 @@ def test_white_space_without_end_is_told_as_it_comes(before):
         for count, piece in enumerate(text, start=1):
             parts += parser.push(piece)
             assert count - sum(len(part.text) for part in parts) < 700
-        parts += parser.finish()
+        parts += parser.push(None)
         assert joined(parts) == apart(text, SPEECH)
         assert joined(parts)[-1].text.endswith("x") and len(text) - len(joined(parts)[-1].text) < 20
 
