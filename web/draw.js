@@ -105,7 +105,7 @@ function drawCell(pen, { kind, request }, x, y, width, height) {
 
 // Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is
 // drawn in full, and what lies before it and has been seen already (`seen`) faintly. `chosen`: a request
-// that is to stand out; 0 for none. `mine`: requests whose slots have a mark. Answers with a function that tells
+// that is to stand out, if any. `mine`: requests whose slots have a mark. Answers with a function that tells
 // which moment stands at a place of the canvas.
 export function drawTimeline(canvas, lane, player) {
   const { now, seen, start, end, chosen, mine } = player;

@@ -27,7 +27,7 @@ export class Hand {
     this.now = 0;
     this.cut = 64; // tokens of prompts in a step, at most
     this.admitted = []; // with the next step
-    this.coming = wishes.map((wish, i) => ({ ...wish, id: i + 1, read: 0, said: 0 }));
+    this.coming = wishes.map((wish) => ({ ...wish, read: 0, said: 0 }));
     this.line = [];
     this.slots = Array(slots).fill(null);
     this.lane = new Lane("you", { slots });
@@ -43,9 +43,8 @@ export class Hand {
   arrive() {
     while (this.coming.length && this.coming[0].arrived <= this.now) {
       const request = this.coming.shift();
-      const { id, text: prompt, prompt: prompt_tokens, tokens: output_tokens, arrived } = request;
       this.line.push(request);
-      this.lane.know({ id, prompt, prompt_tokens, output_tokens, arrived, text: "", lengths: [], reason: "stop" });
+      this.lane.know({ ...request, text: "", lengths: [], reason: "stop" });
     }
   }
 
@@ -63,17 +62,17 @@ export class Hand {
   // taken, some time passes.
   step() {
     const working = this.slots.filter(Boolean).sort((a, b) => a.id - b.id);
-    const decoding = working.filter((request) => request.read === request.prompt);
+    const decoding = working.filter((request) => request.read === request.prompt_tokens);
     const emits = [...decoding];
     const prefill = [];
     const held = [];
     let left = this.cut;
-    for (const request of working.filter((each) => each.read < each.prompt)) {
-      const { slot, id, read: start, prompt } = request;
-      const stop = Math.min(prompt, start + left);
+    for (const request of working.filter((each) => each.read < each.prompt_tokens)) {
+      const { slot, id, read: start, prompt_tokens: length } = request;
+      const stop = Math.min(length, start + left);
       if (stop === start) held.push([slot, id]);
       else prefill.push([slot, id, start, stop]);
-      if (stop === prompt) emits.push(request);
+      if (stop === length) emits.push(request);
       left -= stop - start;
       request.read = stop;
     }
@@ -89,7 +88,7 @@ export class Hand {
     this.used += (prefill.length + decode.length) * seconds;
     for (const request of emits) {
       request.said += 1;
-      if (request.said === request.tokens) this.slots[request.slot] = null;
+      if (request.said === request.output_tokens) this.slots[request.slot] = null;
     }
     this.arrive();
   }
@@ -180,7 +179,7 @@ export class Game {
     if (!hand) return;
     write($("game-start"), this.running ? "Pause" : hand.isOver ? "Play again" : "Go on");
     const end = Math.max(this.setup.runs[0].done, hand.now);
-    drawTimeline($("game-timeline"), hand.lane, { start: 0, end, now: hand.now, seen: 0, chosen: 0 });
+    drawTimeline($("game-timeline"), hand.lane, { start: 0, end, now: hand.now });
     if (hand.isOver) return;
     const free = hand.slots.filter((each) => each === null).length;
     const coming = hand.coming.length ? `; ${hand.coming.length} to come` : "";
@@ -213,8 +212,8 @@ export class Game {
 
   #fill(place, request) {
     const number = this.places.indexOf(place);
-    const what = make("bdi", "prompt", request.text);
-    const note = make("span", "hint", `${request.prompt} tokens to read`);
+    const what = make("bdi", "prompt", request.prompt);
+    const note = make("span", "hint", `${request.prompt_tokens} tokens to read`);
     const key = make("kbd", "", number < 9 ? number + 1 : "·");
     const button = buttonFor(() => this.admit(request), "card", key, what, note);
     place.request = request;

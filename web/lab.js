@@ -178,8 +178,7 @@ export class Lab {
   #show(question, played) {
     const lane = new Lane(question.policy, question.limits);
     question.run.requests.forEach((packed, i) => {
-      const request = requestOf(question.fields, packed);
-      lane.know({ ...request, id: i + 1, text: "", lengths: [], arrived: played.arrivals[i] });
+      lane.know({ ...requestOf(question.fields, packed), id: i + 1, arrived: played.arrivals[i] });
     });
     played.steps.forEach((step, i) => lane.add(step, ...played.clock[i]));
     this.lane = lane;
@@ -190,7 +189,7 @@ export class Lab {
   draw() {
     if (!this.lane) return;
     const { end } = this.lane;
-    drawTimeline($("lab-timeline"), this.lane, { start: 0, end, now: end, seen: end, chosen: 0 });
+    drawTimeline($("lab-timeline"), this.lane, { start: 0, end, now: end });
   }
 
   // The last runs, the newest first.

@@ -247,10 +247,10 @@ def game_of(recording: dict) -> dict:
         played = simulate.play(limits, policy, hand, price)
         runs.append({"policy": name, "does": policy.does, **figures_of(played, hand)})
     wishes = []
-    for sent, packed in zip(hand, run["requests"], strict=True):
-        text = packed[at] if len(sent.prompt) < LETTER else f"(a long text) {packed[at]}"
-        sizes = {"prompt": len(sent.prompt), "tokens": sent.tokens, "arrived": sent.arrived}
-        wishes.append({"text": text, **sizes})
+    for number, (sent, packed) in enumerate(zip(hand, run["requests"], strict=True), start=1):
+        prompt = packed[at] if len(sent.prompt) < LETTER else f"(a long text) {packed[at]}"
+        sizes = {"prompt_tokens": len(sent.prompt), "output_tokens": sent.tokens}
+        wishes.append({"id": number, "prompt": prompt, **sizes, "arrived": sent.arrived})
     return {"wishes": wishes, "price": price, "slots": limits["slots"], "runs": runs}
 
 

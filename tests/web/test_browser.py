@@ -204,7 +204,7 @@ def test_any_text_stays_in_its_row(plays, runs):
 
 def test_any_text_stays_on_its_card_in_the_game(opens):
     tab = opens(DEMO)
-    put = "(texts) => nanobatch.game.setup.wishes.forEach((wish, i) => (wish.text = texts[i % texts.length]))"
+    put = "(texts) => nanobatch.game.setup.wishes.forEach((wish, i) => (wish.prompt = texts[i % texts.length]))"
     tab.evaluate(put, TEXTS)
     tab.evaluate(  # without the wait
         "const { game } = nanobatch; game.deal(); while (game.hand.line.length < 20) game.hand.step(); game.draw()"

@@ -16,7 +16,7 @@ import { BLOCKED } from "./recording.js";
 const words = [/story/, /alphabet|Count|slot|batch/, /./];
 const ranks = {
   asTheyCome: () => 0,
-  byWords: (request) => words.findIndex((word) => word.test(request.text)),
+  byWords: (request) => words.findIndex((word) => word.test(request.prompt)),
 };
 const out = {};
 for (const [name, rank] of Object.entries(ranks)) {
@@ -51,12 +51,12 @@ def test_every_policy_has_played_the_hand():
     done = {run["policy"]: run["done"] for run in SETUP["runs"]}
     assert done["continuous"] < done["static"] < done["serial"]
     assert len(SETUP["wishes"]) == 24 and SETUP["wishes"][-1]["arrived"] < 0.5
-    assert sum("long text" in wish["text"] for wish in SETUP["wishes"]) == 4
+    assert sum("long text" in wish["prompt"] for wish in SETUP["wishes"]) == 4
 
 
 @needs_node
 def test_the_game_gives_each_request_its_tokens_and_no_slot_to_two(played):
-    tokens = sum(wish["tokens"] for wish in SETUP["wishes"])
+    tokens = sum(wish["output_tokens"] for wish in SETUP["wishes"])
     for hand in played.values():
         assert hand["answered"] == 24 and hand["tokens"] == tokens and 6 <= hand["most"] <= 8
 
