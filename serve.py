@@ -101,26 +101,28 @@ def follow(args: argparse.Namespace) -> int:
         return 2
 
 
+def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> Door:
+    """Bind the port, before anything is loaded. `given`: the options that name it."""
+    keys = (args.api_key, args.watch_key)
+    options = Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias))
+    try:
+        door = Door(options)
+    except OSError as error:  # the port is taken
+        raise ValueError(f"{given}: {error.strerror or error}") from None
+    if door.warning:
+        say(door.warning)
+    return door
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if program.rank():
         return follow(args)
-    options = Options(
-        args.host,
-        args.port,
-        args.api_key,
-        args.watch_key,
-        allow_hosts=tuple(args.allow_host),
-        aliases=tuple(args.alias),
-    )
     try:
-        door = Door(options)
-    except OSError as error:  # the port is taken
-        say(f"--host {args.host} --port {args.port}: {error.strerror or error}")
+        door = open_door(args, args.host, args.port, f"--host {args.host} --port {args.port}")
+    except ValueError as error:
+        say(str(error))
         return 2
-
-    if door.warning:
-        say(door.warning)
     with AccessLog(args.log) as log:
         door.log = log.add
         return serve(door, args)

@@ -209,17 +209,9 @@ def open_room(args: argparse.Namespace) -> Room:
     if not args.serve:
         return EngineRoom(partial(load_engine, args))
     import serve
-    from door.door import Door
-    from door.http import Options
 
     host, port = args.serve
-    try:
-        keys = (args.api_key, args.watch_key)
-        door = Door(Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias)))
-    except OSError as error:  # the port is taken
-        raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
-    if door.warning:
-        program.say(door.warning)
+    door = serve.open_door(args, host, port, f"--serve {host}:{port}")
     load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
     return EngineRoom(load, door.start(), program.name_of(args.model))
 

@@ -80,26 +80,22 @@ class Conversation:
     @classmethod
     def load(cls, path: str) -> Conversation:
         """Refuses what is no conversation, in a line."""
-        try:
-            return cls.of(json.loads(read_some(path, LARGEST))["messages"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
-
-    @classmethod
-    def of(cls, messages: list[dict[str, str]]) -> Conversation:
         found = cls()
-        if messages and messages[0]["role"] == "system":
-            found.system = messages[0]["content"]
-            messages = messages[1:]
-        roles = [message["role"] for message in messages]
-        if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise ValueError("user and assistant must take turns, and the assistant has the last")
-        texts = [found.system]
-        for message in messages:
-            texts += [message["content"], *message.values()]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("each message must be a text")
-        found.turns = [dict(message) for message in messages]
+        try:
+            messages = json.loads(read_some(path, LARGEST))["messages"]
+            if messages and messages[0]["role"] == "system":
+                found.system = messages.pop(0)["content"]
+            roles = [message["role"] for message in messages]
+            if roles != ["user", "assistant"] * (len(roles) // 2):
+                raise ValueError("user and assistant take turns, and the assistant has the last")
+            texts = [found.system]
+            for message in messages:
+                texts += [message["content"], *message.values()]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("each message must be a text")
+            found.turns = [*messages]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
         return found
 
 

@@ -683,20 +683,19 @@ class Reader:
     def _late_body(self) -> Reading[str | None]:
         """A call in which the name and the arguments do not stand first, or not in this order."""
         body = yield from self._object()
-        given = loads(body)
-        given = given if isinstance(given, dict) else {}
-        name = given.get("name")
-        arguments = given.get("arguments", given.get("parameters"))
-        is_call = isinstance(name, str) and name
-        if self._format.is_bare:
-            is_call = is_call and name in self._tools and arguments is not None
-        if not is_call:
+        match loads(body):
+            case {"name": str(name), "arguments": given} | {"name": str(name), "parameters": given}:
+                pass
+            case {"name": str(name)}:
+                given = None
+            case _:
+                return body
+        is_known = name in self._tools and given is not None
+        if not name or (self._format.is_bare and not is_known):
             return body
         self._begin(name)
-        arguments = {} if arguments is None else arguments
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        self._say("arguments", arguments)
+        given = {} if given is None else given
+        self._say("arguments", given if isinstance(given, str) else json.dumps(given))
         return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
@@ -795,16 +794,19 @@ OPTIONS = 100  # of a value's schema; one with more may be anything
 
 
 def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An argument's own schema, which may be a reference. A schema is a stranger's."""
-    properties = schema.get("properties")
-    value = properties.get(key) if isinstance(properties, Mapping) else None
-    for _ in range(8):  # a reference may lead to another one, or back
-        place = value.get("$ref") if isinstance(value, Mapping) else None
-        if not isinstance(place, str) or not place.startswith("#/"):
-            break
-        value = schema
-        for name in place[2:].split("/"):
-            value = value.get(name) if isinstance(value, Mapping) else None
+    """An argument's own schema, which may be a reference. A schema is a stranger's: what is none
+    allows any value."""
+    try:
+        value = schema["properties"][key]
+        for _ in range(8):  # a reference may lead to another one, or back
+            if "$ref" not in value:
+                break
+            place = value["$ref"].removeprefix("#/")
+            value = schema
+            for name in place.split("/"):
+                value = value[name]
+    except (LookupError, TypeError, AttributeError):
+        return {}
     return value if isinstance(value, Mapping) else {}
 
 

@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
     "serve": "door/* parts/* policies",
-    "tui": "screen/* door/* serve parts/* policies",
+    "tui": "screen/* serve parts/* policies",
     "bench": "measure/* parts/* policies",
     "verify": "nanobatch policies parts/*",
 }
