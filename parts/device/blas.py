@@ -32,7 +32,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import struct
 import sys
 from collections.abc import Iterator, Mapping
@@ -43,13 +42,6 @@ from typing import NamedTuple
 from parts.device import rows
 from parts.program import install
 
-# Of OpenBLAS's kernels for x86-64, the newest first: what a processor must be able to do to run
-# them
-CORES = {
-    "avx512f avx512bw avx512dq avx512vl avx512cd": "SkylakeX",
-    "avx2 fma": "Haswell",
-    "avx": "Sandybridge",
-}
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a BLAS by itself
 
 
@@ -105,7 +97,9 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or core(), OPENBLAS_THREAD_TIMEOUT="4", **_thread_count()
+        OPENBLAS_CORETYPE=kernels or rows.FORMS[rows.forms_here()[0]].openblas,
+        OPENBLAS_THREAD_TIMEOUT="4",
+        OPENBLAS_NUM_THREADS=str(rows.threads(most=1024)),
     ):
         library = _load_openblas() if found == "openblas" else _global(found)
         if library and _offers(library):
@@ -136,20 +130,13 @@ def backends() -> list[str]:
     return [name for name in names if [*importlib.metadata.distributions(name=name)]]
 
 
-def _thread_count() -> dict[str, str]:
-    """NANOBATCH_THREADS in OpenBLAS's words, if it is set."""
-    if "NANOBATCH_THREADS" not in os.environ:
-        return {}
-    return {"OPENBLAS_NUM_THREADS": str(rows.threads())}
-
-
 @contextmanager
-def _environment(**settings: str | None) -> Iterator[None]:
+def _environment(**settings: str) -> Iterator[None]:
     """While a library is loaded, it reads these, and afterwards everybody else finds what was there
     before.
 
     OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor
-    for an old one; so they are named (`core`). Its threads spin while they wait for work. With the
+    for an old one; so they are named. Its threads spin while they wait for work. With the
     least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
     others.
     """
@@ -265,13 +252,3 @@ def _kernels(library: ctypes.CDLL) -> str:
             core.restype = ctypes.c_char_p
             return core().decode()
     return ""
-
-
-def core() -> str | None:
-    """The newest kernels of OpenBLAS that this processor can run, by what it can do. None: let
-    OpenBLAS choose."""
-    if platform.machine() != "x86_64":
-        return None
-    return next(
-        (core for needs, core in CORES.items() if set(needs.split()) <= rows.processor()), None
-    )

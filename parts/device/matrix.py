@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from parts.device import mlx as device
@@ -153,10 +154,9 @@ def packed(matrix: Matrix) -> Matrix:
     count = math.prod(many)  # of matrices: one, or one for each expert
     row = row_nbytes(K, bits)
     sizes = [N * row, *(array.nbytes // count for array in arrays[1:])]
-    places = [1]  # of weights, scales and offsets, counted in lines from a matrix's beginning
-    for nbytes in sizes:
-        places.append(places[-1] + -(-nbytes // LINE))
-    lines = places[-1]  # of a matrix
+    # Of weights, scales and offsets, counted in lines from a matrix's beginning; last, its end
+    places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
+    lines = places[-1]
     # A line before, to begin at one, and one behind, since whole vectors are read
     memory = mx.zeros((count * lines + 2) * LINE // 4, mx.uint32)
     begin = address(memory)

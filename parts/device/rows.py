@@ -84,17 +84,23 @@ class Form(NamedTuple):
     # The hash of what the form computes in the exam, on any machine. Who changes the order of a sum
     # finds the new one in the line that refuses it.
     bits: str
+    openblas: str = ""  # the kernels that OpenBLAS has for such a processor. Empty: let it choose
 
 
 FORMS = {  # the first one that fits is taken
     "avx512": Form(
         "x86_64",
-        "avx512f avx2 fma f16c",
+        "avx512f avx512bw avx512dq avx512vl avx512cd avx2 fma f16c",
         "-mavx512f -mavx2 -mfma -mf16c",
         "468ddc22f8351dd498abadd148b1f2d8",
+        "SkylakeX",
     ),
     "avx2": Form(
-        "x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "3350e60e36c72738d4515cb1bc304bba"
+        "x86_64",
+        "avx2 fma f16c",
+        "-mavx2 -mfma -mf16c",
+        "3350e60e36c72738d4515cb1bc304bba",
+        "Haswell",
     ),
     "neon": Form("aarch64", "", "", "a135b9db6b1a738eb051517d489a1f65"),
     "plain": Form("", "", "", "23863c5f993d0661ca252ea2bc1402f6"),
@@ -158,12 +164,12 @@ def processor() -> frozenset[str]:
 # --- threads ------------------------------------------------------------------------------------
 
 
-def threads() -> int:
-    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this
-    process."""
+def threads(most: int = MOST_THREADS) -> int:
+    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this process,
+    and `most` at most."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
-        return min(cores(), MOST_THREADS)
+        return min(cores(), most)
     try:
         return read_whole("NANOBATCH_THREADS", asked, 1, 1024)
     except ValueError as error:
