@@ -74,7 +74,7 @@ class Matrix(NamedTuple):
         return y if self.bias is None else y + self.bias
 
     def _unpacked_by_mlx(self, x: mx.array, chosen: mx.array | None) -> mx.array:
-        arrays = self.arrays.values()
+        arrays = (self.weight, self.scales, self.offsets)
         how = {"group_size": self.group, "bits": self.bits}
         if chosen is None:
             return mx.quantized_matmul(x, *arrays, **how)
