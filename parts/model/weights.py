@@ -269,13 +269,13 @@ class Weights:
         for name, found in apart.items():
             numbers = sorted(found)
             parts = tuple(found[number] for number in numbers)
-            shapes = {part.shape for part in parts}
-            if numbers != list(range(config.experts)) or len(shapes) > 1:
-                has = f"{len(parts)} experts of {len(shapes)} shapes"
+            kinds = {(part.shape, part.dtype) for part in parts}
+            if numbers != list(range(config.experts)) or len(kinds) > 1:
+                has = f"{len(parts)} experts of {len(kinds)} shapes or types"
                 raise ModelError(
                     f"{parts[0].path}: {name} has {has}, but config.json implies {config.experts}."
                 )
-            shape = (len(parts), *shapes.pop())
+            shape = (len(parts), *parts[0].shape)
             self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
 
     def check_against(self, config: Config) -> None:
@@ -333,9 +333,15 @@ class Weights:
         path = self.tensors[f"{module}.scales"].path
         if f"{module}.biases" not in self.tensors:
             raise ModelError(f"{path}: {module} is quantized, but {module}.biases is missing.")
-        packed, scales, biases = (
-            self.tensors[f"{module}.{part}"].shape for part in ("weight", "scales", "biases")
-        )
+        parts = [self.tensors[f"{module}.{part}"] for part in ("weight", "scales", "biases")]
+        packed, scales, biases = (part.dtype for part in parts)
+        if packed != mx.uint32 or scales != biases or scales == mx.uint32:
+            said = ", ".join(str(part.dtype).split(".")[-1] for part in parts)
+            raise ModelError(
+                f"{path}: weight, scales and biases of {module} are {said}, which no MLX quantization "
+                "has; download it again."
+            )
+        packed, scales, biases = (part.shape for part in parts)
         *out, width = shape
         if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
             bits = packed[-1] * 32 // width

@@ -310,8 +310,10 @@ def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
     refused(folder, "mlp_only_layers = [0]")
     change_config(folder, mlp_only_layers=[])
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    change_weights(folder, lambda w: w.update({name: w[name][:7]}))
-    refused(folder, "experts.up_proj.weight", "2 shapes")
+    change_weights(folder, lambda w: w.update({name: w[name].astype(mx.float16)}))
+    refused(folder, "experts.up_proj.weight", "2 shapes or types")
+    change_weights(folder, lambda w: w.update({name: w[name][:7].astype(mx.float32)}))
+    refused(folder, "experts.up_proj.weight", "2 shapes or types")
     change_weights(folder, lambda w: w.pop(name))
     refused(folder, "experts.up_proj.weight", "3 experts")
 
@@ -334,6 +336,20 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     change_weights(folder, lambda w: w.update({name: mx.ones((64, 7), mx.uint32)}))
     refused(folder, name.removesuffix(".weight"), "Supported bits: 2, 3, 4, 5, 6, 8")
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("weight", mx.float16), ("scales", mx.uint32), ("biases", mx.bfloat16), ("biases", mx.uint32)],
+)
+def test_a_quantized_matrix_whose_parts_are_of_other_kinds_is_refused(tmp_path, part, dtype):
+    """Of the right shapes, it was read beyond its end, with scales of one kind taken for another."""
+    folder = make_checkpoint(
+        tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
+    )
+    name = f"model.layers.0.mlp.down_proj.{part}"
+    change_weights(folder, lambda w: w.update({name: mx.ones(w[name].shape, dtype)}))
+    refused(folder, "model.layers.0.mlp.down_proj", str(dtype).split(".")[-1], "download it again")
 
 
 @pytest.mark.parametrize(
