@@ -4,7 +4,7 @@
 // What this file keeps. Texts of a recording or of a server enter as `textContent` only, and are
 // isolated (`<bdi>` and `unicode-bidi`), so neither markup nor turned direction in a prompt does anything.
 
-import { BLOCKED, EMPTY, GHOST, HELD, PREFILL } from "./recording.js";
+import { BLOCKED, EMPTY, GHOST } from "./recording.js";
 import { drawTimeline, hueOf } from "./draw.js";
 import { buttonFor, make, write } from "./elements.js";
 import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./words.js";
@@ -91,10 +91,8 @@ export class LaneView {
         row.request = owner;
         row.chip.replaceChildren(...(owner ? [chip(owner, this.choose)] : []));
       }
-      row.element.classList.toggle("shut", isShut);
+      row.element.dataset.kind = kind;
       row.element.classList.toggle("mine", this.player.mine.has(owner));
-      row.element.classList.toggle("left", kind === EMPTY);
-      row.element.classList.toggle("reads", kind === PREFILL || kind === HELD);
       const said = request ? this.lane.textAt(request, now) : "";
       const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but shut" : "";
       write(row.text, inOneLine(text));

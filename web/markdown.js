@@ -95,7 +95,7 @@ export class Markdown {
     const indent = line.length - text.length;
     if (this.fence) return this.#drawCode(line, text);
     const hasRoom = this.block?.childNodes.length < MANY;
-    if (this.isCut && hasRoom) return this.#append(this.block, filled(make("span"), line));
+    if (this.isCut && hasRoom) return this.block.appendChild(filled(make("span"), line));
     const [, fence] = FENCE.exec(text) ?? [];
     const item = ITEM.exec(text);
     if (fence) return this.#beginCode(fence, indent);
@@ -106,28 +106,23 @@ export class Markdown {
     const tag = QUOTE.test(text) ? "BLOCKQUOTE" : "P";
     const said = text.replace(QUOTE, "");
     const goesOn = this.block && (tag === "P" || this.block.tagName === tag);
-    if (text && goesOn && hasRoom) return this.#append(this.block, filled(make("span", "", "\n"), said));
+    if (text && goesOn && hasRoom) return this.block.appendChild(filled(make("span", "", "\n"), said));
     this.block = text ? this.#add(filled(make(tag, goesOn ? "on" : ""), said), indent) : null;
     return this.block;
-  }
-
-  #append(parent, node) {
-    parent.append(node);
-    return node;
   }
 
   // A block of its own, in the list that its indent leads to.
   #add(block, indent) {
     this.lists = this.lists.filter((one) => one.indent < indent);
     this.block = null;
-    return this.#append(this.#place(this.lists), block);
+    return this.#place(this.lists).appendChild(block);
   }
 
   // The last item of the innermost list, or the last part of the answer.
   #place(lists) {
     const last = this.root.lastChild;
     const hasRoom = last?.childNodes.length < MANY || last?.lastChild.className === "cells"; // a table stays whole
-    return lists.at(-1)?.list.lastChild ?? (hasRoom ? last : this.#append(this.root, make("div")));
+    return lists.at(-1)?.list.lastChild ?? (hasRoom ? last : this.root.appendChild(make("div")));
   }
 
   #addItem([, number, text], indent) {
@@ -135,10 +130,10 @@ export class Markdown {
     const same = this.lists[outer.length]?.list;
     const tag = number ? "OL" : "UL";
     const isSame = same?.tagName === tag && same.childNodes.length < MANY;
-    const list = isSame ? same : this.#append(this.#place(outer), make(tag));
+    const list = isSame ? same : this.#place(outer).appendChild(make(tag));
     if (!isSame && number) list.start = number;
     this.lists = [...outer, { list, indent }];
-    this.block = this.#append(list, filled(make("li"), text));
+    this.block = list.appendChild(filled(make("li"), text));
     return isSame ? this.block : list;
   }
 
@@ -164,8 +159,8 @@ export class Markdown {
     const shown = inOneLine(line.slice(skipped));
     const before = this.isCut || !code.firstChild ? "" : "\n";
     const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // an empty line is never the last
-    if (hasRoom) return this.#append(code, new Text(before + shown));
+    if (hasRoom) return code.appendChild(new Text(before + shown));
     this.fence = { ...this.fence, code: make("code", "", shown) };
-    return this.#append(code.parentNode, this.fence.code);
+    return code.parentNode.appendChild(this.fence.code);
   }
 }

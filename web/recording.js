@@ -10,13 +10,13 @@
 //
 // What this file keeps. Nothing here draws, and nothing here knows a policy. All of it comes from plans.
 
-// What a slot does in a step. The names are those of the engine.
-export const EMPTY = 0;
-export const BLOCKED = 1; // free, but kept shut while others wait
-export const HELD = 2; // its request is in the slot, but without a chunk in this step
-export const PREFILL = 3; // a chunk of the prompt goes in
-export const DECODE = 4; // one more token comes out, or several where some were guessed
-export const GHOST = 5; // its request had ended; that was seen one step late, and the token is dropped
+// What a slot does in a step. The names are those of the engine, and of the style sheet.
+export const EMPTY = "empty";
+export const BLOCKED = "blocked"; // free, but kept shut while others wait
+export const HELD = "held"; // its request is in the slot, but without a chunk in this step
+export const PREFILL = "prefill"; // a chunk of the prompt goes in
+export const DECODE = "decode"; // one more token comes out, or several where some were guessed
+export const GHOST = "ghost"; // its request had ended; that was seen one step late, and the token is dropped
 
 // A list of values as an object, by the names of a recording's fields.
 export function named(names, values) {

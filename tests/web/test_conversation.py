@@ -478,16 +478,17 @@ TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for 
 # its elements lie; and how many parts one has
 WORK = """([text, size]) => {
   let letters = 0;
-  const { append } = Element.prototype;
+  const { append, appendChild } = Element.prototype;
   const count = (one) => { letters += 1 + (one.textContent ?? one).length; };
-  Element.prototype.append = function (...all) { all.forEach(count); return append.apply(this, all); };
+  const counted = (put) => function (...all) { all.forEach(count); return put.apply(this, all); };
+  Object.assign(Element.prototype, { append: counted(append), appendChild: counted(appendChild) });
   const root = document.createElement("div");
   const view = new Markdown(root);
   for (let at = 0; at < text.length; at += size) {
     view.push(text.slice(at, at + size));
     view.draw();
   }
-  Element.prototype.append = append;
+  Object.assign(Element.prototype, { append, appendChild });
   let deep = 0;
   let broad = 0;
   for (const leaf of root.querySelectorAll("*")) {
