@@ -259,9 +259,11 @@ export class Chat {
     const { total, cache } = turn.progress;
     const length = lane()?.limits.max_len;
     const room = length - total - turn.tokens;
+    const [before, slot] = this.turns.slice(-2).map(({ number }) => lane()?.requests.get(number)?.slot);
+    const whose = Number.isInteger(slot) && slot === before ? "its" : "a";
     const of = cache ? ` of ${total.toLocaleString("en")}` : "";
     const said = [`read ${(total - cache).toLocaleString("en")}${of} tokens`];
-    if (cache) said.push(`${cache.toLocaleString("en")} were still in a slot`);
+    if (cache) said.push(`${cache.toLocaleString("en")} were still in ${whose} slot`);
     said.push(`first token after ${span((turn.first - turn.asked) / 1000)}`);
     const seconds = (turn.last - turn.first) / 1000;
     const rate = seconds > AT_ONCE ? `, ${Math.round((turn.tokens - 1) / seconds)} tokens/s` : "";

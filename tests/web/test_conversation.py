@@ -27,8 +27,9 @@ STOPPED = "document.querySelector('[data-chat-part=stop]').hidden"
 BELOW = (
     "((log) => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('.log'))"
 )
+# The watch may tell of a slot a moment after the answer has ended: then it is "a slot".
 FACTS = re.compile(
-    r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in a slot; "
+    r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in (?:its|a) slot; "
     r"first token after [\d.]+ m?s; [\d,]+ tokens(?:, [\d,]+ tokens/s)?"
 )
 
