@@ -23,10 +23,10 @@ export class StepView {
   constructor(player, choose) {
     this.player = player;
     this.choose = choose;
-    this.shown = "";
-    this.told = 0; // when words were written last
     this.lane = null; // whose step is shown,
-    this.index = 0; // and which
+    this.index = 0; // which,
+    this.since = 0; // since when,
+    this.said = ""; // and in which words
     $("step-microscope").onclick = (event) => this.#point(event);
     if (player.window) return; // a server goes on
     this.#makeExamples($("step-examples"));
@@ -54,6 +54,7 @@ export class StepView {
   }
 
   #point({ offsetX }) {
+    if (!this.grid) return; // nothing has run yet
     const { lane } = this.player;
     const column = Math.floor((offsetX - this.grid.left) / this.grid.column);
     const index = this.grid.first + column;
@@ -67,23 +68,20 @@ export class StepView {
     const { lane } = player;
     if (!lane.steps.length) return;
     // While it plays, the step changes so seldom that its words can be read
-    const isSoon = player.playing && !player.window && performance.now() - this.told < READABLE;
-    if (lane !== this.lane || !isSoon) this.index = Math.max(0, player.step);
-    this.lane = lane;
+    const now = performance.now();
+    const isSoon = player.playing && !player.window && now - this.since < READABLE;
+    if (lane !== this.lane || !isSoon) Object.assign(this, { lane, index: Math.max(0, player.step), since: now });
     const { index } = this;
     this.grid = drawMicroscope($("step-microscope"), lane, index, player.chosen);
-    const key = `${player.lanes.indexOf(lane)} ${index} ${lane.steps.length}`;
-    if (key === this.shown) return;
-    this.shown = key;
-    this.told = performance.now();
     [...$("step-lanes").children].forEach((tab, i) => {
       tab.ariaPressed = player.lanes[i] === lane;
     });
-    const of = player.window && player.playing ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
+    const of = player.window && player.playing ? "" : ` of ${lane.steps.at(-1).step.toLocaleString("en")}`;
     write($("step-title"), `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
     write($("step-cost"), costInWords(lane, index));
     const said = planInWords(lane, index);
-    $("step-words").replaceChildren(...said.map((sentence) => make("li", "", sentence)));
+    if (said.join() !== this.said) $("step-words").replaceChildren(...said.map((each) => make("li", "", each)));
+    this.said = said.join();
   }
 }
 

@@ -73,14 +73,15 @@ export class Lane {
     const step = { guesses: [], ...told }; // earlier recordings know of no guesses
     const index = this.steps.length;
     const cells = this.stretches.map(() => ({ kind: EMPTY, request: 0 }));
-    for (const slot of step.blocked) cells[slot] = { kind: BLOCKED, request: 0 };
-    for (const [slot, request] of step.held) cells[slot] = { kind: HELD, request };
-    for (const [slot, request] of step.prefill) cells[slot] = { kind: PREFILL, request };
-    for (const [slot, request] of step.decode) {
-      const kind = step.ghosts.includes(slot) ? GHOST : DECODE;
-      cells[slot] = { kind, request };
-    }
-    let useful = cells.filter((cell) => cell.kind === PREFILL || cell.kind === DECODE).length;
+    const put = (kind, pairs) => {
+      for (const [slot, request] of pairs) cells[slot] = { kind, request };
+    };
+    put(HELD, step.held);
+    put(PREFILL, step.prefill);
+    put(DECODE, step.decode);
+    for (const slot of step.blocked) cells[slot].kind = BLOCKED;
+    for (const slot of step.ghosts) cells[slot].kind = GHOST; // one of those that decode
+    let useful = step.prefill.length + step.decode.length - step.ghosts.length;
     for (const [slot, guessed, right] of step.guesses) {
       cells[slot].tokens = 1 + right;
       useful -= (guessed - right) / (1 + guessed);

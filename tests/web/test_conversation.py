@@ -18,6 +18,7 @@ from recordings import HOSTILE, TEXTS
 
 import tui
 from nanobatch import Sampling
+from parts.api.ledger import Log
 from screen.room import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -270,6 +271,21 @@ def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
     shows(tab, ".queue", "50 in line")
     parrot.loop.resume()
     shows(tab, ".queue", "nobody in line")
+
+
+def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parrots):
+    """It said "step 4,000 of 1,000". And a press on a picture without a step was an error."""
+    parrot = parrots(max_len=640)
+    tab = talks(parrot)
+    until(tab, "window.nanobatch")
+    tab.locator("[data-step-microscope]").click()
+    parrot.engine._ledger.steps = Log(20)  # what the server still tells
+    parrot.engine.submit("say: one", Sampling(max_tokens=60, ignore_eos=True)).result()
+    late = talks(parrot)
+    until(late, "window.nanobatch?.player.lane.rests")
+    late.evaluate("nanobatch.player.goBy(-1)")
+    steps = parrot.engine.snapshot().planned
+    shows(late, "[data-step-title]", f" of {steps:,}")
 
 
 def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, parrots):
