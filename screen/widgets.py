@@ -18,7 +18,6 @@ from contextlib import suppress
 
 from rich.style import Style
 from textual import events
-from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.geometry import Offset, Region
 from textual.strip import Strip
@@ -141,13 +140,13 @@ class PromptBox(TextArea):
     the prompt before, and Down in the last line the prompt behind."""
 
     BINDINGS = (
-        Binding("escape", "app.escape", show=False),
-        Binding("tab", "app.complete", show=False),
-        Binding("enter", "app.submit", show=False),
-        Binding("shift+enter,alt+enter", "newline", show=False),
-        Binding("ctrl+z", "app.suspend_process", show=False),
-        Binding("pageup", "app.leaf(-1)", show=False),
-        Binding("pagedown", "app.leaf(1)", show=False),
+        ("escape", "app.escape"),
+        ("tab", "app.complete"),
+        ("enter", "app.submit"),
+        ("shift+enter,alt+enter", "newline"),
+        ("ctrl+z", "app.suspend_process"),
+        ("pageup", "app.leaf(-1)"),
+        ("pagedown", "app.leaf(1)"),
     )
 
     def __init__(self, earlier: History):
