@@ -1,8 +1,8 @@
 """The screen: it places the panes, looks for news up to ten times a second, and turns keys into
 wishes.
 
-The problem. Keys come from a keyboard, a mouse, a palette and a script, pages take the place of panes, and
-the engine must never wait for any of these.
+The problem. Keys come from a keyboard, a mouse, a palette and a script, pages take the place of
+panes, and the engine must never wait for any of these.
 
 What this file keeps. The picture depends only on `State` and on the size. Every key leads to
 `Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
