@@ -555,10 +555,9 @@ def run_plain(
     """
     log = PlainLog(session, write)
     state = session.state
-    orders = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
+    lines = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
     listening = not script
     rest = b""
-    typed: deque[str] = deque()
     idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
     if idle and listening and sys.stdin.isatty():
         log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
@@ -570,25 +569,23 @@ def run_plain(
                 print(f"nanobatch: {state.view.error}", file=sys.stderr)
                 return 2
             if listening:
-                rest, lines, listening = read_lines(rest)
-                typed += lines
-                idle = idle and not lines
+                rest, typed, listening = read_lines(rest)
+                lines += typed
+                idle = idle and not typed
             if idle and not listening:
                 print(f"nanobatch: {NO_WORK}", file=sys.stderr)
                 return 2
             if state.view.stage != "ready":
                 continue
-            while typed:
-                line = typed.popleft()
+            # A script's line waits until all before it has ended
+            while lines and (session.settled or not script):
+                log.look()
+                line = lines.popleft()
                 if line.split()[0] in ("/quit", "/exit"):
                     return 0
                 log.obey(line)
-            if not listening and session.settled:
-                log.look()
-                if orders:
-                    log.obey(orders.popleft())
-                elif not stays:
-                    return 0
+            if session.settled and not (lines or listening or stays):
+                return 0
     finally:
         session.room.drain()
         log.look()
