@@ -378,6 +378,9 @@ class Screen(App):
         key = "enter" if event.key == "ctrl+j" else event.key
         if await self.action_own(key):
             return
+        if self.page and key in ON_A_PAGE:
+            await self.run_action(ON_A_PAGE[key])
+            return
         if not self.page and self.is_text(event):
             await self.run_action("prompt")
             if self.focused:  # else the tour has the engine
@@ -395,11 +398,9 @@ class Screen(App):
             self.prompt.take("\n".join(event.text.splitlines()))
 
     async def action_own(self, key: str) -> bool:
-        """A key of the open page. False: the page has no such key."""
+        """A key of the open page alone. False: the page has no such key."""
         page = self.page or self.strip
         do = page.own.get(key) if page else None
-        if self.page:
-            do = do or ON_A_PAGE.get(key)
         if isinstance(do, str):
             await self.run_action(do)
         elif do:

@@ -612,6 +612,18 @@ def test_a_pane_that_comes_back_shows_nothing_of_another_time():
     show(scenario)
 
 
+def test_a_picture_of_a_long_page_shows_its_beginning():
+    """A film is shown at its end, and no other page."""
+
+    async def scenario(it):
+        it.app.exit = lambda **how: None
+        await it.press("question_mark", turns=0)
+        await it.app.take_picture()
+        assert "type a prompt" in it.app.picture and "more lines" in it.app.picture
+
+    show(scenario)
+
+
 def test_a_page_that_a_command_has_opened_leads_back_to_the_prompt_box():
     async def scenario(it):
         await it.press("slash", *"help", "enter", turns=0)
