@@ -13,7 +13,7 @@ QUICK = [
     "demo/test_demo.py::test_mlx_lm",
     "demo/test_demo.py::test_the_demo_model",
     "device/test_gpu.py::test_a_step",
-    "device/test_rows.py::test_a_control_group",
+    "device/test_limits.py::test_a_control_group",
     "device/test_rows.py::test_a_folder",
     "device/test_rows.py::test_the_first_start",
     "device/test_rows.py::test_threads",

@@ -83,7 +83,7 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     stage.engine.submit([96] * 5, Sampling(max_tokens=31))
     stage.finish()
     stage.session.obey("/compare")
-    own, _ = race.shown_in(stage.state).contest.runs
+    own, _ = stage.state.kept["compare"].runs
     cells = [column.cells for column in stage.state.history]
     assert [column.cells for column in own.columns] == cells
     assert sum(cell.kind == ink.GHOST for column in cells for cell in column) == 5

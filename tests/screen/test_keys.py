@@ -452,6 +452,7 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
         stage.turns(5)
         assert "running …" in "".join(seen())
         stage.finish()
+        race.to_the_end(stage.state)  # of its film
         assert "continuous takes" in "".join(seen())
     stage.session.obey("one")
     stage.turns(3)

@@ -12,7 +12,6 @@ from words import Clock, WordRunner
 from nanobatch import Sampling
 from screen import charts, ink, panes, steps, timeline, widgets
 from screen.ink import BLOCKED, PREFILL
-from screen.pages import race
 
 
 def test_static_leaves_slots_blocked_while_requests_wait_and_continuous_never_does():
@@ -161,8 +160,8 @@ def test_what_cannot_be_true_is_not_said():
     stage.session.obey("/compare")  # here, all steps take as long
     said = "10.0 ms with one row, too noisy to say how much more for each row, "
     assert (
-        said in race.shown_in(stage.state).contest.note
-        and "0.00 ms" not in race.shown_in(stage.state).contest.note
+        said in stage.state.kept["compare"].note
+        and "0.00 ms" not in stage.state.kept["compare"].note
     )
 
 
