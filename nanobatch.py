@@ -10,7 +10,7 @@ of them (`sampling.py`). Here they are tied together:
               any thread |_____________ one thread at a time ______________|      any thread
 
 One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and
-is all that the device half needs to know.
+is all that a forward pass needs to know. A pick says how a token is chosen from its logits.
 
     flight   a step that has been started, and not been read
     ghost    a sequence that runs in a step although its request has ended meanwhile
