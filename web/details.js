@@ -13,8 +13,12 @@ const MANY_REQUESTS = 40; // of a server's, even then
 // Steps that are worth a look: what to call one, and how to know it.
 const EXAMPLES = [
   ["a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
-  ["a prompt in chunks", (step, lane) => step.prefill.some(([, r, , stop]) => stop < lane.requests.get(r)?.prompt_tokens)],
-  ["a prompt that begins like another", (step, lane) => step.prefill.some(([, r, start]) => start && lane.requests.get(r)?.chunks[0].start === start)],
+  ["a prompt in chunks", (step, lane) => step.prefill.some(
+    ([, number, , stop]) => stop < lane.requests.get(number)?.prompt_tokens,
+  )],
+  ["a prompt that begins like another", (step, lane) => step.prefill.some(
+    ([, number, start]) => start && lane.requests.get(number)?.chunks[0].start === start,
+  )],
   ["a ghost", (step) => step.ghosts.length > 0],
   ["a slot kept shut", (step) => step.blocked.length > 2],
 ];
@@ -31,8 +35,10 @@ export class StepView {
     if (player.window) return; // a server goes on
     this.#makeExamples($("step-examples"));
     if (player.lanes.length < 2) return;
-    const tabs = player.lanes.map((lane) => buttonFor(() => player.change({ lane }), "tab", lane.policy));
-    $("step-lanes").append(...tabs);
+    for (const lane of player.lanes) {
+      const show = () => player.change({ lane });
+      $("step-lanes").append(buttonFor(show, "tab", lane.policy));
+    }
   }
 
   // The first step of each kind, of the last lane that has one.
@@ -70,18 +76,25 @@ export class StepView {
     // While it plays, the step changes so seldom that its words can be read
     const now = performance.now();
     const isSoon = player.playing && !player.window && now - this.since < READABLE;
-    if (lane !== this.lane || !isSoon) Object.assign(this, { lane, index: Math.max(0, player.step), since: now });
+    if (lane !== this.lane || !isSoon) {
+      this.lane = lane;
+      this.index = Math.max(0, player.step);
+      this.since = now;
+    }
     const { index } = this;
     this.grid = drawMicroscope($("step-microscope"), lane, index, player.chosen);
     [...$("step-lanes").children].forEach((tab, i) => {
       tab.ariaPressed = player.lanes[i] === lane;
     });
-    const of = player.window && player.playing ? "" : ` of ${lane.steps.at(-1).step.toLocaleString("en")}`;
-    write($("step-title"), `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
+    const last = lane.steps.at(-1).step.toLocaleString("en");
+    const of = player.window && player.playing ? "" : ` of ${last}`;
+    const step = lane.steps[index].step.toLocaleString("en");
+    write($("step-title"), `${capital(lane.policy)}, step ${step}${of}`);
     write($("step-cost"), costInWords(lane, index));
     const said = planInWords(lane, index);
-    if (said.join() !== this.said) $("step-words").replaceChildren(...said.map((each) => make("li", "", each)));
+    if (said.join() === this.said) return;
     this.said = said.join();
+    $("step-words").replaceChildren(...said.map((each) => make("li", "", each)));
   }
 }
 
@@ -120,7 +133,8 @@ export class RequestsView {
   // Of a server, the newest requests; of a recording, the first ones, or all.
   draw() {
     const { player } = this;
-    const all = [...new Set(player.lanes.flatMap((lane) => [...lane.requests.keys()]))];
+    const numbers = player.lanes.flatMap((lane) => [...lane.requests.keys()]);
+    const all = [...new Set(numbers)];
     const known = player.window ? all.slice(-MANY_REQUESTS) : all;
     const few = player.window ? known.slice(-FEW_REQUESTS) : known.slice(0, FEW_REQUESTS);
     const rows = (this.isWhole ? known : few).map((number) => this.#rowOf(number));
@@ -182,8 +196,11 @@ export class RequestsView {
     const facts = make("p", "facts", factsInWords(known.at(-1).request));
     if (known.length > 1 && hashes.size === 1) facts.append(" The same answer in both runs.");
     this.detail.replaceChildren(head, ...lives, answer, facts);
-    const proof = make("p", "facts", `The sha256 of the answer begins with ${[...hashes].join(" or ")}.`);
-    if (hashes.size) this.detail.append(make("details", "", make("summary", "", "proof"), proof));
+    if (hashes.size) {
+      const words = `The sha256 of the answer begins with ${[...hashes].join(" or ")}.`;
+      const summary = make("summary", "", "proof");
+      this.detail.append(make("details", "", summary, make("p", "facts", words)));
+    }
     const { start, end } = this.player;
     known.forEach(({ lane, request: own }, i) => {
       drawLife(canvases[i], lane, own, { start, end, now: end }, 16, true);

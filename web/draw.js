@@ -65,7 +65,9 @@ function hatch(pen, colour, x, y, width, height) {
   pen.strokeStyle = colour;
   pen.lineWidth = 1.5;
   pen.beginPath();
-  for (let at = GAP * Math.floor((x + y) / GAP); at < x + y + width + height + GAP; at += GAP) {
+  const first = GAP * Math.floor((x + y) / GAP);
+  const last = x + y + width + height + GAP;
+  for (let at = first; at < last; at += GAP) {
     pen.moveTo(at - y, y);
     pen.lineTo(at - y - height, y + height);
   }
@@ -119,7 +121,9 @@ export function drawTimeline(canvas, lane, player) {
   for (let slot = 0; slot < lane.slots; slot++) {
     const y = slot * row;
     const isMine = mine?.has(cells?.[slot].owner);
-    if (isMine) fill(pen, inks.now, 0, y + 1, LEFT - 3, row - 2);
+    if (isMine) {
+      fill(pen, inks.now, 0, y + 1, LEFT - 3, row - 2);
+    }
     const ink = isMine ? inks.paper : inks.muted;
     print(pen, row - 3, ink, "right", slot, LEFT - 6, y + row / 2);
     fill(pen, inks.line, LEFT, y + row / 2 - 0.5, width - LEFT, 1);
@@ -133,14 +137,16 @@ export function drawTimeline(canvas, lane, player) {
       const x = xOf(began);
       const isAside = chosen && stretch.request !== chosen;
       pen.globalAlpha = alpha * (isAside ? 0.22 : 1);
-      drawStretch(pen, lane, stretch, x, Math.max(xOf(ended) - x, 0.6), row);
+      const least = Math.max(xOf(ended) - x, 0.6);
+      drawStretch(pen, lane, stretch, x, least, row);
     }
     pen.restore();
   };
   if (seen > now) paint(seen, 0.2);
   paint(now, 1);
-  fill(pen, inks.now, Math.round(xOf(Math.min(now, end, lane.end))) - 0.75, 0, 1.5, height);
-  return (x) => start + ((x - LEFT) / wide) * span;
+  const x = xOf(Math.min(now, end, lane.end));
+  fill(pen, inks.now, Math.round(x) - 0.75, 0, 1.5, height);
+  return (place) => start + ((place - LEFT) / wide) * span;
 }
 
 // With the number of its request, where the answer begins and wherever there is room.
@@ -151,7 +157,8 @@ function drawStretch(pen, lane, stretch, x, width, row) {
   if (kind !== DECODE) return;
   const isFirst = lane.requests.get(request)?.tokenSteps[1] === from;
   const least = isFirst ? 7 * String(request).length + 4 : 60;
-  if (width >= least) print(pen, row - 3, ON_HUE, "left", request, x + 4, y + row / 2 - 0.5);
+  const middle = y + row / 2 - 0.5;
+  if (width >= least) print(pen, row - 3, ON_HUE, "left", request, x + 4, middle);
   const seam = x + width - 0.75; // where the next request begins
   fill(pen, inks.paper, seam, y, 0.75, row - 2);
 }
@@ -166,7 +173,8 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   const middle = Math.floor(columns * 0.6);
   const first = Math.max(0, Math.min(index - middle, lane.steps.length - columns));
   for (let slot = 0; slot < lane.slots; slot++) {
-    print(pen, 10, inks.muted, "right", slot, LEFT - 6, slot * row + row / 2);
+    const y = slot * row + row / 2;
+    print(pen, 10, inks.muted, "right", slot, LEFT - 6, y);
   }
   lane.cells.slice(first, first + columns).forEach((cells, i) => {
     const x = LEFT + i * column;
@@ -179,17 +187,20 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       if (cell.kind !== DECODE && cell.kind !== PREFILL) return;
       pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;
-      print(pen, 9, ink, "center", cell.request, x + column / 2, y + row / 2 + 0.5);
+      const middle = x + column / 2;
+      print(pen, 9, ink, "center", cell.request, middle, y + row / 2 + 0.5);
       // Where some were guessed: so many came
       if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, y + 5);
     });
   });
   pen.globalAlpha = 1;
+  const { step } = lane.steps[index];
   const x = LEFT + (index - first) * column;
+  const bottom = lane.slots * row;
   pen.strokeStyle = inks.now;
   pen.lineWidth = 1.5;
-  pen.strokeRect(x - 0.25, 0.75, column + 0.5, lane.slots * row - 1);
-  print(pen, 10, inks.now, "center", lane.steps[index].step, x + column / 2, lane.slots * row + 9);
+  pen.strokeRect(x - 0.25, 0.75, column + 0.5, bottom - 1);
+  print(pen, 10, inks.now, "center", step, x + column / 2, bottom + 9);
   return { first, column, left: LEFT };
 }
 
@@ -197,16 +208,21 @@ export function drawMicroscope(canvas, lane, index, chosen) {
 export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
   const until = Math.min(now, request.last ?? now);
-  const xOf = (time) => ((Math.min(time, until) - start) / (end - start || 1)) * width;
+  const span = end - start || 1;
+  const xOf = (time) => ((Math.min(time, until) - start) / span) * width;
   const came = xOf(request.arrived);
-  fill(pen, inks.muted, came, height / 2 - 0.5, xOf(lane.admittedAt(request)) - came, 1);
+  const waited = xOf(lane.admittedAt(request)) - came;
+  fill(pen, inks.muted, came, height / 2 - 0.5, waited, 1);
   for (const stretch of lane.stretches.flat()) {
     const x = xOf(lane.began[stretch.from]);
     const wide = xOf(lane.ended[stretch.to]) - x;
-    if (stretch.request === request.id && wide > 0) drawCell(pen, stretch, x, 1, Math.max(1, wide), height - 2);
+    if (stretch.request !== request.id || wide <= 0) continue;
+    drawCell(pen, stretch, x, 1, Math.max(1, wide), height - 2);
   }
   const times = request.tokenSteps.map((index) => lane.ended[index]);
   const apart = (xOf(times.at(-1)) - xOf(times[0])) / times.length;
   if (!ticks || apart < 2) return; // ticks side by side would hide the bar
-  for (const at of times) fill(pen, inks.paper, xOf(at) - 0.5, 1, 0.5, height - 2);
+  for (const at of times) {
+    fill(pen, inks.paper, xOf(at) - 0.5, 1, 0.5, height - 2);
+  }
 }

@@ -77,10 +77,13 @@ export class Hand {
       request.read = stop;
     }
     const { step, row, token } = this.price;
-    const seconds = working.length ? step + row * decoding.length + token * (this.cut - left) : IDLE;
-    const blocked = this.line.length ? this.slots.flatMap((each, slot) => (each ? [] : [slot])) : [];
+    const price = step + row * decoding.length + token * (this.cut - left);
+    const seconds = working.length ? price : IDLE;
+    const free = this.slots.flatMap((each, slot) => (each ? [] : [slot]));
+    const blocked = this.line.length ? free : [];
     const decode = decoding.map((each) => [each.slot, each.id]);
-    const plan = { admitted: this.admitted, prefill, held, decode, blocked, ghosts: [], tokens: emits.length };
+    const tokens = emits.length;
+    const plan = { admitted: this.admitted, prefill, held, decode, blocked, ghosts: [], tokens };
     this.lane.add(plan, this.now, this.now + seconds);
     this.admitted = [];
     this.now += seconds;
@@ -105,7 +108,8 @@ export function whyInWords(hand) {
   if (open > 0.04) {
     return `What cost you time: slots were free while requests waited, for ${percent(open)} of all their time.`;
   }
-  const last = [...hand.lane.requests.values()].sort((a, b) => b.last - a.last)[0];
+  const all = [...hand.lane.requests.values()];
+  const last = all.sort((a, b) => b.last - a.last)[0];
   const waited = hand.lane.admittedAt(last) - last.arrived;
   return `What cost you time: request ${last.id} ended last. Its answer has ${count(last.output_tokens, "token")}, and it waited ${span(waited)} for a slot; long answers should begin first.`;
 }
@@ -168,7 +172,9 @@ export class Game {
     if (!this.running) return;
     this.time += passed / SLOWER;
     this.hand.cut = Number($("game-cuts").querySelector(":checked").value);
-    while (this.hand.now <= this.time && !this.hand.isOver) this.hand.step();
+    while (this.hand.now <= this.time && !this.hand.isOver) {
+      this.hand.step();
+    }
     if (this.hand.isOver) this.end();
     else this.frames.ask();
     this.draw();
@@ -238,7 +244,8 @@ export class Game {
     write($("game-why"), whyInWords(this.hand));
     const lines = this.rows.map(({ policy, does, done, first, useful }) => {
       const name = make("span", "", policy, make("small", "", does));
-      return rowOf([name, span(done), span(first), percent(useful)], policy === "you" ? "you" : "");
+      const isYou = policy === "you";
+      return rowOf([name, span(done), span(first), percent(useful)], isYou ? "you" : "");
     });
     $("game-rows").replaceChildren(...lines);
     $("game-table").hidden = false;

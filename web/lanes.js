@@ -29,12 +29,14 @@ export class LaneView {
     this.canvas = make("canvas", "timeline");
     this.canvas.role = "img";
     this.name = make("h3");
-    this.element = make("div", "lane", make("div", "head", this.name, this.figures), this.canvas);
+    const head = make("div", "head", this.name, this.figures);
+    this.element = make("div", "lane", head, this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
     this.queued = null; // what the line showed last
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
-    this.answers = make("div", "answers", make("h4", "", lane.policy), this.slots, this.queue);
+    const title = make("h4", "", lane.policy);
+    this.answers = make("div", "answers", title, this.slots, this.queue);
     this.canvas.onclick = (event) => this.#point(event);
   }
 
@@ -104,7 +106,10 @@ export class LaneView {
   // The prompt while it is read, then the end of the answer, which is where it grows.
   #textOf(request, kind, said) {
     if (kind === GHOST) return "a ghost: this token is dropped";
-    if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, this.player.now), "token");
+    if (this.lane.hidesTexts) {
+      const tokens = this.lane.tokensAt(request, this.player.now);
+      return count(tokens, "token");
+    }
     return said ? endOf(said, TAIL) : shorten(request.prompt || "…", TAIL);
   }
 

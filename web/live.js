@@ -103,9 +103,12 @@ export class LiveLane {
     const first = old.steps.length - this.kept;
     this.lane = new Lane(old.policy, old.limits);
     for (const request of old.requests.values()) {
-      if (!request.reason || request.last >= old.began[first]) this.lane.know({ ...request, ...unseen() });
+      const isOpen = !request.reason || request.last >= old.began[first];
+      if (isOpen) this.lane.know({ ...request, ...unseen() });
     }
-    for (let i = first; i < old.steps.length; i++) this.lane.add(old.steps[i], old.began[i], old.ended[i]);
+    for (let i = first; i < old.steps.length; i++) {
+      this.lane.add(old.steps[i], old.began[i], old.ended[i]);
+    }
   }
 }
 

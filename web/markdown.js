@@ -141,7 +141,8 @@ export class Markdown {
   #addRow(text, indent) {
     if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
     const cells = text.replace(/\|\s*$/, "").slice(1).split("|");
-    return this.#add(make("div", "cells", ...cells.map((cell) => filled(make("span"), cell.trim()))), indent);
+    const spans = cells.map((cell) => filled(make("span"), cell.trim()));
+    return this.#add(make("div", "cells", ...spans), indent);
   }
 
   #beginCode(mark, indent) {

@@ -41,7 +41,14 @@ function piecesOf(text, lengths) {
 
 // What only steps tell of a request. (`before`: so many tokens it had before the lane's first step.)
 export function unseen() {
-  return { tokenSteps: [], chunks: [], admittedStep: null, first: undefined, last: undefined, before: 0 };
+  return {
+    tokenSteps: [],
+    chunks: [],
+    admittedStep: null,
+    first: undefined,
+    last: undefined,
+    before: 0,
+  };
 }
 
 export class Lane {
@@ -178,7 +185,8 @@ export class Lane {
   // From arrivals to first tokens, the shortest first.
   get waits() {
     const told = [...this.requests.values()].filter((r) => r.first !== undefined);
-    return told.map((r) => r.first - r.arrived).sort((a, b) => a - b);
+    const waits = told.map((r) => r.first - r.arrived);
+    return waits.sort((a, b) => a - b);
   }
 
   // The value that a part of the waits does not exceed.
@@ -205,10 +213,12 @@ export function lanesOf(recording) {
   return runs.map((run) => {
     const lane = new Lane(run.policy, named(fields.Limits, run.limits));
     run.requests.forEach((packed, i) => {
-      lane.know({ ...requestOf(fields, packed), arrived: run.arrivals[i], hash: run.hashes[i] });
+      const request = requestOf(fields, packed);
+      lane.know({ ...request, arrived: run.arrivals[i], hash: run.hashes[i] });
     });
     run.steps.forEach((packed, i) => {
-      lane.add(named(fields.StepView, packed), run.clock[i][0], run.clock[i][1]);
+      const [began, ended] = run.clock[i];
+      lane.add(named(fields.StepView, packed), began, ended);
     });
     return lane;
   });

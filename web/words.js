@@ -73,9 +73,13 @@ export function planInWords(lane, index) {
     said.push(`Admitted: ${listed(admissions)}.`);
   }
   if (step.prefill.length) {
-    said.push(`Read of prompts: ${listed(step.prefill.map((chunk) => chunkInWords(lane, index, chunk)))}.`);
+    const chunks = step.prefill.map((chunk) => chunkInWords(lane, index, chunk));
+    said.push(`Read of prompts: ${listed(chunks)}.`);
   }
-  if (decoding.length) said.push(`One more token for ${count(decoding.length, "request")}: ${namesOf(decoding)}.`);
+  if (decoding.length) {
+    const many = count(decoding.length, "request");
+    said.push(`One more token for ${many}: ${namesOf(decoding)}.`);
+  }
   if (guessed) {
     const right = step.guesses.reduce((sum, [, , some]) => sum + some, 0);
     said.push(`Behind that, guessed ${guessed}, ${right} right: so many more tokens came in the same step.`);
@@ -90,8 +94,9 @@ export function planInWords(lane, index) {
     said.push(`Slot ${slot} runs a ghost: its request had ended, but the engine did not know that yet when it planned this step. The token is thrown away.`);
   }
   if (step.blocked.length) {
-    const slots = `${step.blocked.length > 1 ? "slots" : "slot"} ${listed(step.blocked.toSorted((a, b) => a - b))}`;
-    said.push(`Free, but kept shut: ${slots}, with ${count(step.waiting, "request")} in line.`);
+    const slots = step.blocked.toSorted((a, b) => a - b);
+    const noun = slots.length > 1 ? "slots" : "slot";
+    said.push(`Free, but kept shut: ${noun} ${listed(slots)}, with ${count(step.waiting, "request")} in line.`);
   }
   if (charged > read) {
     said.push(`The ${count(read, "token")} of prompts cost ${charged} of the budget: a token far into its prompt looks back on more, and costs more.`);
@@ -105,7 +110,8 @@ function chunkInWords(lane, index, [, number, start, stop]) {
   const of = length ? ` of ${length}` : "";
   const part = start || stop !== length ? `tokens ${start + 1} to ${stop}${of}` : `all ${count(stop, "token")}`;
   const isCopied = start && request?.chunks[0]?.index === index;
-  return `${r(number)} (${part}${isCopied ? `; the first ${start} were known already, because another prompt began alike` : ""})`;
+  const known = `; the first ${start} were known already, because another prompt began alike`;
+  return `${r(number)} (${part}${isCopied ? known : ""})`;
 }
 
 export function capital(text) {
