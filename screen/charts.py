@@ -170,8 +170,7 @@ def draw_ttft(state: State, on: Paper) -> None:
         on.say("time to first token: nothing yet", on.muted)
         return
     ran = {r.policy for r in requests}
-    textures = dict(zip(POLICIES, cycle(TEXTURES)))
-    textures = {policy: texture for policy, texture in textures.items() if policy in ran}
+    textures = {policy: how for policy, how in zip(POLICIES, cycle(TEXTURES)) if policy in ran}
     title = state.titled("TTFT")
     on.heading(title, mean_note(requests, waiting, on.width - cell_len(title) - 7))
     names = on.pen()

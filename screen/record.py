@@ -103,10 +103,7 @@ def run_of(
         # When each step began and ended on the clock without interruptions
         "clock": [(column.began, column.ended) for column in clocked],
         "requests": [
-            replace(
-                shortened(request, numbers[request.id], began),
-                client=clients[request.client],
-            )
+            shortened(request, numbers[request.id], began, clients[request.client])
             for request in requests
         ],
         "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
@@ -130,11 +127,12 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
     return replace(step, step=step.step - first + 1, **changes)
 
 
-def shortened(request: RequestView, number: int, began: float) -> RequestView:
-    """The request with another number, with the prompt as typed, and without the client."""
+def shortened(request: RequestView, number: int, began: float, client: str) -> RequestView:
+    """The request with another number and another name for the client."""
     return replace(
         request,
         id=number,
+        client=client,
         prompt=prompt_of(request)[:LETTERS],
         origin=None,
         arrived=request.arrived - began,
