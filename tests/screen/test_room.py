@@ -470,3 +470,12 @@ def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
     assert 40 < ended < 300
     stage.finish()
     assert not stage.room.own
+
+
+def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
+    """A server's page and a screen elsewhere were told "5 token ids"."""
+    stage = Stage().load()
+    stage.session.obey("Hello")
+    stage.turns()
+    (request,) = stage.engine.snapshot().requests
+    assert request.prompt == "Hello"
