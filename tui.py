@@ -50,7 +50,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from parts import book
 from parts.api import faults
@@ -212,8 +211,7 @@ def open_room(args: argparse.Namespace) -> Room:
 
     host, port = args.serve
     door = serve.open_door(args, host, port, f"--serve {host}:{port}")
-    load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
-    return EngineRoom(load, door.start(), program.name_of(args.model))
+    return EngineRoom(partial(serve.load, args), door.start(), program.name_of(args.model))
 
 
 def failed(state: State) -> int:
@@ -293,10 +291,6 @@ def command_of(args: argparse.Namespace) -> str:
     return command("tui.py", *words, "--record", "run.json")
 
 
-def leave(*_) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     """The screen, to the end. Answers with the exit code, and with the picture, if one was
     wanted."""
@@ -317,7 +311,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
 
 def run_log(args: argparse.Namespace, session: Session) -> int:
     """The same as a plain log."""
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A server goes on without the log
     write = LineFile(sys.stdout).write if args.serve else partial(print, flush=True)
     try:

@@ -204,9 +204,7 @@ class Screen(App):
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
-                asyncio.get_running_loop().add_signal_handler(
-                    signal_, lambda code=code: self.exit(return_code=code)
-                )
+                asyncio.get_running_loop().add_signal_handler(signal_, self.exit, None, code)
         if self._tours:
             self.action_command(f"/{STRIP.name}")
         self.run_worker(self.play(self._script))

@@ -346,10 +346,6 @@ def wish(method: Callable) -> Callable:
     return post
 
 
-# Takes `report` and a clock
-Loader = Callable[[Callable[[str], None], Callable[[], float]], AnyEngine]
-
-
 class AnyDoor(Protocol):
     """A door, as far as a room knows (`door/door.py`)."""
 
@@ -367,10 +363,11 @@ class AnyDoor(Protocol):
 class EngineRoom(Room):
     """Owns the engine and its loop. Other threads use its wishes, and `look`.
 
+    `load` takes a `report` of stages and a `clock`.
     `door`: one that lets clients in. It is opened when the model, which has this name, is loaded.
     """
 
-    def __init__(self, load: Loader, door: AnyDoor | None = None, name: str = ""):
+    def __init__(self, load: Callable[..., AnyEngine], door: AnyDoor | None = None, name: str = ""):
         super().__init__()
         self.clock = Stopwatch()
         self.engine: AnyEngine | None = None
@@ -404,7 +401,7 @@ class EngineRoom(Room):
 
     def load(self) -> None:
         try:
-            self.engine = self._load(self._report, self.clock)
+            self.engine = self._load(report=self._report, clock=self.clock)
         # The view must tell of the error; a missing backend raises SystemExit
         except BaseException as error:
             # These are mistakes of a user's
