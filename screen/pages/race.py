@@ -308,12 +308,12 @@ def obey_race(desk: Desk, rest: str) -> None:
     asks = desk.asks(how_many(size))
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
+    # A chat template may take long, so the stepping thread does not read prompts
+    asks = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown = shown_in(state)
     if not state.view.racing:
         shown.contest = asked(state, policies)
         shown.film = None
-    # A chat template may take long, so the stepping thread does not read prompts
-    asks = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", Racing(asks, policies))
 
 

@@ -11,6 +11,7 @@ from stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
 from screen import keys, panes, room, session
+from screen.pages import race
 from screen.trial import Trial
 
 
@@ -479,3 +480,16 @@ def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
     stage.turns()
     (request,) = stage.engine.snapshot().requests
     assert request.prompt == "Hello"
+
+
+def test_a_race_whose_prompts_cannot_be_read_is_refused_at_once():
+    """It was announced, and ended before its first step."""
+    stage = Stage().load()
+
+    def refuse(text: str) -> list[int]:
+        raise ValueError("the model knows no character of it")
+
+    stage.engine.text.ask = refuse
+    with pytest.raises(ValueError, match="knows no character"):
+        stage.session.obey("/race 4")
+    assert stage.session.heard and not race.shown_in(stage.state).contest
