@@ -140,9 +140,7 @@ def show_models() -> int:
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
     return 0
 
 

@@ -43,7 +43,7 @@ from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
-from parts.files import read_json
+from parts.files import read_json_if_any
 from parts.text.speech import Parser, Speech, grammar, loads
 from parts.text.tokens import Chat, Prompt
 from parts.text.trials import BusyError
@@ -70,7 +70,7 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
     """The settings of a request without any: OpenAI's temperature of 1, or the advice of the model's
     makers."""
     path = engine.text.folder / "generation_config.json"
-    advice = read_json(path) if path.exists() else {}
+    advice = read_json_if_any(path)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {"temperature": 1.0} | {
         name: advice[name] for name in names if advice.get(name) is not None

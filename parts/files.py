@@ -110,6 +110,11 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def read_json_if_any(path: Path) -> dict:
+    """The same; an empty object, if there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
 def what_is(head: bytes) -> str | None:
     """What a file is that often lies where weights should be, by its first bytes."""
     if head.startswith(b"version https://git-lfs"):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from parts.checks import one_line, shown
-from parts.files import ModelError, check_plain, check_size, read_json, read_text
+from parts.files import ModelError, check_plain, check_size, read_json_if_any, read_text
 from parts.text.grammar import Grammar, Grammars
 from parts.text.speech import MARKS, PROBE, TOOLS, Speech, beginning, learn
 
@@ -81,11 +81,8 @@ class Text:
         marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS}
         self.special_marks = {mark: id for mark, id in marks.items() if id in silent}
         self._silent = silent - {*self.special_marks.values()}
-        config = folder / "tokenizer_config.json"
-        older = folder / "special_tokens_map.json"
-        self.config = (read_json(older) if older.exists() else {}) | (
-            read_json(config) if config.exists() else {}
-        )
+        older = read_json_if_any(folder / "special_tokens_map.json")
+        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
         self.end_tokens = self._end_tokens()
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
         self._source, self.unfit = self._find_template()
@@ -96,7 +93,7 @@ class Text:
         ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             path = self.folder / name
-            value = read_json(path).get("eos_token_id") if path.exists() else None
+            value = read_json_if_any(path).get("eos_token_id")
             for token in value if isinstance(value, list) else [] if value is None else [value]:
                 if type(token) is not int:
                     raise ModelError(
@@ -164,21 +161,16 @@ class Text:
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             prompt = Chat(prompt)
+        ids = prompt
+        shown = "token ids"
         if isinstance(prompt, Chat):
-            text = self.render(*prompt)
-            ids = self._ids(text, False)
+            ids = self._ids(self.render(*prompt), False)
             shown = str(prompt.messages[-1].get("content"))
         elif isinstance(prompt, str):
             ids = self.encode(prompt) if prompt else ()
             shown = prompt
-        else:
-            ids = prompt
-            shown = "token ids"
-        if (
-            not isinstance(ids, Sequence)
-            or isinstance(ids, (bytes, bytearray))
-            or any(type(i) is not int for i in ids)
-        ):
+        is_list = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
+        if not is_list or any(type(i) is not int for i in ids):
             raise ValueError(
                 f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this"
             )
