@@ -527,6 +527,7 @@ class Reader:
         """Take a mark away, the white space before it, and what has to stand behind it: a pattern.
         None, if they do not come next. That is clear when something else stands in the mark's place,
         and for `rest` at the latest when `HEAD` characters have come."""
+        mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 
         def look(text: str) -> re.Match | bool | None:
@@ -588,13 +589,13 @@ class Reader:
         """One call. Returns None. But if it is no call, what has been taken away, here nothing."""
         tags = self._format.tags
         rest = rf"({NAME})\s*{ending(tags.behind_name)}"
-        found = yield from self._take(tags.before_name.strip(), rest)
+        found = yield from self._take(tags.before_name, rest)
         if not found:
             return ""
         name = found[1]
         self._begin(name)
         yield from self._arguments(tags, self._tools.get(name, {}))
-        yield from self._skip(tags.end.strip())
+        yield from self._skip(tags.end)
         return None
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
@@ -602,7 +603,7 @@ class Reader:
         and any other value when it is complete."""
         said = "{"
         rest = rf"({KEY})\s*{ending(tags.behind_key)}"
-        while found := (yield from self._take(tags.before_key.strip(), rest)):
+        while found := (yield from self._take(tags.before_key, rest)):
             key = found[1]
             kinds = kinds_of(schema, key)
             said += json.dumps(key, ensure_ascii=False) + ": "
