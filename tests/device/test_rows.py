@@ -669,8 +669,7 @@ def test_bytes_that_are_no_text_are_read_in_cc_and_shown_by_another_sign(
 ):
     monkeypatch.setenv("CC", f"{COMPILER} -DNAME=\udcff")
     assert is_right(load()[1])
-    script(tmp_path / "c\udcff", "exit 1")
-    monkeypatch.setenv("CC", str(tmp_path / "c\udcff"))
+    monkeypatch.setenv("CC", script(tmp_path / "c\udcff", "exit 1"))
     with pytest.raises(rows.Unbuilt, match=r"/c\? fails with code 1: no message"):
         load()
 
