@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from browsers import CHROMIUM, DESK
 
+FEW_NEEDS = ["--no-sandbox", "--disable-dev-shm-usage"]  # as a container has little to offer
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
     with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FEW_NEEDS)
         yield browser
         browser.close()
 
