@@ -132,6 +132,23 @@ class Order(NamedTuple):
         decodes.sort()  # neighbouring slots are one view of the slab
         return Order(plan.scrubs, prefills, decodes)
 
+    def passes(self) -> list[tuple[list[Prefill], Sequence[Decoding]]]:
+        """The chunks and the decoding sequences of each forward pass.
+
+        In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
+        rows which the pass itself writes starts another one.
+        """
+        passes: list[list[Prefill]] = [[]]
+        written: set[int] = set()  # the slots that the newest pass writes
+        for prefill in self.prefills:
+            if prefill.source in written:
+                passes.append([])
+                written.clear()
+            passes[-1].append(prefill)
+            written.add(prefill.slot)
+        *before, last = passes
+        return [*((prefills, ()) for prefills in before), (last, self.decodes)]
+
 
 def first_of(member: Chunk | Decode) -> int:
     """Which token of its answer comes first out of this part of a plan, from 0."""
@@ -177,11 +194,11 @@ PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
 class Begun(NamedTuple):
-    """A step whose forward pass has been started, and whose tokens have yet to be chosen."""
+    """A step whose forward passes have been started, and whose tokens have yet to be chosen."""
 
     order: Order
-    states: mx.array | None  # (n, D); None if no token is asked
-    logits: mx.array | None  # (n, V)
+    states: list[mx.array]  # (n, D): one for each pass that asks
+    logits: list[mx.array]  # (n, V)
     slots: list[int]  # whose rows of logits follow each other
     began: float
     took: float
@@ -255,7 +272,7 @@ class Runner:
         return self.finish(self.begin(order), picks)
 
     def begin(self, order: Order) -> Begun:
-        """The first half of a step: start the forward pass as soon as it is built."""
+        """The first half of a step: start each forward pass as soon as it is built."""
         began = self.clock()
         self._device_s = 0.0
         self._wait_s = 0.0
@@ -286,39 +303,43 @@ class Runner:
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[mx.array | None, mx.array | None, list[int]]:
-        """Start the pass of a step, in which each weight is read once. Returns states (n, D) and
-        logits (n, V), and the slots whose rows follow each other in them."""
-        ids: list[mx.array] = []
-        windows: list[Window] = []
-        asked: list[int] = []  # places among the tokens of the pass
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[mx.array], list[int]]:
+        """Run the passes of a step. Returns each pass's states (n, D) and logits (n, V), and the
+        slots whose rows they are."""
+        states = []
+        logits = []
         slots: list[int] = []
-        count = 0  # tokens so far
-        for prefill in order.prefills:
-            self._copy_prefix(prefill)
-            padded = self._padded(prefill)
-            ids.append(mx.array(padded))
-            windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
-            if prefill.asked:
-                asked.append(count + len(prefill.ids) - 1)
-                slots.append(prefill.slot)
-            count += len(padded)
-        for decoding, rows, given in alike(order.decodes):
-            if given:
-                ids.append(mx.array(given))
-            else:  # on the device, and not read yet
-                ids.append(self._newest[mx.array(decoding)])
-            tokens = ids[-1].size
-            windows.append(Window(self.slab, decoding, rows, L=tokens // len(decoding)))
-            asked += range(count, count + tokens)
-            slots += decoding
-            count += tokens
-        states = forward(self.model, mx.concatenate(ids), windows, asked)
-        if not asked:  # the states are never computed: we start what has been written
-            self._start(self.slab.written())
-            return None, None, []
-        logits = self.model.head(states)
-        self._start([logits])
+        for prefills, decodes in order.passes():
+            ids: list[mx.array] = []
+            windows: list[Window] = []
+            asked: list[int] = []  # places among the tokens of this pass
+            count = 0  # tokens of this pass so far
+            for prefill in prefills:
+                self._copy_prefix(prefill)
+                padded = self._padded(prefill)
+                ids.append(mx.array(padded))
+                windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
+                if prefill.asked:
+                    asked.append(count + len(prefill.ids) - 1)
+                    slots.append(prefill.slot)
+                count += len(padded)
+            for decoding, rows, given in alike(decodes):
+                if given:
+                    ids.append(mx.array(given))
+                else:  # on the device, and not read yet
+                    ids.append(self._newest[mx.array(decoding)])
+                tokens = ids[-1].size
+                windows.append(Window(self.slab, decoding, rows, L=tokens // len(decoding)))
+                asked += range(count, count + tokens)
+                slots += decoding
+                count += tokens
+            found = forward(self.model, mx.concatenate(ids), windows, asked)
+            if asked:
+                states.append(found)
+                logits.append(self.model.head(found))
+                self._start([logits[-1]])
+            else:  # the states are never computed: we start what has been written
+                self._start(self.slab.written())
         return states, logits, slots
 
     def _padded(self, prefill: Prefill) -> list[int]:
@@ -347,13 +368,14 @@ class Runner:
         for slot in begun.slots:
             chosen += picks[slot]
             places += range(len(picks[slot]))
-        tokens, logprobs = choose(begun.logits, chosen, self._slot_state)
+        tokens, logprobs = choose(mx.concatenate(begun.logits), chosen, self._slot_state)
         slots = mx.array([pick.slot for pick in chosen])
         emitted[slots, mx.array(places)] = tokens
         vectors = {}
+        states = mx.concatenate(begun.states)
         for row, pick in enumerate(chosen):
             if pick.sampling.embeds:
-                vectors[pick.slot] = begun.states[row].astype(mx.float32)
+                vectors[pick.slot] = states[row].astype(mx.float32)
         return emitted, logprobs, vectors
 
     def _copy_prefix(self, prefill: Prefill) -> None:

@@ -373,7 +373,7 @@ class Scheduler:
             source = None
             if start == 0:
                 start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
-                if self._is_being_written(request, start, source, chunks):
+                if self._is_being_written(request, start, chunks):
                     continue  # the request waits for rows, not for budget: later prompts go on
             price = price_of(start, self.far, self.chunk)
             fitting = int(min(left, self.chunk) / price)
@@ -386,20 +386,15 @@ class Scheduler:
             chunks.append(Chunk(request, request.slot, start, stop, cost, source))
         return chunks
 
-    def _is_being_written(
-        self, request: Request, start: int, source: int | None, chunks: Sequence[Chunk]
-    ) -> bool:
-        """Does this step write rows that the request would copy, or a chunk more of them?
+    def _is_being_written(self, request: Request, start: int, chunks: Sequence[Chunk]) -> bool:
+        """Does this step write a chunk that the request could take over, behind row `start`?
 
         Then the request waits, and is looked at again in the next step. So of eight prompts that
         arrive together and begin alike, the first writes the common part, and seven copy the rows.
         """
+        trail = request.trail
         rows = start + self.chunk
-        for chunk in chunks:
-            is_copied = chunk.slot == source and chunk.start < start
-            if is_copied or self.prefixes.begin_alike(request.trail, chunk.request.trail, rows):
-                return True
-        return False
+        return any(self.prefixes.begin_alike(trail, chunk.request.trail, rows) for chunk in chunks)
 
     def _note(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """After this step, the slot holds the first `stop` rows of the prompt."""

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sched import Chunk, Plan, Policy, Request, Scheduler, Tokens
+from sched import Plan, Policy, Request, Scheduler, Tokens
 
 SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
 WRONG = SAID + 1  # and a guess that is wrong
@@ -74,9 +74,9 @@ class Retold(Scheduler):
 
     begins: Mapping[int, int] = {}  # by request: the step that reads its first chunk
 
-    def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
-        now = self.steps + 1
-        return super()._chunks((r for r in requests if self.begins.get(r.id, 0) <= now), left)
+    def _is_being_written(self, request: Request, *rest) -> bool:
+        waits = self.steps + 1 < self.begins.get(request.id, 0)
+        return waits or super()._is_being_written(request, *rest)
 
 
 class Stuck(ValueError):

@@ -329,9 +329,9 @@ and back from places to ids""",
                 the last token of each prefill that is `asked`, and each token that decodes.
                 What `self.model.head` makes of their states are the logits. Start the pass:
                 `self._start([logits])`; if nothing is asked, `self._start(self.slab.written())`.
-                Return the states, the logits, and the slots that are asked, in the same order. If nothing
-                is asked: None, None and an empty list. (Leave `alike` and `_padded` aside: they are for
-                what is switched off.)""",
+                Return a list of the states, a list of the logits, and the slots that are asked, in the
+                same order. If nothing is asked, all three are empty. (Leave `order.passes`, `alike` and
+                `_padded` aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
@@ -345,7 +345,7 @@ if order.decodes:
     asked += range(count, count + len(decoding)); slots += decoding
 states = forward(self.model, mx.concatenate(ids), windows, asked)
 logits = self.model.head(states)
-start it; return states, logits, slots     (or None, None, [])""",
+start it; return [states], [logits], slots     (or [], [], [])""",
                 ),
             ),
             Task(
@@ -362,7 +362,7 @@ start it; return states, logits, slots     (or None, None, [])""",
                     """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
 if not begun.slots: return emitted, [], {}
 chosen = [picks[slot][0] for slot in begun.slots]
-tokens, logprobs = choose(begun.logits, ..., self._slot_state)
+tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
 emitted[...] = tokens; return emitted, logprobs, {}""",
                 ),
             ),

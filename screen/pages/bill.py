@@ -66,7 +66,8 @@ def asked_of(step: StepView) -> int:
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     """By layer: by how many tokens each expert was taken; empty if unknown.
 
-    On a GPU, a chunk's padding takes experts, too.
+    Of a step with two passes, only the second is remembered. On a GPU, a chunk's padding takes
+    experts, too.
     """
     found = experts_in(state).get(column.step)
     model = state.view.engine.model

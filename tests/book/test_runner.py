@@ -163,33 +163,42 @@ def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
         runner.slab.check()
 
 
-def test_a_step_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record):
+def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record, monkeypatch):
     """How tokens are gathered into passes and windows is a matter of speed alone."""
-    with device_lock, device_stream():
-        runner = Runner(parts[0], SIZES)
-        for (order, picks), wanted in zip(record.steps, record.tokens, strict=True):
-            alone = [Order((), (prefill,), ()) for prefill in order.prefills]
-            alone += [Order((), (), (decode,)) for decode in order.decodes]
-            alone[0] = alone[0]._replace(scrubs=order.scrubs)
-            for each in alone:
-                (slot, *_) = [*each.prefills, *each.decodes][0]
-                tokens, _ = runner.run(each, {slot: picks.get(slot, ())}).read()
-                assert tokens[slot] == wanted[slot][: len(tokens[slot])]
-        played = Recorded(runner)
-        assert played.slab == record.slab
+
+    def one_by_one(order: Order) -> list:
+        return [([prefill], ()) for prefill in order.prefills] + [
+            ([], (decode,)) for decode in order.decodes
+        ]
+
+    monkeypatch.setattr(Order, "passes", one_by_one)
+    played = Recorded(Runner(parts[0], SIZES)).play_all(record.steps)
+    assert played.tokens == record.tokens and played.logprobs == record.logprobs
+    assert played.slab == record.slab
 
 
-def test_no_chunk_copies_rows_that_its_own_step_writes(record):
-    """All copies are made before the pass, so that a step has one."""
+def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write(record):
+    """Each chunk is in one pass, in its turn, and all decoding sequences are in the last one."""
     copies = 0
     for order in record.orders:
-        firsts = {prefill.slot: prefill.start for prefill in order.prefills}
-        for prefill in order.prefills:
-            if prefill.source is not None:
-                assert firsts.get(prefill.source, prefill.start) >= prefill.start
-                copies += 1
+        passes = order.passes()
+        assert [prefill for chunks, _ in passes for prefill in chunks] == order.prefills
+        assert [decodes for _, decodes in passes] == [()] * (len(passes) - 1) + [order.decodes]
+        for chunks, _ in passes:
+            written = set()
+            for prefill in chunks:
+                assert prefill.source not in written
+                written.add(prefill.slot)
+        copies += sum(prefill.source is not None for prefill in order.prefills)
     idle = sum(len(order.prefills) + len(order.decodes) < SIZES.slots for order in record.orders)
     assert copies > 1 and idle > 10
+
+
+def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
+    first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
+    copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
+    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),))
+    assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
 
 def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other(parts, record):
@@ -202,7 +211,7 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
             sizes.clear()
             played.play(order, picks)
             rows = sum(map(len, picks.values()))
-            assert sum(sizes) == rows and len(sizes) <= 1
+            assert sum(sizes) == rows and len(sizes) <= len(order.passes())
             assert 0 not in sizes
         assert played.tokens == record.tokens
 

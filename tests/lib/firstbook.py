@@ -322,16 +322,16 @@ class Runner:
         if asked:
             logits = self.model.head(states)
             self._start([logits])
-            return states, logits, slots
+            return [states], [logits], slots
         self._start(self.slab.written())
-        return None, None, []
+        return [], [], []
 
     def _choose(self, begun, picks):
         emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
         if not begun.slots:
             return emitted, [], {}
         picks = [picks[slot][0] for slot in begun.slots]
-        tokens, logprobs = choose(begun.logits, picks, self._slot_state)
+        tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
         emitted[mx.array(begun.slots), 0] = tokens
         return emitted, logprobs, {}
 
