@@ -307,8 +307,7 @@ class Scheduler:
         blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.planned < r.max_tokens]
-        prefilling = [r for r in running if r.phase == "prefill"]
-        chunks = self._chunks(prefilling, self.budget - len(decoding))
+        chunks = self._chunks(self.reading(), self.budget - len(decoding))
         if not (chunks or decoding):
             return None
         left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
@@ -327,7 +326,7 @@ class Scheduler:
             scrubs=tuple(scrubs),
             chunks=tuple(chunks),
             decodes=tuple(decodes),
-            held=tuple(r for r in prefilling if r.id not in chunked),
+            held=tuple(r for r in running if r.phase == "prefill" and r.id not in chunked),
             blocked=blocked,
             waiting=len(self.waiting),
             policy=self.policy.name,
@@ -357,6 +356,10 @@ class Scheduler:
         running = len(self.running)
         free = self.slots - running
         return max(0, min(free, self.policy.room(free, running)))
+
+    def reading(self) -> list[Request]:
+        """The requests in slots whose prompts are not read to their ends, the oldest first."""
+        return [r for r in self.running.values() if r.phase == "prefill"]
 
     def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
         """Cut prompts into chunks, oldest first, until the rest of the step's budget is spent.

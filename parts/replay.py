@@ -74,9 +74,9 @@ class Retold(Scheduler):
 
     begins: Mapping[int, int] = {}  # by request: the step that reads its first chunk
 
-    def _is_being_written(self, request: Request, *rest) -> bool:
-        waits = self.steps + 1 < self.begins.get(request.id, 0)
-        return waits or super()._is_being_written(request, *rest)
+    def reading(self) -> list[Request]:
+        now = self.steps + 1
+        return [r for r in super().reading() if self.begins.get(r.id, 0) <= now]
 
 
 class Stuck(ValueError):

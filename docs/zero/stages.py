@@ -388,7 +388,7 @@ emitted[...] = tokens; return emitted, logprobs, {}""",
                 "sched.Scheduler.plan",
                 """Admit; then all requests decode whose prompt is read (`phase`) and whose
                 answer may still have a token that is not planned; those in prefill get chunks:
-                `self._chunks(prefilling, what is left of the budget)`. If nothing is to be done, return None. Else
+                `self._chunks(self.reading(), what is left of the budget)`. If nothing is to be done, return None. Else
                 count the step, and return a `Plan`. Whatever yields a token, a chunk that emits or a decode,
                 has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
@@ -404,7 +404,7 @@ emitted[...] = tokens; return emitted, logprobs, {}""",
 blocked = tuple(self.free) if self.waiting else ()
 running = list(self.running.values())
 decoding = [r for r in running if r.phase == "decode" and r.planned < ...]
-chunks = self._chunks([those in "prefill"], self.budget - len(decoding))
+chunks = self._chunks(self.reading(), self.budget - len(decoding))
 decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
 if not (chunks or decodes): return None
 self.steps += 1
