@@ -492,4 +492,4 @@ def test_a_race_whose_prompts_cannot_be_read_is_refused_at_once():
     stage.engine.text.ask = refuse
     with pytest.raises(ValueError, match="knows no character"):
         stage.session.obey("/race 4")
-    assert stage.session.heard and not race.shown_in(stage.state).contest
+    assert stage.session.heard and race.shown_in(stage.state).contest is race.NO_RACE
