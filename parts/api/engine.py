@@ -1,6 +1,7 @@
-"""What the door and the screen need of an engine, as a protocol.
+"""What the door, the screen and a loop need of an engine, as a protocol.
 
-The problem. Both are open before MLX is loaded, and an engine cannot be imported without it.
+The problem. Door and screen are open before MLX is loaded, and an engine cannot be imported without
+MLX. A handle and a loop know their engine by these names, too.
 
 What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with
 a fake of a test.
@@ -10,6 +11,7 @@ Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,7 +23,8 @@ from sched import Scheduler
 
 
 class AnyEngine(Protocol):
-    """The public face of `nanobatch.Engine`, as far as the door and the screen use it."""
+    """The public face of `nanobatch.Engine`, as far as the door, the screen, a loop and a
+    handle use it."""
 
     text: Any  # makes tokens of text, and text of tokens (`parts/text/tokens.py`)
     sched: Scheduler
@@ -33,6 +36,7 @@ class AnyEngine(Protocol):
     is_released: bool  # whether its weights have been let go of
     # Called after each commit, and after each end from elsewhere
     on_commit: Callable[[], None] | None
+    changed: threading.Condition  # notified when there is something new: work, a wish, an end
 
     def submit(
         self,
@@ -45,6 +49,16 @@ class AnyEngine(Protocol):
         reuse: bool = True,
         guesses: bool = True,
     ) -> Handle: ...
+
+    def cancel(self, handle: Handle) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def attach(self, loop: Any) -> None: ...
+
+    def step(self, plan: bool = True) -> bool: ...
+
+    def note(self, what: str, error: BaseException) -> None: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
 

@@ -5,8 +5,8 @@ The problem. An engine has two kinds of readers. The owner of a request wants it
 and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
 Neither may make the engine wait.
 
-What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine
-(`Answering`).
+What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine:
+to make text of tokens, to cancel, and to wait.
 
 Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
 """
@@ -17,10 +17,10 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView, percentile
@@ -80,16 +80,6 @@ class Result:
     vector: array | None = None  # of a prompt without an answer, as the model computed it
 
 
-class Answering(Protocol):
-    """What a handle needs of an engine."""
-
-    text: Any  # makes text of tokens (`parts/text/tokens.py`)
-
-    def cancel(self, handle: Handle) -> None: ...
-
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-
 class Handle:
     """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
     thread may.
@@ -99,7 +89,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: Answering,
+        engine: Any,  # its `text`, `cancel` and `wait` are used (`engine.py`)
         request: Request,
         sampling: Sampling,
         prompt: str,  # as a person would read it

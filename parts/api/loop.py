@@ -29,9 +29,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from parts.api.ctrl_c import Held
+from parts.api.engine import AnyEngine
 
 
 class Stopwatch:
@@ -78,19 +78,6 @@ class Stopwatch:
                 self._stopped = None
 
 
-class Stepped(Protocol):
-    """What a loop needs of an engine."""
-
-    changed: threading.Condition  # notified when there is something new: work, a wish, an end
-    has_work: bool
-
-    def attach(self, loop: Loop | None) -> None: ...
-
-    def step(self, plan: bool = True) -> bool: ...
-
-    def note(self, what: str, error: BaseException) -> None: ...
-
-
 class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
@@ -100,7 +87,7 @@ class Loop:
     """
 
     def __init__(
-        self, engine: Stepped, between: Callable = lambda: None, watch: Stopwatch | None = None
+        self, engine: AnyEngine, between: Callable = lambda: None, watch: Stopwatch | None = None
     ):
         # `stepping`: steps still to be run by hand
         self.engine = engine
@@ -156,7 +143,7 @@ class Loop:
         """Is this the loop's own thread?"""
         return threading.current_thread() is self._thread
 
-    def __enter__(self) -> Stepped:
+    def __enter__(self) -> AnyEngine:
         try:
             self.start()
             return self.engine
