@@ -72,6 +72,8 @@ def call(address: str, key: bytes, name: str, until: float) -> socket.socket:
                 line.settimeout(None)
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # nothing waits for more
                 return line
+        except (BrokenPipeError, ConnectionResetError):  # it hung up before it had read all
+            why = OTHERS
         except OSError as error:
             if why != OTHERS:  # which says more than what comes later
                 why = error.strerror or str(error)

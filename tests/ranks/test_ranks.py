@@ -522,6 +522,7 @@ def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
         (None, "Connection refused"),
         (b"", "another program"),
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
+        (b"no goodbye", "another program"),  # as of a rank with another key, whose time is over
     ],
 )
 def test_what_answers_there_and_is_no_rank_is_told(says, why):
@@ -533,6 +534,9 @@ def test_what_answers_there_and_is_no_rank_is_told(says, why):
                 while True:
                     with server.accept()[0] as line:
                         line.sendall(says)
+                        if says == b"no goodbye":
+                            linger = struct.pack("ii", 1, 0)
+                            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
         if says is None:
             server.close()
