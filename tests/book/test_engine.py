@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -191,24 +192,16 @@ def test_loaded_here_and_served_by_a_thread(engine):
 
 def test_any_thread_may_submit_read_step_and_cancel(engine):
     expected = engine.submit([1, 2, 3], LONG).result().tokens
-    found, wrong = [], []
 
-    def client(number):
+    def is_right(number: int) -> bool:
         handle = engine.submit([1, 2, 3], LONG)
         if number % 3 == 2:
             handle.cancel()
-            wrong.extend(
-                [handle]
-                if handle.result(timeout=60).finish_reason not in ("cancelled", "length")
-                else []
-            )
-        else:
-            found.append(handle.result(timeout=60).tokens)
+            return handle.result(timeout=60).finish_reason in ("cancelled", "length")
+        return handle.result(timeout=60).tokens == expected
 
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(12)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
-    assert len(found) == 8 and all(tokens == expected for tokens in found) and not wrong
+    with ThreadPoolExecutor(12) as pool:
+        assert [*pool.map(is_right, range(12))] == [True] * 12
     engine.check()
 
 

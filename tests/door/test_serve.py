@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -37,12 +37,9 @@ def has_left_nothing_behind(server: Server) -> None:
     """After all that was sent to it, it answers as it did at first."""
     assert server.is_idle()
     assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
-    threads = [server.chat for _ in range(4)]
-    workers = [threading.Thread(target=ask, kwargs={"max_tokens": 2}) for ask in threads]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(server.chat, max_tokens=2) for _ in range(4)]
+    assert all(each.result().status == 200 for each in asked)
     assert server.process.poll() is None and "Traceback" not in server.log.read_text()
 
 

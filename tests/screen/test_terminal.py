@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from doors import COMPLETIONS, Line, free_ports
+from processes import run
 from terminals import OTHER, ROOT, Terminal
 
 from parts.device import mlx as device
@@ -257,28 +258,16 @@ def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
 def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("first prompt\nsecond prompt\n")
-    command = [
-        sys.executable,
-        str(ROOT / "tui.py"),
-        "--model",
-        model,
-        "--max-len",
-        "128",
-        "--slots",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=120, cwd="/"
-    )
-    lines = done.stdout.decode().splitlines()
+    command = [ROOT / "tui.py", "--model", model, "--max-len", "128", "--slots", "2"]
+    done = run(*command, "--prompts", prompts, cwd="/")
+    lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert any("r1 waits: first prompt" in line for line in lines)
     assert any("r2 is admitted to slot 1" in line for line in lines)
     assert sum(" ends (" in line for line in lines) == 2
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(lines))
-    typed = b"hello\n/set max=5\nyou\n/race 4\n"
-    done = subprocess.run([*command], input=typed, capture_output=True, timeout=120, cwd="/")
-    text = done.stdout.decode()
+    done = run(*command, input="hello\n/set max=5\nyou\n/race 4\n", cwd="/")
+    text = done.stdout
     assert (
         done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
     )
@@ -314,18 +303,9 @@ def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     """To wait while paused took for ever: nothing runs then that could end."""
     picture = tmp_path / "picture.svg"
-    command = [
-        sys.executable,
-        str(ROOT / "tui.py"),
-        "--model",
-        model,
-        "--script",
-        "light static pause burst24 step60 wait",
-    ]
-    options = ["--screenshot", str(picture), "--size", "120x40"]
-    done = subprocess.run(
-        [*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=120, cwd="/"
-    )
+    script = "light static pause burst24 step60 wait"
+    options = ["--screenshot", picture, "--size", "120x40"]
+    done = run(ROOT / "tui.py", "--model", model, "--script", script, *options, cwd="/")
     assert done.returncode == 0, done.stderr
     text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
     assert "step 60" in text and "paused" in text and "blocked" in text
@@ -333,18 +313,9 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
 
 def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
     evil = "\x1b]0;title\x07 \x9b31m red \u202e"
-    command = [
-        sys.executable,
-        str(ROOT / "ask.py"),
-        "--model",
-        model,
-        "--prompt",
-        evil,
-        "--max-tokens",
-        "200",
-    ]
-    done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=120, cwd="/")
-    said = (done.stdout + done.stderr).decode()
+    options = ["--max-tokens", "200", "--ignore-eos"]
+    done = run(ROOT / "ask.py", "--model", model, "--prompt", evil, *options, cwd="/")
+    said = done.stdout + done.stderr
     assert done.returncode == 0 and "red" in said and len(said) > 200
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
 

@@ -6,7 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,20 +74,14 @@ def test_a_job_that_only_waits_is_ended_by_the_clock():
 def test_those_who_find_all_places_taken_are_told_so():
     trials = Trials("jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
     trials.run(["given"])
-    found = []
 
-    def wait() -> None:
-        try:
-            found.append(trials.run(["sleep", 60]))
-        except BusyError as error:
-            found.append(str(error))
+    def wait(_: int) -> str:
+        with pytest.raises(BusyError) as busy:
+            trials.run(["sleep", 60])
+        return str(busy.value)
 
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3 and all("try again" in said for said in found)
+    with ThreadPoolExecutor(3) as pool:
+        assert all("try again" in said for said in pool.map(wait, range(3)))
     assert trials.run(["double", "x"]) == "xx"
     trials.close()
 
@@ -132,25 +126,15 @@ def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
     jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(50)]
     jobs += [(["loop"], None)] * 3 + [(["signal", signal.SIGABRT], None)] * 7
     dice.shuffle(jobs)
-    found = []
 
-    def work() -> None:
-        while jobs:
-            try:
-                job, expected = jobs.pop()
-            except IndexError:
-                return
-            try:
-                found.append(trials.run(job) == expected)
-            except LimitError:
-                found.append(expected is None)
+    def is_right(job: list, expected: str | None) -> bool:
+        try:
+            return trials.run(job) == expected
+        except LimitError:
+            return expected is None
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 60 and all(found)
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(is_right, *zip(*jobs, strict=True))] == [True] * 60
 
 
 def test_where_no_process_can_be_started_that_is_said(monkeypatch):
