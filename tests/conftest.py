@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
@@ -52,6 +53,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
+    if sys.platform == "linux" and rows.cache_folder()[0] is None:  # else each program compiles
+        cache = Path(tempfile.gettempdir(), f"nanobatch-tests-{os.getuid()}")
+        cache.mkdir(mode=0o700, exist_ok=True)
+        os.environ["XDG_CACHE_HOME"] = str(cache)
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):

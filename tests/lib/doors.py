@@ -32,7 +32,7 @@ class Server:
     """`serve.py` in a process of its own, on a port that is free."""
 
     program = ROOT / "serve.py"
-    patience = 60.0  # seconds for an answer; a busy machine takes a few
+    patience = 120.0  # seconds for an answer; a busy machine takes a few
 
     def __init__(self, *arguments: str, wait: bool = True, **environment: str):
         command = [sys.executable, str(self.program), "--port", "0", *arguments]

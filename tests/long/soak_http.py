@@ -41,6 +41,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "lib"), str(HERE)]
 
 from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
 from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402
+from hostile import asked  # noqa: E402
 from told import Told, told  # noqa: E402
 from weigh import can_weigh  # noqa: E402
 
@@ -66,15 +67,17 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "store": True}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": "gpt-5"}),
 ]
-CHAIN = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(700)}
+MUCH = (
+    "deep lists of references",
+    "1,500 that may be left out",
+    "a common multiple of 2,310",
+    "nested repeats",
+    "rules that double",
+    "many ways to read it",
+)
 HOSTILE = [  # grammars that take much, or fail when the answer has begun
-    {"guided_json": {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a700": {}}}},
-    {"guided_json": {"type": "object", "properties": {f"k{n}": {} for n in range(1500)}}},
-    {"guided_json": {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11)]}},
-    {"guided_regex": "((a{1,500}){1,500}){1,500}"},
+    *(asked(name, 0) for name in MUCH),
     {"guided_regex": "(" * 8000},
-    {"guided_grammar": "start: a0" + "".join(f"\na{n}: a{n + 1} a{n + 1}" for n in range(40))},
-    {"guided_grammar": 'start: start start | start start start | "a" | '},
     {"guided_choice": ["x" * 200] * 150},
 ]
 GRAMMARS = [
