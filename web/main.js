@@ -170,6 +170,7 @@ function watch(shape) {
   };
   const greet = (hello) => {
     form.hidden = hello.texts; // another key may show more
+    chat.key ||= watcher.key;
   };
   const chat = new Chat($("chat"), wantKey);
   const watcher = new Watcher(shape, { greet, show, say, wantKey });
@@ -181,7 +182,6 @@ function watch(shape) {
     $("key").value = "";
     wants.useKey(key);
     wants = watcher;
-    chat.key ||= key;
   };
   watcher.run();
 }

@@ -312,23 +312,36 @@ def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, pa
     assert len(told) == 5 - 2 * dropped and told[-1] == question
 
 
+def give(tab, key: str) -> None:
+    tab.fill("[data-key]", key)
+    tab.press("[data-key]", "Enter")
+
+
+def test_a_key_that_the_server_refused_is_never_asked_with(talks, parrots):
+    """The page asked with the first key that was typed, also when the second one was right."""
+    tab = talks(parrots(api_key="hush", watch_key="eye"))
+    until(tab, "!document.querySelector('[data-key-form]').hidden")
+    give(tab, "wrong")
+    shows(tab, "[data-status]", "does not take")
+    give(tab, "hush")
+    until(tab, "window.nanobatch")
+    say(tab, "say: hello")
+    assert tab.inner_text(".turn > .reply").strip() == "hello"
+    tab.said.clear()  # the browser's own lines about 401
+
+
 def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
     """There are two: the watch key shows all texts, and the API key lets one ask."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     form = "document.querySelector('[data-key-form]').hidden"
     until(tab, f"!{form}")
-
-    def give(key: str) -> None:
-        tab.fill("[data-key]", key)
-        tab.press("[data-key]", "Enter")
-
-    give("eye")
+    give(tab, "eye")
     until(tab, "window.nanobatch")
     say(tab, "say: hello")
     until(tab, f"!{form}")
     assert "API key" in tab.inner_text("[data-status]") or "key" in part(tab, "note").inner_text()
     assert part(tab, "box").input_value() == "say: hello"
-    give("hush")
+    give(tab, "hush")
     shows(tab, ".turn .facts", "read")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
