@@ -283,8 +283,12 @@ export class Chat {
     box.value = `${this.#takeBack()}\n${this.unsent}`.trim();
     this.waiting = "";
     this.#show(code === "context_length_exceeded");
-    const why = name === "TypeError" ? `The server does not answer: ${message}.` : message;
-    write(note, name === "AbortError" ? "" : why);
-    if (status === 401) this.wantKey(this, "The server wants its API key before it answers.");
+    let why = name === "TypeError" ? `The server does not answer: ${message}.` : message;
+    if (name === "AbortError") why = "";
+    if (status === 401) {
+      why = "The server wants its API key before it answers: type it above.";
+      this.wantKey(this, why);
+    }
+    write(note, why);
   }
 }
