@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from parts.api.answer import Bits, difference
 from parts.api.handle import Handle
 from parts.checks import shown
-from parts.text.tokens import Prompt
 from screen.ink import count, shorten
 from screen.page import Desk, Page
 from screen.paper import Figure, Paper
@@ -294,7 +293,7 @@ class Breaking(Trial):
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
         origin = handle.origin._replace(mute=True)
-        prompt = Prompt(request.prompt, handle.prompt, handle.is_thinking)
+        prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
         again = self.engine.submit(prompt, sampling, origin=origin, reuse=False)
         return self.room.keep(again)
 
