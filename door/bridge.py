@@ -16,20 +16,18 @@ Where next: `choice.py`, where the pieces become items; `journal.py`, the door's
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import Any, NamedTuple
-
-from starlette.responses import Response
 
 from door.choice import Choice, Words
 from door.fields import Refusal, invalid
-from door.http import Visit
+from door.http import Reply, Visit
 from door.journal import Figures
 from door.protocol import (
     Progress,
@@ -84,50 +82,24 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
     return defaults
 
 
-class Mailbox:
-    """From the engine's thread to the door's: one wake-up for all news of a step.
-
-    `answers`: the open answers, by the number of their call. The door's thread looks at each of
-    them when it wakes. A wake-up is a system call of the engine's thread: eight pieces of one step
-    need one wake-up, not eight.
-    """
-
-    def __init__(self, events: asyncio.AbstractEventLoop, answers: dict[int, Answer]):
-        self._events = events
-        self._answers = answers
-        self._is_called = False
-
-    def post(self) -> None:
-        """Wake the door's thread, if an answer has news. This is the engine's `on_commit`."""
-        if self._is_called or not any(answer.has_news for answer in list(self._answers.values())):
-            return
-        self._is_called = True
-        with suppress(RuntimeError):  # the door is shut already
-            self._events.call_soon_threadsafe(self._open)
-
-    def _open(self) -> None:
-        self._is_called = False  # before the first look: from here on, another commit calls again
-        for answer in list(self._answers.values()):
-            answer.look()
-
-
 class Answer:
     """One request's choices, as they come from the engine."""
 
     def __init__(self, served: Served, protocol: type[Speaks], client: str):
         """`client`: who asks, for the policy `fair`."""
         self.choices: list[Choice] = []
-        self.left = 0  # choices that have not been seen to end
         self._served = served
         self._protocol = protocol
         self._client = client
-        self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
-        self._later: deque[tuple] = deque()  # of these, what is not in line yet
+        # Prompts and settings that have been understood, and are not in line yet
+        self._later: deque[tuple[Prompt, Sampling]] = deque()
+        self._grammar: Any = None
+        self.shape: Speaks | None = None  # writes this answer, once it is in line
         self._came = time.perf_counter()
+        self._read_s = 0.0  # so long the body took to be understood, and to come into line
         self._is_read = False  # has the client been told how far its prompt is read?
+        self._is_over = False  # nobody waits for this answer any more
         self._news = asyncio.Event()
-        # The visit of a stream that waits for news: `look` may write them itself
-        self._straight: Visit | None = None
 
     # --- in a thread beside the door's
 
@@ -140,7 +112,7 @@ class Answer:
         """
         engine, names, defaults = self._served
         wish = self.wish = self._protocol.understand(body, names)
-        asks = []
+        asks = self._later
         try:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt, self._protocol.prompt)
@@ -161,31 +133,45 @@ class Answer:
                 )
         except ValueError as error:
             raise self._refusal_of(error) from None
-        self._asks = asks
         if not asks[0][1].grammar:
             self.submit()
 
     def submit(self) -> None:
         """Put the understood prompts in line. With a grammar this may take seconds."""
-        self.left = len(self._asks)
-        at_once = self._at_once if self.wish.is_many else self.left
-        source = self._asks[0][1].grammar  # all prompts of a request have the same
+        source = self._later[0][1].grammar  # all prompts of a request have the same
         try:
-            made = source and self._served.engine.text.grammar(source)
-            for prompt, sampling in self._asks[:at_once]:
-                self._begin(prompt, sampling, made and made.copy())
+            self._grammar = source and self._served.engine.text.grammar(source)
         except (ValueError, RuntimeError) as error:
             raise self._refusal_of(error) from None
-        number = self.choices[0].handle.id
-        self.shape = self._protocol(self.wish, number, SUFFIX, self._served.names[0])
-        self._later.extend(self._asks[at_once:])
+        self._put_in_line()
+        name = f"{self.choices[0].handle.id}-{SUFFIX}"
+        self.shape = self._protocol(self.wish, name, self._served.names[0])
+        self._read_s = time.perf_counter() - self._came
 
-    def _begin(self, prompt: Prompt, sampling: Sampling, grammar: Any = None) -> None:
+    def _put_in_line(self) -> int:
+        """The next prompts. Of many texts only some at a time: others need not wait for them all.
+        Returns how many choices have not ended yet."""
+        running = sum(not choice.look() for choice in self.choices)
+        at_once = 2 * self._served.engine.sched.slots if self.wish.is_many else math.inf
+        while self._later and running < at_once:
+            try:
+                self._begin(*self._later[0])
+            except (ValueError, RuntimeError) as error:
+                if running and self.shape:
+                    break  # until the next of its own has ended
+                raise self._refusal_of(error) from None
+            self._later.popleft()
+            running += 1
+        return running
+
+    def _begin(self, prompt: Prompt, sampling: Sampling) -> None:
         engine = self._served.engine
+        grammar = self._grammar and self._grammar.copy()
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
-        parser = self._parser(prompt)
-        self.choices.append(Choice(handle, parser, words, self.wish.stream))
+        self.choices.append(Choice(handle, self._parser(prompt), words, self.wish.stream))
+        if self._is_over:  # meanwhile
+            handle.cancel()
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
@@ -200,13 +186,25 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """Would `look` find anything new?
+        """Is there anything new, of which the door's thread has not been told?
 
         Without streaming, the door is woken once for each choice, and not for each token.
         """
-        return any(choice.has_news for choice in list(self.choices))
+        return not self._news.is_set() and any(choice.has_news for choice in list(self.choices))
 
     # --- in the door's thread
+
+    def wake(self) -> None:
+        if self.has_news:
+            self._news.set()
+
+    async def _rest(self) -> None:
+        """Until there is something new. At least, let others have a turn."""
+        self._news.clear()  # at first: from here on, another commit sets it again
+        if any(choice.has_news for choice in self.choices):
+            await asyncio.sleep(0)
+        else:
+            await self._news.wait()
 
     @property
     def lag(self) -> int:
@@ -220,59 +218,17 @@ class Answer:
             scores *= 2
         return waiting * (PIECE + SCORE * scores)
 
-    def look(self) -> None:
-        """Note the choices' news since the last look. A client that keeps up gets them at once."""
-        left = self.left
-        has_news = False
-        for choice in self.choices:
-            if choice.has_news:
-                has_news = True
-                choice.look()
-                self.left -= choice.has_ended
-        if self._straight and self.left == left and not self._straight.connection.is_blocked:
-            if said := self._take():
-                self._straight.push(said)
-        elif has_news:
-            self._news.set()
-
-    @property
-    def _at_once(self) -> int:
-        """Of many texts, so many stand in line: others need not wait for them all."""
-        return 2 * self._served.engine.sched.slots
-
-    def _put_in_line(self) -> None:
-        """The next of many texts, as far as there is room."""
-        while self._later and self.left - len(self._later) < self._at_once:
-            try:
-                self._begin(*self._later[0])
-            except RuntimeError as error:
-                if self.left > len(self._later):
-                    return  # until the next of its own has ended
-                raise self._refusal_of(error) from None
-            self._later.popleft()
-
-    def _take(self) -> bytes:
-        """The events of the next pieces, of some at a time, because other answers wait."""
-        said = b""
-        for index, choice in enumerate(self.choices):
-            if choice.waiting:
-                said += self._events(index, choice.take(PIECES))
-        return said
-
-    async def whole(self, pool: Executor) -> Response:
+    async def whole(self, pool: Executor) -> Reply:
         """One JSON. The pool makes it if there may be megabytes."""
-        self.look()  # some tokens may have come before the last handle was known here
-        while self.left:
-            self._put_in_line()
-            await self._news.wait()
-            self._news.clear()
+        while self._put_in_line():
+            await self._rest()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         if self._is_large:
             body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
         else:
             body = self._body()
-        return Response(body, 200, {"X-Request-Id": self.shape.id}, "application/json")
+        return Reply(body, headers={"X-Request-Id": self.shape.id})
 
     @property
     def _is_large(self) -> bool:
@@ -285,8 +241,7 @@ class Answer:
 
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together."""
-        self.look()  # some tokens may have come before the last handle was known here
-        await visit.begin_events(self.shape.id)
+        visit.begin_events(self.shape.id)
         left = dict(enumerate(self.choices))
         said = self.shape.first(len(left), self._usage())
         if self.wish.progress:
@@ -294,32 +249,21 @@ class Answer:
         while left:
             if said:
                 await visit.write(said)
-            await self._rest(visit)
-            said = self._take()
+            await self._rest()
+            said = b""
             for index, choice in list(left.items()):
+                choice.look()
+                if choice.waiting:  # some at a time, because other answers wait
+                    said += self._events(index, choice.take(PIECES))
                 if choice.waiting or not choice.has_ended:
                     continue
                 if failure := self._failure():
                     visit.note(reason=failure.code, message=failure.message)
-                    await visit.write(said + self.shape.fail(failure), more=False)
+                    await visit.write(said + self.shape.fail(failure))
                     return
                 said += self._events(index, None)
                 del left[index]
-        await visit.write(said + self.shape.close(self._usage()), more=False)
-
-    async def _rest(self, visit: Visit) -> None:
-        """Let others have a turn, or wait for news.
-
-        While the client keeps up, `look` writes the news itself. Waking this coroutine for each
-        piece would cost more.
-        """
-        if any(choice.waiting for choice in self.choices):
-            await asyncio.sleep(0)
-            return
-        self._straight = None if self._is_large else visit
-        await self._news.wait()
-        self._news.clear()
-        self._straight = None
+        await visit.write(said + self.shape.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:
         """The events of a piece, or of a choice's end."""
@@ -359,7 +303,7 @@ class Answer:
 
     def progress(self) -> bytes:
         """While the prompt is read: how far that is."""
-        if self.choices[0].times:
+        if self.choices[0].handle.pieces:
             return b""
         progress = self._progress
         return self.shape.progress(progress) if self.wish.progress else progress.comment
@@ -398,20 +342,19 @@ class Answer:
 
     def cancel(self) -> None:
         """End every choice that still runs. From now on this answer holds no slot."""
-        self._later.clear()
-        for choice in self.choices if self.left else ():
+        self._is_over = True
+        for choice in list(self.choices):
             choice.handle.cancel()
 
     def account(self, visit: Visit, figures: Figures) -> None:
-        """Write this answer into the journal and the figures. The times of a stream are taken at the
-        door; those of a whole answer are the engine's own."""
+        """Write this answer into the journal and the figures. Times are the engine's, and the time
+        before a prompt came into line counts, too."""
         total = self._usage()
-        first_tokens = []
-        for choice in self.choices:
-            times = choice.times
-            first_tokens.append(times[0] - self._came if times else choice.handle.metrics.ttft_s)
-            figures.times(first_tokens[-1], times or choice.handle.times)
         metrics = [choice.handle.metrics for choice in self.choices]
+        first_tokens = []
+        for m, choice in zip(metrics, self.choices, strict=True):
+            first_tokens.append(None if m.ttft_s is None else self._read_s + m.ttft_s)
+            figures.times(first_tokens[-1], choice.handle.times)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -78,7 +77,6 @@ class Choice:
         self.handle = handle
         self.items: list[Item] = []
         self.words: list[Word] | None = None if words is None else []
-        self.times: list[float] = []  # when the pieces came here
         self.has_ended = False  # `look` has seen the end
         self._parser = parser
         self._new_words = words
@@ -104,31 +102,24 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Would `look` see anything new?"""
-        if self.has_ended:
-            return False
-        return self._has_grown or self.handle.finish_reason is not None
+        """Has anything come since the last `look` and `take`?"""
+        is_over = self.handle.finish_reason is not None
+        return bool(self.waiting) or (is_over and not self.has_ended)
 
-    @property
-    def _has_grown(self) -> bool:
-        return self._is_streamed and len(self.handle.pieces) > len(self.times)
-
-    def look(self) -> None:
-        """Note what has come since the last look."""
-        self.has_ended = self.handle.finish_reason is not None  # at first: then no piece is missing
-        while self._has_grown:
-            self.times.append(time.perf_counter())
+    def look(self) -> bool:
+        """Has the answer ended? Then no piece is missing."""
+        self.has_ended = self.handle.finish_reason is not None
+        return self.has_ended
 
     @property
     def waiting(self) -> int:
         """So many pieces have come and are not taken."""
-        return len(self.times) - self._taken
+        return len(self.handle.pieces) - self._taken if self._is_streamed else 0
 
     def take(self, most: int) -> str:
         """The next pieces as one text."""
-        end = min(len(self.times), self._taken + most)
-        pieces = self.handle.pieces[self._taken : end]
-        self._taken = end
+        pieces = self.handle.pieces[self._taken : self._taken + most]
+        self._taken += len(pieces)
         return "".join(pieces)
 
     def read(self) -> None:

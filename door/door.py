@@ -7,10 +7,9 @@ depend on that thread.
     POST -> guard -> read the body -> understand it (openai.py) -> engine.submit -> pieces -> events, or one JSON
             |______ the door's thread, asyncio _____|__ a few threads ______|_______ the door's thread _______|
 
-The way out. `uvicorn` speaks HTTP in a thread of the door's own. A few threads beside it do the slow
-work: reading JSON and turning text into tokens. After each commit the engine's thread wakes the
-door's thread, if an answer has news. The socket is bound first. Until the model is loaded, clients
-get 503.
+The way out. A thread of the door's own speaks HTTP. A few threads beside it do the slow work:
+reading JSON and turning text into tokens. After each commit the engine's thread wakes the door's
+thread, if an answer has news. The socket is bound first. Until the model is loaded, clients get 503.
 
 The invariant: each request at the door ends with an answer, or when the client hangs up. Afterwards
 the request holds no slot.
@@ -32,14 +31,13 @@ from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
 
 from door import embeddings, http, messages, openai, page, responses
-from door.bridge import Answer, Mailbox, Served, count, defaults_of
+from door.bridge import Answer, Served, count, defaults_of
 from door.fields import Refusal
-from door.http import Gone, Options, Visit, refused, reply
+from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
 from door.protocol import Speaks, check_model, ending
 from door.watch import WATCHERS, Watched, watch
@@ -60,7 +58,7 @@ PROTOCOLS = {
 COUNT = "/v1/messages/count_tokens"
 MODELS = "/v1/models"  # and, behind a slash, any name of the model
 # A route's: returns a response, or writes through the visit
-Answering = Callable[[Visit], Awaitable[Response | None]]
+Answering = Callable[[Visit], Awaitable[Reply | None]]
 DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
 
 
@@ -82,7 +80,6 @@ class Door:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._born = int(time.time())
         self._visits: set[Visit] = set()
-        self._answers: dict[int, Answer] = {}  # by the number of the call
         self._scraped: Snapshot | None = None  # the engine at the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
         # For long bodies, so that no short one waits behind them
@@ -91,21 +88,26 @@ class Door:
         self._grammar_pool = ThreadPoolExecutor(TRIAL.at_once + 2, "door, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
         self._routes = self._make_routes()
-        self._pages = http.for_pages(self._answer, options)
-        self._server = http.server(self._serve)
+        self._connections: set[Connection] = set()
+        self._events = asyncio.new_event_loop()
+        self._is_over = asyncio.Event()
+        self._is_called = False  # the door's thread is about to look for news
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
     def _make_routes(self) -> dict[str, tuple[str, Answering]]:
         """By path: the methods, and what answers."""
-        routes = {COUNT: ("POST", self._count)}
-        for path, protocol in PROTOCOLS.items():
-            routes[path] = ("POST", partial(self._complete, protocol))
-        looks = {MODELS: self._models, "/health": self._health, "/metrics": self._metrics}
-        for path, answer in (looks | {"/": self._page}).items():
-            routes[path] = ("GET, HEAD", answer)
-        routes["/watch"] = ("GET", self._watch)  # the answer to a HEAD would never end
-        return routes
+        looks = {MODELS: self._models, "/health": self._health}
+        looks |= {"/metrics": self._metrics, "/": self._page}
+        return {
+            COUNT: ("POST", self._count),
+            **{
+                path: ("POST", partial(self._complete, speaks))
+                for path, speaks in PROTOCOLS.items()
+            },
+            **{path: ("GET, HEAD", look) for path, look in looks.items()},
+            "/watch": ("GET", self._watch),  # the answer to a HEAD would never end
+        }
 
     # --- what any other thread may call
 
@@ -120,9 +122,25 @@ class Door:
         self.served = Served(engine, names, defaults_of(engine))
         engine.on_commit = self._on_commit
 
+    @property
+    def _answers(self) -> list[Answer]:
+        """Those that the engine is at work for."""
+        answers = [visit.answer for visit in list(self._visits)]
+        return [answer for answer in answers if answer]
+
     def _on_commit(self) -> None:
-        if self._answers:  # then the door's thread runs, and has a mailbox
-            self._mailbox.post()
+        """In the engine's thread: wake the door's thread, if an answer has news. A wake-up is a system
+        call: eight pieces of one step need one wake-up, not eight."""
+        if self._is_called or not any(answer.has_news for answer in self._answers):
+            return
+        self._is_called = True
+        with suppress(RuntimeError):  # the door is shut already
+            self._events.call_soon_threadsafe(self._look_for_news)
+
+    def _look_for_news(self) -> None:
+        self._is_called = False  # before the first look: from here on, another commit calls again
+        for answer in self._answers:
+            answer.wake()
 
     @property
     def warning(self) -> str:
@@ -160,11 +178,14 @@ class Door:
     def close(self) -> None:
         """End running requests with an error, and let go of the socket."""
         self.draining = True
-        for answer in list(self._answers.values()):
+        for answer in self._answers:
             answer.cancel()
-        self._server.should_exit = True
         if self._thread.ident:
+            with suppress(RuntimeError):  # the thread has ended already
+                self._events.call_soon_threadsafe(self._is_over.set)
             self._ended.wait(5)
+        else:
+            self._events.close()
         if self.served:
             self.served.engine.on_commit = None
         for pool in (self._pool, self._slow_pool, self._grammar_pool):
@@ -177,7 +198,7 @@ class Door:
         return DoorView(
             address=self.address,
             draining=self.draining,
-            connections=self._count_connections(),
+            connections=len(self._connections),
             watchers=self.watchers,
             open=opened,
             ended=ended,
@@ -189,76 +210,74 @@ class Door:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._listen())
+            with asyncio.Runner(loop_factory=lambda: self._events) as runner:
+                runner.run(self._listen())
         finally:
             self._ended.set()
 
     async def _listen(self) -> None:
-        self._mailbox = Mailbox(asyncio.get_running_loop(), self._answers)
-        connections = self._server.server_state.connections
-        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._answers))
-        await self._server.serve([self._socket])
+        sweeper = asyncio.ensure_future(http.sweep(self._visits))
+        connect = partial(Connection, self._serve, self._connections)
+        server = await self._events.create_server(connect, sock=self._socket)
+        await self._is_over.wait()
+        server.close()
+        deadline = time.monotonic() + http.FAREWELL_S
+        while self._connections:
+            for connection in list(self._connections):
+                if time.monotonic() > deadline:  # the client has not taken everything
+                    connection.transport.abort()
+                elif not connection.visit:
+                    connection.transport.close()
+            await asyncio.sleep(0.01)
         sweeper.cancel()
-        for connection in list(connections):  # their clients have not taken everything
-            connection.transport.abort()
-        await asyncio.sleep(0)
 
-    async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def _serve(self, connection: Connection, request: h11.Request) -> None:
         """Each request comes through here: a visit begins, and its outcome is written down."""
         began = time.perf_counter()
-        request = Request(scope, receive)
-        client = request.client.host if request.client else ""
-        number = self.journal.begin(client, f"{request.method} {scope['path']}"[:200])
-        visit = Visit(request, number, send, self.journal)
-        scope["state"]["visit"] = visit
-        if scope["path"].startswith("/v1/messages"):
+        visit = connection.visit = Visit(connection, request, self.journal)
+        if visit.path.startswith("/v1/messages"):
             visit.error = messages.error
-        visit.connection.begin_visit(visit)
         self._visits.add(visit)
         try:
-            await self._pages(scope, receive, send)
-        finally:
-            self._end(visit, began)
-
-    def _end(self, visit: Visit, began: float) -> None:
-        self._visits.discard(visit)
-        del visit.request.scope["state"]["visit"]  # each refers to the other
-        visit.connection.end_visit(visit)
-        visit.note(latency_s=time.perf_counter() - began)
-        call = self.journal.end(visit.number, is_kept=visit.is_news)
-        if visit.is_news:
-            self.figures.count(call)
-            if self.log:
-                self.log(call.line)
-
-    async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """An exception on a request's way becomes the answer. `send` adds the headers for pages of
-        other origins."""
-        visit: Visit = scope["state"]["visit"]
-        visit.send_head = send
-        request = visit.request
-        response = None
-        try:
-            self._admit(request)
-            response = await self._find(request)(visit)
-            if response:
-                await response(scope, receive, visit.send)
-        except Refusal as refusal:
-            response = refused(visit, refusal)
-        except (ClientDisconnect, Gone):
+            await self._answer(visit)
+        except (Gone, asyncio.CancelledError):
             visit.note(hung_up=True, status=visit.status or 499)
+            raise
+        finally:
+            connection.visit = None
+            self._visits.discard(visit)
+            visit.note(latency_s=time.perf_counter() - began)
+            call = visit.end()
+            if visit.is_news:
+                self.figures.count(call)
+                if self.log:
+                    self.log(call.line)
+
+    async def _answer(self, visit: Visit) -> None:
+        """An exception on a request's way becomes the answer."""
+        try:
+            reply = http.share(visit, self.options)
+            if not reply:
+                self._admit(visit)
+                reply = await self._find(visit)(visit)
+            if not reply:
+                visit.end_events()
+        except Refusal as refusal:
+            reply = refused(visit, refusal)
         # A fault of ours: this client is told, and the others do not notice
         except Exception as error:
+            if isinstance(error, Gone):
+                raise
             show_fault("a request over HTTP failed", error)
-            response = refused(visit, Refusal(500, describe(error), "internal_error"))
-        if response and visit.status is None:
-            await response(scope, receive, visit.send)
+            reply = refused(visit, Refusal(500, describe(error), "internal_error"))
+        if reply and visit.status is None:
+            await visit.reply(reply)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, visit: Visit) -> None:
         if self.is_local:
-            http.check_host(request, self.options)
-        http.guard(request, self.options, self._pages, self._count_connections())
-        if request.scope["path"] not in ("/", "/health", "/metrics"):
+            http.check_host(visit, self.options)
+        http.guard(visit, self.options, len(self._connections))
+        if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise Refusal(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
@@ -266,35 +285,32 @@ class Door:
             if self.draining:
                 raise ending()
 
-    def _count_connections(self) -> int:
-        return len(self._server.server_state.connections)
-
-    def _find(self, request: Request) -> Answering:
+    def _find(self, visit: Visit) -> Answering:
         """What answers on this path."""
-        path = request.scope["path"]
+        path = visit.path
         known = MODELS if path.startswith(f"{MODELS}/") else path
         if known not in self._routes:
             words = f"there is no {shown(path)} here; there is {', '.join(self._routes)}"
             raise Refusal(404, words, "unknown_url")
         methods, answer = self._routes[known]
-        if request.method not in methods.split(", "):
-            words = f"{shown(request.method)} is not a method of {path}; use {methods}"
+        if visit.method not in methods.split(", "):
+            words = f"{shown(visit.method)} is not a method of {path}; use {methods}"
             raise Refusal(405, words, "method_not_allowed", Allow=methods)
         return answer
 
     # --- the small routes
 
-    async def _models(self, visit: Visit) -> Response:
+    async def _models(self, visit: Visit) -> Reply:
         own, default, *more = self.served.names
         told = partial(openai.model, created=self._born, max_len=self.served.engine.sched.max_len)
-        asked = visit.request.scope["path"][len(MODELS) + 1 :]
+        asked = visit.path[len(MODELS) + 1 :]
         if asked:
             check_model(asked, self.served.names)
             return reply(told(own if asked == default else asked))
         names = [own, *(name for name in more if name != "*")]
         return reply({"object": "list", "data": [told(name) for name in names]})
 
-    async def _health(self, visit: Visit) -> Response:
+    async def _health(self, visit: Visit) -> Reply:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
         if self.loop and not self.loop.is_alive:
             status = "stopped"
@@ -303,24 +319,24 @@ class Door:
             status = "unloaded"  # the next request is answered, but waits for the weights
         return reply({"status": status}, code)
 
-    async def _metrics(self, visit: Visit) -> Response:
+    async def _metrics(self, visit: Visit) -> Reply:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None
         # The next look may never come. So no texts and steps are kept for it
         self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
         gauges = {
-            "http_connections": self._count_connections(),
+            "http_connections": len(self._connections),
             "watchers": self.watchers,
             "paused_seconds": self.loop.paused_s if self.loop else 0.0,
         }
         text = self.figures.text(seen, gauges)
-        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _page(self, visit: Visit) -> Response:
+    async def _page(self, visit: Visit) -> Reply:
         """The page holds no data of this server. It asks as any watcher and any client does."""
         text, policy = page.live()
-        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
-        headers |= {"cache-control": "no-cache", "referrer-policy": "no-referrer"}
-        return HTMLResponse(text, headers=headers)
+        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+        return Reply(text.encode(), headers=headers, type="text/html; charset=utf-8")
 
     async def _watch(self, visit: Visit) -> None:
         if self.watchers >= WATCHERS:
@@ -329,7 +345,7 @@ class Door:
             self.served.names[0],
             self.served.engine,
             self.loop,
-            texts=http.may_read(visit.request, self.options),
+            texts=http.may_read(visit, self.options),
             look=self.look,
             is_over=lambda: self.draining,
         )
@@ -341,51 +357,37 @@ class Door:
 
     # --- a prompt and its answer
 
-    async def _count(self, visit: Visit) -> Response:
+    async def _count(self, visit: Visit) -> Reply:
         """How many tokens a prompt has."""
         body = await http.read_body(visit, self._visits)
         pool = self._slow_pool if len(body) > http.LONG else self._pool
-        events = asyncio.get_running_loop()
         understand = partial(messages.understand, is_count=True)
-        tokens = await events.run_in_executor(pool, count, self.served, understand, body)
+        tokens = await self._events.run_in_executor(pool, count, self.served, understand, body)
         return reply({"input_tokens": tokens})
 
-    def _submit(self, answer: Answer, visit: Visit) -> None:
-        """In one of a few threads, when its turn comes. The client may be gone by then."""
-        if visit.connection.lost.is_set():
-            raise Gone
-        answer.submit()
-
-    async def _complete(self, protocol: type[Speaks], visit: Visit) -> Response | None:
-        """From a body to its answer, whole or as a stream, while somebody listens."""
+    async def _complete(self, protocol: type[Speaks], visit: Visit) -> Reply | None:
+        """From a body to its answer, whole or as a stream. A client that hangs up cancels this,
+        wherever it is."""
         visit.is_news = True
+        body = await http.read_body(visit, self._visits)
+        if self.draining:  # meanwhile
+            raise ending()
         answer = Answer(self.served, protocol, http.network_of(visit.call.client))
-        events = asyncio.get_running_loop()
-        tasks = []
+        visit.answer = answer
+        pool = self._slow_pool if len(body) > http.LONG else self._pool
         try:
-            body = await http.read_body(visit, self._visits)
-            if self.draining:  # meanwhile
-                raise ending()
-            self._answers[visit.number] = answer
-            pool = self._slow_pool if len(body) > http.LONG else self._pool
-            await events.run_in_executor(pool, answer.ask, body)
+            await self._events.run_in_executor(pool, answer.ask, body)
             body = b""  # a large body is not kept while the answer runs
             visit.size = 0
             if not answer.choices:
-                await events.run_in_executor(self._grammar_pool, self._submit, answer, visit)
+                await self._events.run_in_executor(self._grammar_pool, answer.submit)
             requests = tuple(choice.handle.id for choice in answer.choices)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
-            work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)
-            tasks.append(asyncio.ensure_future(work))
-            tasks.append(asyncio.ensure_future(visit.connection.lost.wait()))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                raise Gone
-            return tasks[0].result()
+            if answer.wish.stream:
+                return await answer.stream(visit)
+            return await answer.whole(self._slow_pool)
         finally:
-            while tasks:  # a task keeps its exception, and the exception keeps this frame
-                tasks.pop().cancel()
             answer.cancel()
             if visit.call.requests:
                 answer.account(visit, self.figures)
-            self._answers.pop(visit.number, None)
+            visit.answer = None

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from door.choice import Choice
 from door.fields import invalid
 from door.openai import read_prompts
-from door.protocol import Usage, Wish, read_body
+from door.protocol import Speaks, Usage, Wish, read_body
 from parts.api.vectors import unit
 
 TEXTS = 2048  # in one request, at most
@@ -34,28 +34,24 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
     return Wish(prompts, settings, asked={"form": form, "dimensions": dimensions})
 
 
-class Embedding:
+class Embedding(Speaks):
     """The body with the vectors. There is no stream of them."""
 
     understand = staticmethod(understand)
     prompt = "input"
     form = "encoding_format"
-
-    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
-        self.id = f"embd-{number}-{suffix}"
-        self._model = model
-        self._asked = wish.asked
+    prefix = "embd-"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         data = []
         for index, choice in enumerate(choices):
             try:
-                vector = unit(choice.handle.vector, self._asked["dimensions"])
+                vector = unit(choice.handle.vector, self._wish.asked["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
             # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
             written = vector.tolist()
-            if self._asked["form"] == "base64":
+            if self._wish.asked["form"] == "base64":
                 written = base64.b64encode(vector).decode()
             data.append({"object": "embedding", "index": index, "embedding": written})
         counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}

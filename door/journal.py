@@ -19,11 +19,12 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TextIO
+from types import SimpleNamespace
+from typing import TextIO
 
 from prometheus_client import (
     CollectorRegistry,
@@ -262,30 +263,21 @@ class Figures:
             self.gap.observe(after - before)
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All figures in Prometheus' text format."""
-        return generate_latest(Now(self.registry, engine, gauges)).decode()
-
-
-class Now(NamedTuple):
-    """All figures at one look at /metrics: the counts, the door's gauges, and the engine's, once
-    there is an engine."""
-
-    counts: CollectorRegistry
-    engine: Snapshot | None
-    gauges: dict[str, float]
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self.counts.collect()
-        gauges = dict(self.gauges)
-        if self.engine:
-            slots = self.engine.slots
-            gauges["requests_running"] = sum(slot.request is not None for slot in slots)
-            gauges["requests_waiting"] = self.engine.waiting
-            gauges["slots"] = len(slots)
-            gauges["slot_tokens"] = self.engine.limits.max_len
-            yield steps_of(self.engine)
+        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's, once
+        there is an engine."""
+        metrics = list(self.registry.collect())
+        if engine:
+            gauges = gauges | {
+                "requests_running": sum(slot.request is not None for slot in engine.slots),
+                "requests_waiting": engine.waiting,
+                "slots": len(engine.slots),
+                "slot_tokens": engine.limits.max_len,
+            }
+            metrics.append(steps_of(engine))
         for name, value in gauges.items():
-            yield GaugeMetricFamily(f"nanobatch_{name}", name.replace("_", " ").capitalize(), value)
+            words = name.replace("_", " ").capitalize()
+            metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))
+        return generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
 
 
 def steps_of(engine: Snapshot) -> Metric:

@@ -17,13 +17,14 @@ Where next: `bridge.py`, the way of a request to the engine and back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from door.choice import Change, Choice, Item
 from door.fields import Given, Refusal, invalid, strict, text_of
 from door.protocol import (
+    Speaks,
     Usage,
     Wish,
     call_of,
@@ -157,17 +158,14 @@ DELTAS = {
 }
 
 
-class Message:
+class Message(Speaks):
     """The bodies of one answer."""
 
     understand = staticmethod(understand)
     prompt = "messages"
     form = "output_config"
-
-    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
-        self.id = f"msg_{number}_{suffix}"
-        self._model = model
-        self._end: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+    prefix = "msg_"
+    _end: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         self.last(0, choices[0])

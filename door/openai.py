@@ -25,6 +25,7 @@ from door.choice import Change, Choice, Item, Word
 from door.fields import Given, Refusal, check_count, invalid
 from door.protocol import (
     Progress,
+    Speaks,
     Usage,
     Wish,
     call_of,
@@ -212,25 +213,21 @@ def read_prompts(asked: Given, name: str = "prompt", most: int = CHOICES) -> lis
 HOLE = "\0"  # where a text will be; no model is named so
 
 
-class Completion:
+class Completion(Speaks):
     """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
     understand = staticmethod(partial(understand, is_chat=False))
     prompt = "prompt"
     form = "response_format"
-    prefix = "cmpl"
+    prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
     silence: ClassVar = {"text": ""}  # of a chunk that says nothing
 
-    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
-        self.id = f"{self.prefix}-{number}-{suffix}"
+    def __init__(self, wish: Wish, name: str, model: str):
+        super().__init__(wish, name, model)
         self._usage = {"usage": None} if wish.usage else {}
-        self._head = {
-            "id": self.id,
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
         # By choice: the event of a piece of text, but for the text
         self._around: dict[int, list[bytes]] = {}
 
@@ -245,9 +242,6 @@ class Completion:
             "choices": entries,
             "usage": written(usage),
         }
-
-    def first(self, choices: int, usage: Usage) -> bytes:
-        return b""
 
     def changed(self, index: int, change: Change) -> bytes:
         """A stream has thousands of pieces of text. The common part of their events is written
@@ -331,7 +325,7 @@ class ChatCompletion(Completion):
 
     understand = staticmethod(partial(understand, is_chat=True))
     prompt = "messages"
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"
     silence: ClassVar = {"delta": {}}

@@ -16,9 +16,9 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from door.choice import Change, Choice
+from door.choice import Choice
 from door.fields import Given, Refusal, bad, check_count, read_json
 from parts.checks import shown
 from parts.program import command
@@ -108,30 +108,31 @@ class Progress(NamedTuple):
         return f": {words}\n\n".encode()
 
 
-class Speaks(Protocol):
+class Speaks:
     """A protocol understands a body, and writes one answer: one whole body, or the events of a
-    stream."""
+    stream.
+
+    `understand` makes a `Wish` of a body and the model's names. `whole` has all choices, and their
+    `Usage`. The events: `first`; `changed` for each change of a choice's items; `last`, when a choice
+    has ended; `close` at the end, or `fail`.
+    """
 
     prompt: str  # the body's field for a prompt
     form: str  # and for a JSON schema
-    id: str  # of the answer
+    prefix: str  # of the answer's id
 
-    @staticmethod
-    def understand(body: bytes, names: Sequence[str]) -> Wish: ...
+    def __init__(self, wish: Wish, name: str, model: str):
+        """`name`: the answer's number, and a suffix of this process."""
+        self.id = self.prefix + name
+        self._name = name
+        self._model = model
+        self._wish = wish
 
-    def __init__(self, wish: Wish, number: int, suffix: str, model: str): ...
+    def first(self, choices: int, usage: Usage) -> bytes:
+        return b""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict: ...
-
-    def first(self, choices: int, usage: Usage) -> bytes: ...
-
-    def changed(self, index: int, change: Change) -> bytes: ...
-
-    def last(self, index: int, choice: Choice) -> bytes: ...
-
-    def close(self, usage: Usage) -> bytes: ...
-
-    def fail(self, refusal: Refusal) -> bytes: ...
+    def last(self, index: int, choice: Choice) -> bytes:
+        return b""
 
 
 # --- fields that several protocols have ---------------------------------------------------------

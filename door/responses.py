@@ -26,6 +26,7 @@ from typing import Any
 from door.choice import Change, Choice, Item
 from door.fields import Given, Refusal
 from door.protocol import (
+    Speaks,
     Usage,
     Wish,
     call_of,
@@ -154,16 +155,16 @@ ECHO = {
 }
 
 
-class Response:
+class Response(Speaks):
     """The bodies of one answer."""
 
     understand = staticmethod(understand)
     prompt = "input"
     form = "text"
+    prefix = "resp_"
 
-    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
-        self.id = f"resp_{number}_{suffix}"
-        self._suffix = f"{number}_{suffix}"  # of the items' ids
+    def __init__(self, wish: Wish, name: str, model: str):
+        super().__init__(wish, name, model)
         self._body = {
             "id": self.id,
             "object": "response",
@@ -232,7 +233,7 @@ class Response:
         return self._event("failed", response=self._body)
 
     def _id(self, item: Item) -> str:
-        return f"{KINDS[item.kind][1]}_{self._suffix}_{item.place}"
+        return f"{KINDS[item.kind][1]}_{self._name}_{item.place}"
 
     def _item(self, item: Item) -> dict:
         """An item so far."""

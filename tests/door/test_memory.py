@@ -21,7 +21,7 @@ from waiting import wait_for
 from parts.api import faults
 from parts.text.grammar import Grammar
 
-OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "uvicorn.", "starlette.")
+OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "h11.")
 # Those who watch are told of these later, as many as are kept
 KEPT = ("Call", "Counter", "Metrics", "RequestView", "StepView")
 # Of each slot the last text, for guesses in the same client's next answer
@@ -92,7 +92,7 @@ def census(taught) -> Iterator[Callable[[], None]]:
 
 def is_quiet(taught: Taught) -> bool:
     door = taught.parrot.door
-    return not (door._visits or door._count_connections() or taught.parrot.engine.has_work)
+    return not (door._visits or door._connections or taught.parrot.engine.has_work)
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -198,7 +198,7 @@ def test_nothing_is_left_of_the_requests_of_a_connection_that_stays(taught, cens
 
 
 def test_nothing_is_left_of_connections_without_a_whole_request(taught, census):
-    """Those that came before their turn, too: `uvicorn` keeps them with their connection."""
+    """Those that came before their turn, too."""
     taught.parrot.loop.pause()
     data = json.dumps(BODIES["chat"][1])
     head = f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(data)}\n\n"

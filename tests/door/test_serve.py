@@ -670,8 +670,8 @@ def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
         "127.0.0.1.evil",
     ):
         assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
-    assert ask("*") == (403, "host_not_allowed")
     for target in (
+        "*",
         "http://[/v1/models",
         "http://@/v1/models",
         "http://localhost",
