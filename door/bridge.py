@@ -22,7 +22,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from door.choice import Choice, Words
@@ -174,8 +173,8 @@ class Answer:
             handle.cancel()
 
     def _parser(self, prompt: Prompt) -> Parser:
-        chat = self.wish.prompts[0]
-        if not isinstance(chat, Chat):
+        chat = self.wish.chat
+        if not chat:
             return Parser(Speech())
         functions = [tool["function"] for tool in chat.tools]
         tools = {function["name"]: function["parameters"] for function in functions}
@@ -218,21 +217,14 @@ class Answer:
             scores *= 2
         return waiting * (PIECE + SCORE * scores)
 
-    async def whole(self, pool: Executor) -> Reply:
-        """One JSON. The pool makes it if there may be megabytes."""
+    async def whole(self) -> Reply:
+        """One JSON. It may have megabytes, so another thread makes it."""
         while self._put_in_line():
             await self._rest()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
-        if self._is_large:
-            body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
-        else:
-            body = self._body()
+        body = await asyncio.to_thread(self._body)
         return Reply(body, headers={"X-Request-Id": self.shape.id})
-
-    @property
-    def _is_large(self) -> bool:
-        return self.choices[0].words is not None or self.wish.is_many
 
     def _body(self) -> bytes:
         for choice in self.choices:
@@ -385,8 +377,7 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
     """The grammar of an answer: calls that must come; or the wish's own grammar, with calls that may
     come beside, and a thought before."""
     given = wish.settings.get("grammar")
-    chat = wish.prompts[0]
-    if not isinstance(chat, Chat):
+    if not wish.chat:
         return given
     speech = engine.text.speech
     answer = None
@@ -394,11 +385,11 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
         answer = given and given.get("json")
         if isinstance(answer, str):
             answer = loads(answer)
-        if not isinstance(answer, dict) or not (chat.tools or speech.thought):
+        if not isinstance(answer, dict) or not (wish.chat.tools or speech.thought):
             return given
     text = grammar(
         speech,
-        wish.must_call or chat.tools,
+        wish.must_call or wish.chat.tools,
         answer=answer,
         is_single=wish.is_single,
         is_thinking=prompt.is_thinking,

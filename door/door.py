@@ -40,7 +40,8 @@ from door.fields import Refusal
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
 from door.protocol import Speaks, check_model, ending
-from door.watch import WATCHERS, Watched, watch
+from door.watch import WATCHERS, watch
+from door.wire import Frame
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault
 from parts.api.loop import Loop
@@ -341,19 +342,22 @@ class Door:
     async def _watch(self, visit: Visit) -> None:
         if self.watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
-        watched = Watched(
-            self.served.names[0],
-            self.served.engine,
-            self.loop,
-            texts=http.may_read(visit, self.options),
-            look=self.look,
-            is_over=lambda: self.draining,
-        )
+        hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
+        hello["texts"] = http.may_read(visit, self.options)
         self.watchers += 1
         try:
-            await watch(watched, visit)
+            await watch(visit, hello, self._frame)
         finally:
             self.watchers -= 1
+
+    def _frame(self, before: Frame | None) -> Frame | None:
+        """Everything now, with the events since a frame before. None, once the server ends."""
+        if self.draining:
+            return None
+        loop = self.loop
+        engine = self.served.engine.snapshot(before and before.engine)
+        door = self.look(before.door.seen if before else 0)
+        return Frame(loop.paused, loop.stepping, loop.slow, engine, door)
 
     # --- a prompt and its answer
 
@@ -385,7 +389,7 @@ class Door:
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             if answer.wish.stream:
                 return await answer.stream(visit)
-            return await answer.whole(self._slow_pool)
+            return await answer.whole()
         finally:
             answer.cancel()
             if visit.call.requests:

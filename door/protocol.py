@@ -23,6 +23,7 @@ from door.fields import Given, Refusal, bad, check_count, read_json
 from parts.checks import shown
 from parts.program import command
 from parts.text.speech import loads
+from parts.text.tokens import Chat
 
 # The most of each in one request
 STOPS = 16
@@ -66,6 +67,11 @@ class Wish(NamedTuple):
     must_call: Sequence[dict] = ()  # one of these tools has to be called
     is_single: bool = False  # at most one call may come
     asked: Mapping[str, Any] = {}  # the body's fields that are not null
+
+    @property
+    def chat(self) -> Chat | None:
+        """The only prompt, if it is one."""
+        return self.prompts[0] if isinstance(self.prompts[0], Chat) else None
 
     @property
     def is_many(self) -> bool:

@@ -18,63 +18,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from door import wire
 from door.http import Visit
-from door.journal import DoorView
 from door.protocol import event
-from parts.api.engine import AnyEngine
-from parts.api.loop import Loop
+from door.wire import Frame
 
 WATCHERS = 16  # so many at most
 WATCH_S = 0.1  # each gets a frame so often
 WATCH_STUCK_S = 5.0  # a watcher that has not taken a frame for so long is dropped
 
 
-class Watched(NamedTuple):
-    """An engine and its loop, and the door."""
+async def watch(
+    visit: Visit, hello: dict[str, Any], look: Callable[[Frame | None], Frame | None]
+) -> None:
+    """Until the server ends. A watcher that leaves cancels this.
 
-    name: str  # the model's
-    engine: AnyEngine
-    loop: Loop
-    texts: bool  # may this watcher read texts?
-    look: Callable[[int], DoorView]  # at the door, since so many calls had ended
-    is_over: Callable[[], bool]  # does the server end?
-
-
-async def watch(watched: Watched, visit: Visit) -> None:
-    """Until the server ends. A watcher that leaves cancels this."""
-    engine = watched.engine
-    loop = watched.loop
-    sender = wire.Sender(watched.texts)
-    seen = None  # the engine at the last look
-    met = None  # the door at the last look
+    `hello`: what is told at first; its `texts` says whether this watcher may read texts.
+    `look`: a frame of what has happened since the one before. None ends the stream.
+    """
+    sender = wire.Sender(hello["texts"])
+    last = None
     rest = 0.0  # for so many seconds nothing has happened
     visit.begin_events()
     visit.connection.patience = WATCH_STUCK_S
-    await visit.write(b"event: hello\n" + event(hello_of(watched)))
-    while not watched.is_over():
-        before = seen
-        seen = engine.snapshot(seen)
-        last = met
-        met = watched.look(met.seen if met else 0)
-        still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
-        if still and (last.seen, last.open) == (met.seen, met.open):
-            rest += WATCH_S
-        else:
-            rest = 0.0
+    await visit.write(b"event: hello\n" + event({"protocol": wire.PROTOCOL} | hello))
+    while frame := look(last):
+        rest = rest + WATCH_S if last and state_of(last) == state_of(frame) else 0.0
         if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-            await visit.write(
-                event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met)))
-            )
+            await visit.write(event(sender.pack(frame)))
+        last = frame
         await asyncio.sleep(WATCH_S)
 
 
-def hello_of(watched: Watched) -> dict:
-    return {
-        "protocol": wire.PROTOCOL,
-        "model": watched.name,
-        "summary": watched.engine.summary,
-        "texts": watched.texts,
-    }
+def state_of(frame: Frame) -> tuple:
+    """The same for two frames, if nothing has happened between them."""
+    return frame.engine.seen, frame.engine.planned, frame.door.seen, frame.door.open

@@ -809,7 +809,7 @@ def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
 
     monkeypatch.setattr(bridge, "dump_politely", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
-    assert said["tokens"] and wrote and "long" in wrote[0]
+    assert said["tokens"] and wrote and wrote[0] not in ("door", "MainThread")
     assert protocol.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
