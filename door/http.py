@@ -349,7 +349,6 @@ class Connection(asyncio.Protocol):
         self._news = asyncio.Event()  # bytes have come, or the last ones have
         self._room = asyncio.Event()  # the client takes what we write
         self.blocked_since = math.inf  # since then the client has taken too little
-        self._ahead = 0  # bytes that have come since somebody waited for them
         self._is_half_closed = False  # the client says nothing more
         self._is_leaving = False  # nobody listens any more
         self._room.set()
@@ -369,10 +368,9 @@ class Connection(asyncio.Protocol):
         if self._is_leaving:
             return
         self._http.receive_data(data)
-        self._ahead += len(data)
+        self._news.set()
         if self._ahead > AHEAD:
             self.transport.pause_reading()
-        self._news.set()
 
     def eof_received(self) -> bool:
         """The client has closed the whole connection, or only its own half, and waits for answers.
@@ -434,11 +432,17 @@ class Connection(asyncio.Protocol):
                 raise Gone
             if self._http.they_are_waiting_for_100_continue:
                 self.send(h11.InformationalResponse(status_code=100, headers=[]))
-            self._ahead = 0
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
+        if self._ahead <= AHEAD:
+            self.transport.resume_reading()  # a hang-up has to be heard of
         return event
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes that have come, and are no part of a request yet."""
+        return len(self._http.trailing_data[0])
 
     def _next(self) -> Any:
         try:

@@ -15,6 +15,7 @@ Where next: `wire.py`, which sends calls and views to another machine.
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import threading
@@ -113,11 +114,7 @@ def logged(value: object) -> str:
     """A value of a log line. No text of a client's can end the line or begin another field."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
-    return (
-        text
-        if re.fullmatch(r"[^\s\"=]+", text)
-        else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    )
+    return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text)
 
 
 @dataclass(frozen=True)

@@ -437,6 +437,19 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
     wait_for(lambda: not here.door.look().open)
 
 
+def test_a_hang_up_behind_a_long_body_is_noticed(here):
+    """A body that came in one piece had stopped the reading, and nothing began it again."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000})
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.hang_up()
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_flood_of_requests_before_their_turn_waits_outside(here):
     """A packet holds 14,000 of them. What is read before its turn is bounded, and each is answered."""
     here.loop.pause()
