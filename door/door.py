@@ -265,10 +265,10 @@ class Door:
                 visit.end_events()
         except Refusal as refusal:
             reply = refused(visit, refusal)
+        except Gone:
+            raise
         # A fault of ours: this client is told, and the others do not notice
         except Exception as error:
-            if isinstance(error, Gone):
-                raise
             show_fault("a request over HTTP failed", error)
             reply = refused(visit, Refusal(500, describe(error), "internal_error"))
         if reply and visit.status is None:

@@ -427,6 +427,7 @@ class Connection(asyncio.Protocol):
 
     async def receive(self) -> Any:
         """The next part of a request: its head, a piece of its body, or its end."""
+        await asyncio.sleep(0)  # others have a turn: thousands of parts may have come
         while (event := self._next()) is h11.NEED_DATA:
             if self._is_half_closed:
                 raise Gone
@@ -435,8 +436,9 @@ class Connection(asyncio.Protocol):
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
-        if self._ahead <= AHEAD:
-            self.transport.resume_reading()  # a hang-up has to be heard of
+        # A hang-up during the answer has to be heard of
+        if type(event) is h11.EndOfMessage and self._ahead <= AHEAD:
+            self.transport.resume_reading()
         return event
 
     @property
@@ -453,12 +455,13 @@ class Connection(asyncio.Protocol):
             raise no_http(words) from None
 
     def _has_asked(self) -> bool:
-        """Has the whole request come? What nobody has read of the body so far is thrown away."""
+        """Has the whole request come? What nobody has read of the body is thrown away, if the body
+        came in a few pieces."""
         with suppress(Refusal):
-            while self._http.their_state is h11.SEND_BODY:
-                if self._next() is h11.NEED_DATA:
-                    return False
-        return self._http.their_state is not h11.ERROR
+            for _ in range(4):
+                if self._http.their_state is h11.SEND_BODY:
+                    self._next()
+        return self._http.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def _leave(self) -> None:
         """A system that closes a connection with unread bytes sends a reset. The client's system then

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import fields
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -481,6 +482,35 @@ def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch)
         line.hang_up()
     wait_for(lambda: not here.door.look().open)
     assert here.complete(user="x" * 5 * LONG, max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
+def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what):
+    """The door's thread took them all at once: a packet holds 40,000 chunks of a byte."""
+    seen = [0]
+
+    def look() -> None:
+        """In each turn of the door's thread: how much has been taken?"""
+        for connection in here.door._connections:
+            seen.append(len(connection._http.trailing_data[0]))
+        if not is_over:
+            here.door._events.call_soon(look)
+
+    is_over = False
+    path = COMPLETIONS if what == "chunks of a body" else "/nowhere"
+    flood = f"POST {path} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    flood += "1\nx\n" * 5_000 + "0\n\n"
+    if what == "requests":
+        flood = "GET /health HTTP/1.1\nHost: localhost\n\n" * 500
+    line = here.line()
+    here.door._events.call_soon_threadsafe(look)
+    assert line.send(flood).reply().status in (200, 400, 404)
+    if what == "requests":
+        for _ in range(499):
+            assert line.reply().status == 200
+    is_over = True
+    assert max(seen) > 2_000, "nothing has come in one piece"
+    assert max(before - after for before, after in pairwise(seen)) < 100
 
 
 def test_headers_behind_a_body_have_a_limit(here):
