@@ -9,7 +9,8 @@ depend on that thread.
 
 The way out. A thread of the door's own speaks HTTP. A few threads beside it do the slow work:
 reading JSON and turning text into tokens. After each commit the engine's thread wakes the door's
-thread, if an answer has news. The socket is bound first. Until the model is loaded, clients get 503.
+thread, if an answer has news. The socket is bound first. Until the model is loaded, clients get
+503.
 
 The invariant: each request at the door ends with an answer, or when the client hangs up. Afterwards
 the request holds no slot.
@@ -130,8 +131,8 @@ class Door:
         return [answer for answer in answers if answer]
 
     def _on_commit(self) -> None:
-        """In the engine's thread: wake the door's thread, if an answer has news. A wake-up is a system
-        call: eight pieces of one step need one wake-up, not eight."""
+        """In the engine's thread: wake the door's thread, if an answer has news. A wake-up is a
+        system call: eight pieces of one step need one wake-up, not eight."""
         if self._is_called or not any(answer.has_news for answer in self._answers):
             return
         self._is_called = True

@@ -144,6 +144,11 @@ class Visit:
         raise no_http(f"{shown(target)} is no address")
 
     @property
+    def host(self) -> str:
+        """The name by which the client knows this server."""
+        return re.sub(r":\d+$", "", self.headers["host"]).lower()
+
+    @property
     def call(self) -> Call:
         return self._journal.open[self._number]
 
@@ -221,8 +226,8 @@ def is_allowed(visit: Visit, options: Options) -> bool:
 
 
 def share(visit: Visit, options: Options) -> Reply | None:
-    """Let a page of this server's names read the answer. If a browser asks whether the page may ask,
-    this is the answer to the browser."""
+    """Let a page of this server's names read the answer. If a browser asks whether the page may
+    ask, this is the answer to the browser."""
     if not is_allowed(visit, options):
         return None
     shared = {"Access-Control-Allow-Origin": visit.headers["origin"], "Vary": "Origin"}
@@ -238,9 +243,9 @@ def share(visit: Visit, options: Options) -> Reply | None:
 def check_host(visit: Visit, options: Options) -> None:
     """Refuse a host that is none of this server's names. A page's owner may let the page's name point
     to this machine, and the browser then takes us for a part of the page."""
-    host = visit.headers["host"]
-    if without_port(host).lower() not in options.names:
-        words = f"the Host {shown(host)} is none of this server's names; --allow-host adds one"
+    if visit.host not in options.names:
+        words = f"the Host {shown(visit.headers['host'])} is none of this server's names"
+        words += "; --allow-host adds one"
         raise Refusal(403, words, "host_not_allowed")
 
 
@@ -261,7 +266,7 @@ def guard(visit: Visit, options: Options, connections: int) -> None:
     origin = visit.headers.get("origin", "")
     host = visit.headers["host"]
     is_ours = origin in ("", f"http://{host}", f"https://{host}")
-    is_own = is_ours and (options.api_key is not None or is_address(without_port(host)))
+    is_own = is_ours and (options.api_key is not None or is_address(visit.host))
     if origin and not is_own and not is_allowed(visit, options):
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
@@ -285,10 +290,6 @@ def has_key(visit: Visit, key: str) -> bool:
         given = visit.headers.get("x-api-key", "")  # as Anthropic's clients send it
     # In constant time
     return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-
-
-def without_port(host: str) -> str:
-    return re.sub(r":\d+$", "", host)
 
 
 def is_address(name: str) -> bool:
@@ -322,11 +323,10 @@ def may_read(visit: Visit, options: Options) -> bool:
     """
     if options.api_key or options.watch_key:
         return options.watch_key is not None and has_key(visit, options.watch_key)
-    name = without_port(visit.headers["host"])
     signs = ("forwarded", "x-forwarded", "x-real-ip", "via")
     has_proxy = any(header.startswith(signs) for header in visit.headers)
     is_here = network_of(visit.connection.client) == "127.0.0.1"
-    return is_here and not has_proxy and name.lower() in LOOPBACK
+    return is_here and not has_proxy and visit.host in LOOPBACK
 
 
 # --- connections --------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def may_read(visit: Visit, options: Options) -> bool:
 class Connection(asyncio.Protocol):
     """One client's connection: its requests are answered one after the other.
 
-    The first methods are `asyncio`'s: bytes come, the client says nothing more, the client takes too
-    little. They only note what has happened, and `_talk` acts.
+    The first methods are `asyncio`'s: bytes come, the client says nothing more, the client takes
+    too little. They only note what has happened, and `_talk` acts.
     """
 
     def __init__(self, serve: Callable[[Connection, h11.Request], Awaitable], all: set[Connection]):
@@ -464,8 +464,8 @@ class Connection(asyncio.Protocol):
         return self._http.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def _leave(self) -> None:
-        """A system that closes a connection with unread bytes sends a reset. The client's system then
-        throws away our last words, if the client has not read them yet. So we close our own
+        """A system that closes a connection with unread bytes sends a reset. The client's system
+        then throws away our last words, if the client has not read them yet. So we close our own
         direction first, and throw away all that the client still sends."""
         self._is_leaving = True
         self.transport.resume_reading()
@@ -479,7 +479,7 @@ class Connection(asyncio.Protocol):
     # --- for visits
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
-        """The head of an answer. A client that has not sent all of its request has to come again."""
+        """The head of an answer. A client that has not sent its whole request has to come again."""
         headers = {"Date": formatdate(usegmt=True)} | headers
         if not self._has_asked():
             headers["Connection"] = "close"

@@ -260,8 +260,8 @@ class Figures:
             self.gap.observe(after - before)
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's, once
-        there is an engine."""
+        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's,
+        once there is an engine."""
         metrics = list(self.registry.collect())
         if engine:
             gauges = gauges | {

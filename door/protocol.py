@@ -119,8 +119,8 @@ class Speaks:
     stream.
 
     `understand` makes a `Wish` of a body and the model's names. `whole` has all choices, and their
-    `Usage`. The events: `first`; `changed` for each change of a choice's items; `last`, when a choice
-    has ended; `close` at the end, or `fail`.
+    `Usage`. The events: `first`; `changed` for each change of a choice's items; `last`, when a
+    choice has ended; `close` at the end, or `fail`.
     """
 
     prompt: str  # the body's field for a prompt
