@@ -451,8 +451,8 @@ class Connection(asyncio.Protocol):
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
             error.__traceback__ = None  # a frame of `h11` in it refers to the error
-            words, *_ = str(error).split(":")  # behind the colon stands a line of the client's
-            raise no_http(words) from None
+            # Behind the colon stands a line of the client's, as Python writes bytes
+            raise no_http(str(error).partition(": bytearray")[0]) from None
 
     def _has_asked(self) -> bool:
         """Has the whole request come? What nobody has read of the body is thrown away, if the body

@@ -708,7 +708,11 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
         "POST / HTTP/1.1\nContent-Length: -5\n\n",
         "\x16\x03\x01" * 50 + "\n\n",
     ):
-        assert server.line().send(text).everything().startswith(b"HTTP/1.1 400")
+        said = server.line().send(text).everything()
+        assert said.startswith(b"HTTP/1.1 400")
+        assert b"bytearray" not in said
+    known = "POST / HTTP/1.1\nHost: localhost\nTransfer-Encoding: gzip\n\n"
+    assert b"Only Transfer-Encoding: chunked" in server.line().send(known).everything()
     for endless in (
         "GET /" + "x" * 70_000,
         "GET / HTTP/1.1\nA: " + "x" * 70_000,
