@@ -382,7 +382,8 @@ class Connection(asyncio.Protocol):
         return not self._is_leaving
 
     def _probe(self) -> None:
-        if not self.visit or self.transport.is_closing():
+        is_asking = self._http.their_state is h11.SEND_BODY  # half a request is none
+        if is_asking or not self.visit or self.transport.is_closing():
             return
         if self._http.their_http_version == b"1.0":  # nothing can be written before its answer
             self.transport.close()
