@@ -120,9 +120,10 @@ def attend(
     for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
         window.write(layer.index, new_k, new_v)
 
+    mask = partial(mask_of, kind=kind, H=model.config.H)
     sums = []
     for window, window_q in zip(windows, cut(q, sizes), strict=True):
-        looks = window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H))
+        looks = window.looks(kind.span, mask)
         parts = cut(window_q, [look.B * window.L for look in looks])
         for look, look_q in zip(looks, parts, strict=True):
             keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
@@ -183,7 +184,8 @@ def mask_of(seen: mx.array, kind: Kind, H: int) -> mx.array | str:
     B, _, L, T = seen.shape
     if B == 1 and kind.span is None:
         return "causal"
-    return mx.contiguous(mx.broadcast_to(seen, (B, H, L, T)))
+    each = mx.broadcast_to(seen, (B, H, L, T))
+    return mx.contiguous(each)
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)

@@ -213,7 +213,8 @@ def price_of(row: int, far: int, chunk: int) -> float:
     chunks of a long prompt would make all who decode beside it wait several times as long. But no
     chunk is cut narrower than NARROWEST for that, since a step has a price of its own, too.
     """
-    return min(1 + row / far, max(1, chunk / NARROWEST))
+    price = 1 + row / far
+    return min(price, max(1, chunk / NARROWEST))
 
 
 class Scheduler:
