@@ -122,6 +122,9 @@ class Sight:
                 yield each
             yield WAIT
 
+    def until_idle(self) -> Iterator[str]:
+        yield from self.until(lambda: not self.state.view.busy)
+
     def back_to(self, column: Column) -> str:
         """Put the cursor on a step, so a reader sees the subject of the text. The steps before are
         in sight, too."""
@@ -259,13 +262,6 @@ def drops(seen: Sight) -> list[Drop]:
     return [drop for drop in seen.found.drops if drop.request > seen.newest] if seen.found else []
 
 
-def both(seen: Sight) -> list[Drop]:
-    found = drops(seen)
-    if len(found) < 2:
-        raise ValueError("the elephants were not read to their end")
-    return found[:2]
-
-
 def tell_elephant(seen: Sight) -> Story:
     yield STOP
     yield Question(
@@ -282,7 +278,9 @@ def tell_elephant(seen: Sight) -> Story:
     yield f"/elephant {least} {most}"
     yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.trying)
     yield STOP
-    found = both(seen)
+    found = drops(seen)
+    if len(found) < 2:
+        raise ValueError("the elephants were not read to their end")
     quiet = min(drop.quiet_gap for drop in found)
     right = 2 if max(drop.gap for drop in found) > 1.1 * quiet else 3
     if max(drop.steps_between for drop in found) > 2:
@@ -341,7 +339,7 @@ def tell_starving(seen: Sight) -> Story:
     yield "/resume"
     yield from seen.until(lambda: bool(lone(seen).text))
     yield "/slow off"
-    yield from seen.until(lambda: not seen.state.view.busy)
+    yield from seen.until_idle()
     yield STOP
     r = lone(seen)
     found = firsts(seen)
@@ -376,7 +374,7 @@ def tell_ghosts(seen: Sight) -> Story:
         ),
     )
     yield "/resume"
-    yield from seen.until(lambda: not seen.state.view.busy)
+    yield from seen.until_idle()
     yield STOP
     steps = [column.view for column in seen.columns]
     many = sum(len(step.ghosts) for step in steps)
@@ -465,7 +463,7 @@ def tell_same(seen: Sight) -> Story:
     )
     yield "/slow off"
     yield f"/same {RUNS} What is a slot?"
-    yield from seen.until(lambda: not seen.state.view.trying)
+    yield from seen.until_idle()
     yield STOP
     found = seen.found
     if found is None or not found.runs:
@@ -505,7 +503,7 @@ def tell_broken(seen: Sight) -> Story:
     done: dict[str, Breakage] = {}
     for what in names:
         yield f"/break {what}"
-        yield from seen.until(lambda: not seen.state.view.trying)
+        yield from seen.until_idle()
         if seen.found and seen.found.did:
             done[seen.found.what] = seen.found
     yield STOP

@@ -25,7 +25,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -60,8 +60,9 @@ FAREWELL = (
 # --- playing ------------------------------------------------------------------------------------
 
 
-def as_now(desk: Desk) -> Callable[[], None]:
-    """A function that puts back everything under the tour's hands."""
+@contextmanager
+def lent(desk: Desk) -> Iterator[None]:
+    """The engine and the screen are in the tour's hands. Afterwards everything is as before."""
     room = desk.room
     state = desk.state
     view = state.view
@@ -71,8 +72,11 @@ def as_now(desk: Desk) -> Callable[[], None]:
     eases = desk.eases
     is_fresh = not state.history
     fields = {name: getattr(state, name) for name in FIELDS}
-
-    def put_back() -> None:
+    desk.eases = False
+    desk.stays = False  # a trial ends by itself
+    try:
+        yield
+    finally:
         room.cancel(None)
         room.switch(policy)
         room.set_budget(budget)
@@ -84,8 +88,6 @@ def as_now(desk: Desk) -> Callable[[], None]:
             state.begin_anew()
         for name, value in fields.items():
             setattr(state, name, value)
-
-    return put_back
 
 
 def refuse(desk: Desk) -> None:
@@ -119,7 +121,6 @@ class Tour:
     ):
         self.desk = desk
         self.state = desk.state
-        self.is_over = False
         self.waits = False  # nothing happens before the user says something
         self._runs = False  # a scene runs, and can hurry
         self._now = now
@@ -149,7 +150,6 @@ class Tour:
     def leave(self) -> None:
         """At once; everything is as before."""
         self._playing.close()
-        self.is_over = True
         self.state.tour = None
 
     # --- going on by itself
@@ -167,10 +167,7 @@ class Tour:
         while self.state.view.stage != "ready":
             yield
         refuse(self.desk)
-        put_back = as_now(self.desk)
-        self.desk.eases = False
-        self.desk.stays = False  # a trial ends by itself
-        try:
+        with lent(self.desk):
             for number, scene in enumerate(self._scenes, 1):
                 self._number = number
                 self.scene = scene
@@ -184,8 +181,6 @@ class Tour:
                 yield from self._until_a_word()
             self._end()
             yield from self._until_a_word()
-        finally:
-            put_back()
 
     def _play_scene(self) -> Iterator[None]:
         """Obey the story's lines. If it is late, nothing is obeyed, and nothing waited for."""
@@ -329,10 +324,8 @@ def draw(state: State, on: Paper) -> None:
     on.say(told.text)
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)
-    if told.place or told.pressed:
-        where = on.pen().put(" ").put(told.place, bold=True)
-    if told.pressed:
-        where.to(where.width + 3 if told.place else 1)
+    if told.place:
+        where = on.pen().put(f" {told.place}   ", bold=True)
         words = f"by hand: {', '.join(told.pressed)}"
         where.put(shorten(words, on.width - where.width - 1), on.muted)
     del on.lines[on.height - 1 :]
@@ -415,12 +408,12 @@ def run_plain_tour(desk: Desk) -> int:
     """The tour as lines: each question, a guess from standard input, and the explanation."""
     tour = Tour(desk)
     told: Telling | None = None
-    while not tour.is_over:
+    while desk.state.tour:
         time.sleep(0.05)
         desk.look()
         tour.look()
-        if tour.state.tour not in (told, None):
-            told = tour.state.tour
+        if desk.state.tour not in (told, None):
+            told = desk.state.tour
             print("\n".join(in_lines(told)), flush=True)
         elif tour.waits:
             answer(tour, sys.stdin.readline())
