@@ -111,6 +111,10 @@ class Paper:
         for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
             self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
 
+    def entries(self, entries: Mapping[str, str], hue: str = "") -> None:
+        for name, words in entries.items():
+            self.entry(name, words, hue)
+
     def axis(self, *labels: tuple[int, str]) -> None:
         """Labels under a picture, each at a column."""
         pen = self.pen()

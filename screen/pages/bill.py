@@ -215,11 +215,14 @@ def draw_entries(state: State, on: Paper, column: Column) -> None:
         shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
     whose = named(parts_of(column), on.width - NAMES - 12)
     products = f"{scaled(bill.products, 'FLOP')} in products"
-    on.entry("weights", f"{scaled(bill.weights, 'B')} of {model.form}, {shared}")
-    on.entry("keys, values", f"{scaled(bill.keys, 'B')}, {whose}")
-    on.entry("arithmetic", f"{products}, {scaled(bill.attention, 'FLOP')} in attention")
-    on.entry("experts", experts_of(state, column, bill))
-    on.entry("window", windows_of(model, column))
+    entries = {
+        "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
+        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
+        "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
+        "experts": experts_of(state, column, bill),
+        "window": windows_of(model, column),
+    }
+    on.entries(entries)
 
 
 def named(parts: Sequence[Member], width: int) -> str:

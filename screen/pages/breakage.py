@@ -28,7 +28,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from parts.api.answer import Bits, difference
+from parts.api.answer import Bits, Difference, difference
 from parts.api.handle import Handle
 from parts.checks import shown
 from screen.ink import count, shorten
@@ -70,10 +70,8 @@ class Witness(NamedTuple):
     reason: str | None = None
     error: str = ""
     tokens: int = 0
-    # Whether the answer is the same as alone, up to the end; None: not known yet
-    alike: bool | None = None
-    says_the_same: bool = True  # whether at least the tokens are the same
-    covers: int = 0  # compared log probabilities
+    covers: int | None = None  # compared log probabilities; None: not compared yet
+    difference: Difference | None = None  # from the answer alone, up to the end
 
     @property
     def went_on(self) -> bool:
@@ -97,11 +95,11 @@ class Breakage(NamedTuple):
 
     @property
     def compared(self) -> list[Witness]:
-        return [each for each in self.witnesses if each.alike is not None]
+        return [each for each in self.witnesses if each.covers is not None]
 
     @property
     def changed(self) -> list[Witness]:
-        return [each for each in self.compared if not each.alike]
+        return [each for each in self.witnesses if each.difference]
 
     @property
     def so_far(self) -> str:
@@ -167,7 +165,7 @@ class Breaking(Trial):
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
         yield from ways[self.found.what]()
-        while any(handle.finish_reason is None for handle in self.handles):
+        while self._open(self.handles):
             yield self._look()
         yield from self._compare()
         self._tell_the_end()
@@ -282,11 +280,7 @@ class Breaking(Trial):
             witnesses = [*self.found.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
             found = difference(Bits.of(again, until), answer)
-            witnesses[i] = witnesses[i]._replace(
-                alike=found is None,
-                says_the_same=found is None or found.parted is None,
-                covers=answer.numbers,
-            )
+            witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
             self.tell(witnesses=witnesses)
 
     def _again(self, handle: Handle) -> Handle:
@@ -335,7 +329,7 @@ def draw(state: State, on: Paper) -> None:
     """The three ways; and of the last trial, who ended, who went on, and all changes."""
     found = state.found.get("break")
     on.title(
-        "Break it", "X ends it  Esc back" if runs(state, found) else "1 to 3 break it  Esc back"
+        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
     )
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
         here = found is not None and found.what == what
@@ -350,7 +344,7 @@ def draw(state: State, on: Paper) -> None:
         return
     on.heading(f"What came of it: {BREAKS[found.what][0]}")
     words = found.so_far
-    if not (runs(state, found) or found.stage == "over"):
+    if not (runs(state.view, found) or found.stage == "over"):
         words += ", and then it was ended"
     on.entry("result" if found.stage == "over" else "so far", words, on.accent)
     on.entry("done", found.did)
@@ -377,14 +371,14 @@ def draw_witnesses(on: Paper, found: Breakage) -> None:
             "tokens": f"{each.tokens:,}",
         }
         pen = on.row(shown, texts, "" if each.went_on or each.reason is None else on.bad)
-        pen.put(verdict_of(each), on.bad if each.alike is False else "")
+        pen.put(verdict_of(each), on.bad if each.difference else "")
 
 
 def verdict_of(each: Witness) -> str:
-    if each.alike is None or not (each.tokens or each.went_on):
+    if each.covers is None or not (each.tokens or each.went_on):
         return "–"
-    if not each.alike:
-        return "✗ other bits" if each.says_the_same else "✗ other words"
+    if each.difference:
+        return "✗ other bits" if each.difference.parted is None else "✗ other words"
     if not each.went_on:
         return "✓ until then"
     return "✓ all bits" if each.covers else "✓ all tokens"

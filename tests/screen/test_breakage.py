@@ -49,7 +49,7 @@ def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
     assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
     if demo.engine.exact:
-        assert all(each.alike for each in found.witnesses) and "no bit changed" in found.so_far
+        assert not found.changed and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
     errors = {each.error for each in found.ended}
     said = {
@@ -120,7 +120,7 @@ def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
     found = broken(stage, "client")
     assert [each.id for each in found.witnesses] == [*range(1, 11)]
     assert len(found.ended) == 1 and found.ended[0].reason == "cancelled"
-    assert all(each.alike and not each.covers for each in found.witnesses), "tokens alone"
+    assert all(each.covers == 0 for each in found.witnesses) and not found.changed, "tokens alone"
     again = [stage.prompt(request.id) for request in stage.state.ended[-10:]]
     assert sorted(again) == sorted(f"prompt {i}" for i in range(10)), "they were “token ids”"
     page = " ".join(plain(draw(stage, 80, 24)))
@@ -133,7 +133,7 @@ def test_answers_that_change_with_their_company_are_reported(wrong, words):
     stage.engine.exact = False
     turned_by_company(stage, 5, wrong)
     found = broken(stage, "client")
-    changed = [each for each in found.witnesses if not each.alike]
+    changed = found.changed
     assert changed and f"{len(changed)} changed in a bit" in found.so_far
     assert found.lines[-1].startswith(f"changed: r{changed[0].id}")
     assert "promises no bits in company" in found.lines[-1]
