@@ -16,13 +16,12 @@ from collections.abc import Callable, Generator, Iterator
 
 from parts.api.engine import AnyEngine
 from parts.api.handle import Handle
-from screen.room import AnyTrial, EngineRoom, Finding
-from screen.state import State
+from screen.room import AnyTrial, EngineRoom, Finding, View
 
 
-def runs(state: State, found: Finding | None) -> bool:
+def runs(view: View, found: Finding | None) -> bool:
     """Does the trial with these findings run?"""
-    return state.view.trying and state.view.trial is found
+    return view.trying and view.trial is found
 
 
 class Trial:

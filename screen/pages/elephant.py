@@ -386,7 +386,7 @@ def scope_of(
 def draw(state: State, on: Paper) -> None:
     """A trace for each chat, a line for each elephant, and the trade of the budget."""
     found = state.found.get(NAME, Found())
-    is_on = runs(state, found)
+    is_on = runs(state.view, found)
     keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
     on.title("The elephant: gaps between two tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")

@@ -322,24 +322,26 @@ def unlike(found: Company) -> list[Alike]:
 def draw(state: State, on: Paper) -> None:
     """How many answers there are, the company, and the differences."""
     found = state.found.get("same")
-    note = "X ends it  Esc back" if runs(state, found) else "a runs it anew  Esc back"
+    note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
     on.title("The same answer in company", note)
     if found is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
         return
     draw_counter(state, on, found)
-    settings = f"temperature {found.ask.temperature:g}, {found.ask.max_tokens} tokens at most"
     on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
-    on.entry("settings", settings, on.muted)
-    on.entry("product", product_of(found), on.muted)
+    settings = f"temperature {found.ask.temperature:g}, {found.ask.max_tokens} tokens at most"
+    on.entries({"settings": settings, "product": product_of(found)}, on.muted)
     if not found.runs:
         return
     on.heading("Answers: hash, runs, where it differs")
     draw_kinds(on, found)
-    on.entry("hash of", found.covers, on.muted)
-    on.entry("company", found.company, on.muted)
-    on.entry("rows", found.beginnings, on.muted)
-    on.entry("guesses", found.guesses, on.muted)
+    facts = {
+        "hash of": found.covers,
+        "company": found.company,
+        "rows": found.beginnings,
+        "guesses": found.guesses,
+    }
+    on.entries(facts, on.muted)
     on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
     draw_strip(state, on, found)
 
@@ -353,7 +355,7 @@ def product_of(found: Company) -> str:
 def draw_counter(state: State, on: Paper, found: Company) -> None:
     """How many runs there are so far, and how many answers."""
     words = found.so_far
-    if not (runs(state, found) or found.stage == "over"):
+    if not (runs(state.view, found) or found.stage == "over"):
         words += ", and then it was ended"
     hue = on.bad if found.unlike else on.accent if found.runs else on.muted
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
@@ -408,7 +410,7 @@ def obey(desk: Desk, rest: str) -> None:
     """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
     (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
     or one of ours. /same last shows the last."""
-    is_on = runs(desk.state, desk.state.found.get("same"))
+    is_on = runs(desk.state.view, desk.state.found.get("same"))
     if rest == "last" or (is_on and not rest):
         return
     word, _, prompt = rest.partition(" ")

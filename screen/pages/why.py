@@ -41,6 +41,7 @@ NAMES = 16  # characters of a part's name
 FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
 TABLE = (10, 10, 16)  # of a first token, of a life, and of the steps
 LINE = "░"
+KNOB = "●"
 TELLS = "▸ ran. Steps: in line + to its first token + to its last."
 SOON, LATE = "█▒"  # until the first token, and after it
 
@@ -73,15 +74,14 @@ def draw_slider(state: State, on: Paper, r: RequestView) -> None:
     cells = ["─"] * (on.width - 8)
     for mark in MARKS:
         cells[at_cell(mark / 100, len(cells))] = "┼"
-    track = on.pen().put(" TTFT ", on.muted)
-    if place is None:
-        track.put(f"├{''.join(cells)}┤", on.muted)
-        words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
-    else:
-        knob = at_cell((place + 1) / len(order), len(cells))
-        track.put(f"├{''.join(cells[:knob])}", on.muted).put("●", on.accent, True)
-        track.put(f"{''.join(cells[knob + 1 :])}┤", on.muted)
+    words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
+    if place is not None:
+        cells[at_cell((place + 1) / len(order), len(cells))] = KNOB
         words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
+    track = on.pen().put(" TTFT ├", on.muted)
+    for cell in cells:
+        track.put(cell, on.accent if cell == KNOB else on.muted, cell == KNOB)
+    track.put("┤", on.muted)
     marks = MARKS if order else ()
     labels = [(mark, f"p{mark} {span(at_percent(mark, order).metrics.ttft_s)}") for mark in marks]
     pen = on.pen().put(f" {words}", bold=True)
