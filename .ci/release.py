@@ -1,7 +1,7 @@
 """Build the wheel, look into it, and try it. A line says the wheel's name, or each thing that is wrong.
 
-    python .ci/release.py            builds dist/nanobatch-0.4.0-py3-none-any.whl
-    python .ci/release.py v0.4.0     the same for a tag: the changelog has to be ready, too
+    python .ci/release.py            builds dist/nanobatch-0.5.0-py3-none-any.whl
+    python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
 
 `pyproject.toml` alone holds the version. The wheel must have that version, and carry what git knows,
 no more and no less. The changelog's newest entry must have the version, a date, and 40 lines at most.
