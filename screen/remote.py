@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
 import socket
 import threading
 import time
@@ -80,7 +81,8 @@ class RemoteRoom(Room):
         self._is_blind = False  # frames have no texts
         self._life = 0
         self._lost_at: float | None = None  # when the other end went
-        self._senders = threading.Semaphore(SENDERS)
+        self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
+        self._senders = 0
         self._cancels = 0
         self._ending = threading.Event()
         # The last requests with an end
@@ -198,8 +200,10 @@ class RemoteRoom(Room):
     def fire(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
             self.posted += 1
-            how = (ask, self._cancels)
-            threading.Thread(target=self._send, args=how, name="ask", daemon=True).start()
+            self._asks.put((ask, self._cancels))
+            if self._senders < SENDERS:
+                self._senders += 1
+                threading.Thread(target=self._send, name="ask", daemon=True).start()
 
     def cancel(self, request: int | None) -> None:
         """Hang up: one of our own requests, or all of them."""
@@ -210,19 +214,20 @@ class RemoteRoom(Room):
                 with suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, ask: Ask, cancels: int) -> None:
-        with self._came:  # a loading server refuses all
-            self._came.wait_for(lambda: self._known.stage == "ready")
-        try:
-            with self._senders:
+    def _send(self) -> None:
+        while True:
+            ask, cancels = self._asks.get()
+            with self._came:  # a loading server refuses all
+                self._came.wait_for(lambda: self._known.stage == "ready")
+            try:
                 if cancels == self._cancels:
                     self._stream(ask, cancels)
                 elif ask.question:
                     self.refuse(ask, "it was cancelled")
-        except Exception as error:
-            self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
-        with self._lock:
-            self.note(heard=self._known.heard + 1)
+            except Exception as error:
+                self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
+            with self._lock:
+                self.note(heard=self._known.heard + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
         """Ask as every client does, and read to the end. The text comes with the frames: wait for
