@@ -367,10 +367,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_leaving:
             return
-        self._http.receive_data(data)
+        self._take(data)
         self._news.set()
         if self._ahead > AHEAD:
             self.transport.pause_reading()
+
+    def _take(self, data: bytes) -> None:
+        """Some clients send blank lines before a request, and `h11` would refuse the lines."""
+        if self._http.their_state is h11.IDLE and not self._ahead:
+            data = data.lstrip(b"\r\n")
+        if data:  # no bytes would be the end of the connection
+            self._http.receive_data(data)
 
     def eof_received(self) -> bool:
         """The client has closed the whole connection, or only its own half, and waits for answers.
@@ -417,11 +424,13 @@ class Connection(asyncio.Protocol):
                 await self._serve(self, request)
                 if self._http.our_state is not h11.DONE or not self._has_asked():
                     break
-                self._http.start_next_cycle()
+                rest = self._http.trailing_data[0]
+                self._http = h11.Connection(h11.SERVER, HEAD)
+                self._take(rest)
                 patience = IDLE_S
         except Refusal as refusal:
             said = reply(refusal.body, refusal.status)
-            self.begin(said.status, said.head)
+            self.begin(said.status, said.head | {"Connection": "close"})
             self.send(h11.Data(said.body))
         except (Gone, TimeoutError):
             pass

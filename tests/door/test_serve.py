@@ -649,6 +649,16 @@ def test_a_request_may_come_byte_by_byte(server):
     assert COUNT in line.reply().body.decode()
 
 
+@pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
+def test_blank_lines_before_a_request_are_skipped(server, blank):
+    """Old clients send one behind a body, and it made a 400 of the next request."""
+    line = server.line().send(blank.encode())
+    health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
+    line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)
+    assert [line.reply().status for _ in range(3)] == [200] * 3
+    assert line.send(blank.encode()).send(health).reply().status == 200
+
+
 def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
     """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it
     may contradict."""
@@ -679,6 +689,7 @@ def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
     ):
         said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
         assert said.startswith(b"HTTP/1.1 400"), target
+        assert b"\r\nConnection: close\r\n" in said  # what came behind it is not answered
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
     assert chat.json["choices"][0]["message"]["content"] == COUNT
 
