@@ -278,7 +278,8 @@ class Door:
     def _admit(self, visit: Visit) -> None:
         if self.is_local:
             http.check_host(visit, self.options)
-        http.guard(visit, self.options, len(self._connections))
+        connections = sum(not each.is_leaving for each in self._connections)
+        http.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise Refusal(

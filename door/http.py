@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
         self._room = asyncio.Event()  # the client takes what we write
         self.blocked_since = math.inf  # since then the client has taken too little
         self._is_half_closed = False  # the client says nothing more
-        self._is_leaving = False  # nobody listens any more
+        self.is_leaving = False  # nobody listens any more
         self._room.set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -365,7 +365,7 @@ class Connection(asyncio.Protocol):
         self.task.cancel()  # whatever it waits for
 
     def data_received(self, data: bytes) -> None:
-        if self._is_leaving:
+        if self.is_leaving:
             return
         self._take(data)
         self._news.set()
@@ -386,7 +386,7 @@ class Connection(asyncio.Protocol):
         self._news.set()
         for delay in PROBES_S:
             asyncio.get_running_loop().call_later(delay, self._probe)
-        return not self._is_leaving
+        return not self.is_leaving
 
     def _probe(self) -> None:
         is_asking = self._http.their_state is h11.SEND_BODY  # half a request is none
@@ -477,7 +477,7 @@ class Connection(asyncio.Protocol):
         """A system that closes a connection with unread bytes sends a reset. The client's system
         then throws away our last words, if the client has not read them yet. So we close our own
         direction first, and throw away all that the client still sends."""
-        self._is_leaving = True
+        self.is_leaving = True
         self.transport.resume_reading()
         with suppress(OSError):  # the client has hung up
             self.transport.write_eof()

@@ -624,6 +624,15 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     wait_for(lambda: here.ask("/v1/models").status == 200)
 
 
+def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monkeypatch):
+    """A refused client that had not yet hung up was counted on, and all the others were refused."""
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    lines = [here.line() for _ in range(3)]
+    wait_for(lambda: here.door.look().connections == 3)
+    said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
+    assert said == [429, 200, 200]
+
+
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
     """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a
     traceback."""
