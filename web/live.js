@@ -68,12 +68,21 @@ export class LiveLane {
     for (const request of [...engine.requests, ...engine.ended]) this.lane.know(this.#joined(request));
     const steps = engine.steps.map((values) => named(this.shape.StepView, values));
     this.skipped ??= steps[0]?.began ?? engine.now;
+    const known = this.lane.end;
     for (const step of steps) this.lane.add(step, ...this.#timesOf(step));
     if (this.lane.steps.length > this.most) this.#shorten();
     for (const request of this.lane.requests.values()) {
-      request.arrived ??= Math.min(request.came - this.skipped, this.lane.end);
+      if (!(request.arrived < known)) request.arrived = this.#arrivalOf(request);
       request.before = Math.max(0, request.output_tokens - request.tokenSteps.length);
     }
+  }
+
+  // When a request came, on the lane's clock: as long before the next step as by the engine's.
+  #arrivalOf({ came }) {
+    const { steps, began, end } = this.lane;
+    const next = steps.findIndex((step) => step.began >= came);
+    if (next < 0) return Math.min(came - this.skipped, end);
+    return Math.max(began[next] - (steps[next].began - came), began[next - 1] ?? -Infinity);
   }
 
   // When a step begins and ends on the lane's clock. The steps themselves have the times of the engine's.

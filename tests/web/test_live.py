@@ -1,6 +1,7 @@
 """The page that a server sends: nothing of the server's is in it, and it rebuilds what `/watch` tells."""
 
 import json
+import time
 
 import pytest
 from browsers import in_node, needs_node
@@ -57,10 +58,14 @@ const events = [];
 for await (const event of eventsOf(pieces)) events.push(event);
 const lane = live.lane;
 const fates = [...lane.requests.values()].map((r) => fateInWords(lane, r));
+const waits = [...lane.requests.values()].map((r) => [
+  lane.admittedAt(r) - r.arrived,
+  lane.steps[r.admittedStep]?.began - r.came,
+]);
 const figures = lane.figuresAt(lane.end);
 const tokens = lane.steps.reduce((sum, step) => sum + step.tokens, 0);
 const ascending = lane.began.every((began, i) => began >= (lane.ended[i - 1] ?? 0) - 1e-9);
-tell({ texts, waiting, fates, events, steps: lane.steps.length, tokens, figures, ascending });
+tell({ texts, waiting, fates, waits, events, steps: lane.steps.length, tokens, figures, ascending });
 """
 
 
@@ -119,6 +124,27 @@ def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine):
             assert dict(map(tuple, got))[number] == text
             compared += len(text) > 5
     assert compared > 100
+
+
+@needs_node
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
+    """A request behind a rest had waited a quarter of a second, and one before several rests for all of
+    them, as soon as the page came later."""
+    sender, seen, frames = wire.Sender(True), None, []
+    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    for n in range(3):
+        engine.submit(f"prompt {n}", Sampling(max_tokens=2, ignore_eos=True))
+        for step in range(6):
+            if not at_once or (n, step) == (2, 5):
+                seen = engine.snapshot(seen)
+                frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            engine.step()
+        time.sleep(0.3)
+    waits = play(frames)["waits"]
+    assert len(waits) == 3
+    for shown, real in waits:
+        assert shown == pytest.approx(real, abs=1e-6)
 
 
 @needs_node
