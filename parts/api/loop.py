@@ -60,7 +60,8 @@ class Stopwatch:
     @property
     def stood(self) -> float:
         """The seconds that it has stood still so far."""
-        return self.real - self()
+        with self._lock:
+            return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
 
     @property
     def stands(self) -> bool:

@@ -186,6 +186,14 @@ def test_a_stopwatch_stands_still_while_it_is_stopped():
     assert readings == [3.0, 3.0, 3.0, 5.0, 6.0]
 
 
+def test_a_stopwatch_that_never_stood_says_so_exactly():
+    """Its clock was read twice, and /metrics told of less than no pause."""
+    watch = Stopwatch(iter(range(100)).__next__)
+    assert watch.stood == 0
+    watch.stop()
+    assert watch.stood > 0
+
+
 def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
     """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a
     moment of the past."""
