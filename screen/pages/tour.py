@@ -53,7 +53,7 @@ RUNS = "enter: at full speed · esc: leave"
 COMES = "the tour begins when the model is there"
 FAREWELL = (
     "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
-    "every key and word; and docs/learn climbs from one token to an engine in five short programs."
+    "every key and word; and docs/learn climbs from one token to an engine in six short programs."
 )
 
 
@@ -253,6 +253,7 @@ class Tour:
         self._say(question.text, hint, answers=answers, asks=True)
         yield from self._until_a_word()
         self._began = self._now()
+        self.seen.late = False  # the stage may have been; the run has time of its own
         self._runs = True
         self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
         yield from self._until_a_look()

@@ -169,3 +169,11 @@ def test_the_ladders_readme_names_every_rung_and_only_what_is_there():
     text = (LEARN / "README.md").read_text()
     assert re.findall(r"`python docs/learn/(\w+\.py)`", text) == [path.name for path in RUNGS]
     assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_whoever_says_how_many_programs_the_ladder_has_says_six():
+    """The tour's last words and the page said five, and the README six."""
+    places = ("README.md", "screen/pages/tour.py", "web/story.html", "docs/index.html")
+    for place in places:
+        said = re.findall(r"(\w+) short programs", (ROOT / place).read_text())
+        assert said == ["six"], place
