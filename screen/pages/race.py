@@ -238,8 +238,8 @@ def verdict(runs: Sequence[Run]) -> str:
     ):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
-    if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):
-        alike = f"{fast.policy} and {slow.policy} take {len(fast.columns):,} steps each"
+    if slow.makespan < 1.01 * fast.makespan and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {span(fast.makespan)} each"
         return f"{alike}: there are no more requests than slots, so none ever waits for one."
     steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
     times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
