@@ -410,14 +410,15 @@ def run_plain_tour(desk: Desk) -> int:
     tour = Tour(desk)
     told: Telling | None = None
     while desk.state.tour:
+        now = desk.state.tour._replace(hint="")  # it changes with each token of a run
+        if now != told:
+            told = now
+            print("\n".join(in_lines(desk.state.tour)), flush=True)
+        elif tour.waits:
+            answer(tour, sys.stdin.readline())
         time.sleep(0.05)
         desk.look()
         tour.look()
-        if desk.state.tour not in (told, None):
-            told = desk.state.tour
-            print("\n".join(in_lines(told)), flush=True)
-        elif tour.waits:
-            answer(tour, sys.stdin.readline())
     if desk.state.view.stage == "failed":
         print(f"nanobatch: {desk.state.view.error}", file=sys.stderr)
         return 2
@@ -438,7 +439,7 @@ def in_lines(told: Telling) -> list[str]:
 def answer(tour: Tour, line: str) -> None:
     """A line of standard input: a number is a guess, q leaves, and an empty one goes on."""
     word = line.strip().lower()
-    if word in ("q", "quit", "/quit", "esc"):
+    if word in ("q", "quit", "/quit", "esc", "\x1b"):
         tour.leave()
     elif word.isdecimal() and tour.state.tour.asks:
         tour.guess(int(word))

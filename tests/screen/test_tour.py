@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -682,6 +684,24 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
     asked = [line for line in lines if line.endswith("?")]
     assert len(asked) == 1, "without a guess the question was printed once more"
     assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
+
+
+def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):
+    """Half of the log told how far a run was, line by line; and Esc with Enter went on."""
+    stage = TourStage(ELEPHANT).load()
+
+    def turn(seconds: float):
+        stage.time.now += seconds
+        stage.turns()
+
+    played = partial(tour.Tour, scenes=SCENES[ELEPHANT : ELEPHANT + 1])
+    monkeypatch.setattr(tour, "Tour", played)
+    monkeypatch.setattr(tour, "time", SimpleNamespace(sleep=turn))
+    monkeypatch.setattr(sys, "stdin", StringIO("2\n\x1b\n"))
+    assert tour.run_plain_tour(stage.session) == 0
+    said = capsys.readouterr().out
+    assert said.count("at full speed") == 1 and "As you said: 2, " in said
+    assert "That was the tour" not in said
 
 
 def test_a_scene_may_be_judged_none_of_its_answers():
