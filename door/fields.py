@@ -221,5 +221,5 @@ def read_json(body: bytes) -> Given:
     except RecursionError:
         words = "it is nested too deep"
     except ValueError as error:
-        words = str(error)[:200]
+        words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
     raise Refusal(400, f"the body is no valid JSON: {words}", "invalid_json")

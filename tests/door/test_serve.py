@@ -476,6 +476,7 @@ def test_a_body_that_is_no_json_object_is_refused(server, body):
     for path in (CHAT, COMPLETIONS):
         reply = server.ask(path, body)
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
+        assert "sys." not in reply.error["message"]  # Python's advice to a programmer
 
 
 def test_a_byte_order_mark_before_the_body_is_skipped(server):
