@@ -213,7 +213,7 @@ export class Chat {
   #begin(question) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, thoughts, thought, reply, figures] = element.querySelectorAll("[data-of]");
-    const turn = { question, element, owner, thoughts, figures, tokens: 0, asked: performance.now() };
+    const turn = { question, element, owner, thoughts, figures, tokens: 0, about: "about ", asked: performance.now() };
     turn.frames = new Frames(() => this.#draw(turn));
     turn.content = new Markdown(reply);
     turn.reasoning_content = new Markdown(thought);
@@ -237,12 +237,12 @@ export class Chat {
       const text = choices[0]?.delta[name];
       if (!text) continue;
       turn[name].push(text);
-      turn.tokens += 1; // about, until the server tells
+      turn.tokens += 1; // a piece may have several tokens; the server tells at the end
       turn.last = performance.now();
       turn.first ??= turn.last;
     }
     turn.reason ||= choices[0]?.finish_reason;
-    if (usage) turn.tokens = usage.completion_tokens;
+    if (usage) Object.assign(turn, { tokens: usage.completion_tokens, about: "" });
     turn.frames.ask();
   }
 
@@ -251,7 +251,7 @@ export class Chat {
     turn.content.draw();
     turn.reasoning_content.draw();
     turn.thoughts.hidden = !turn.reasoning_content.text;
-    if (!turn.reason) write(turn.figures, count(turn.tokens, "token"));
+    if (!turn.reason) write(turn.figures, turn.about + count(turn.tokens, "token"));
   }
 
   // What the engine has made of it: its own figures.
@@ -267,7 +267,7 @@ export class Chat {
     said.push(`first token after ${span((turn.first - turn.asked) / 1000)}`);
     const seconds = (turn.last - turn.first) / 1000;
     const rate = seconds > AT_ONCE ? `, ${Math.round((turn.tokens - 1) / seconds)} tokens/s` : "";
-    said.push(count(turn.tokens, "token") + rate);
+    said.push(turn.about + count(turn.tokens, "token") + rate);
     if (turn.reason === "length") said.push("cut, as long as it may be");
     else if (turn.reason !== "stop") said.push(turn.reason);
     this.#show(room < TIGHT * length);
