@@ -104,5 +104,6 @@ class Page(NamedTuple):
         if self.tell:
             return self.tell(state)
         on = Paper(DARK, *LOG)
+        on.has_keys = False
         self.draw(state, on)
         return ["".join(segment.text for segment in line).rstrip() for line in on.lines]

@@ -57,6 +57,7 @@ class Paper:
         self.height = height
         self.lines: list[Line] = []
         self.names = 9  # characters of an entry's name
+        self.has_keys = True  # in a log, no key does anything
         self.text = p.text
         self.muted = p.muted
         self.faint = p.faint
@@ -92,7 +93,7 @@ class Paper:
 
     def title(self, title: str, note: str = "Esc back", legend: Legend = ()) -> None:
         """The first line of a page. A click on the note leaves the page."""
-        self.heading(title, note, legend, BACK)
+        self.heading(title, note if self.has_keys else "", legend, BACK)
 
     def legend(self, *kinds: int) -> Legend:
         hues = {ink.BLOCKED: self.bad, ink.FAILED: self.bad, ink.EMPTY: self.muted}

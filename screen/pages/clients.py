@@ -110,7 +110,8 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
     title = f"Clients of {door.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= on.width else "Clients"
-    on.heading(title, f"{note}  Esc back" if whole else note, do=BACK if whole else CLIENTS)
+    note += "  Esc back" * (whole and on.has_keys)
+    on.heading(title, note, do=BACK if whole else CLIENTS)
     columns = on.columns(COLUMNS, REASON + 3, "  end")
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]

@@ -29,7 +29,7 @@ def draw(state: State, on: Paper) -> None:
     r = state.open
     if r is None:
         on.title("Requests")
-        on.say("Nothing has ended yet. Esc goes back.", on.muted)
+        on.say("Nothing has ended yet. b fires a burst.", on.muted)
         return
     which = "open"
     place = place_of(r, state.ended[::-1])

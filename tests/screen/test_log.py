@@ -10,7 +10,7 @@ from stage import Stage, show
 import tui
 from door.journal import Call, DoorView
 from policies import POLICIES
-from screen import app, session
+from screen import app, keys, session
 from screen.ink import clean
 
 
@@ -269,3 +269,15 @@ def test_only_what_has_changed_is_painted():
         )
 
     show(scenario)
+
+
+def test_no_page_in_a_log_names_a_key_that_a_log_does_not_have():
+    """ "Esc back" and "↑↓ scroll" stood in its headings."""
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    for name in ("requests", "totals", "clients", "errors"):
+        said = "\n".join(keys.PAGES[name].told(stage.state))
+        assert said.startswith("── ") and not re.search("Esc|scroll", said), said
+    stage.state.view = stage.state.view._replace(door=DoorView("", False, 0, 0, (), (), 0, 0))
+    assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]
