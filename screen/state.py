@@ -403,9 +403,10 @@ class State:
 
     @property
     def finished(self) -> int:
-        """How many requests had ended."""
+        """How many requests had ended, the hidden ones apart."""
         moment = self.moment
-        return self.view.engine.finished - sum(r.ended > moment for r in self.ended)
+        later = sum(r.ended > moment for r in self.ended)
+        return max(0, self.view.engine.finished - self.hidden - later)
 
     def titled(self, title: str) -> str:
         """The title of a pane: such a pane goes back in time with the cursor."""

@@ -34,7 +34,8 @@ def draw(state: State, on: Paper) -> None:
     which = "open"
     place = place_of(r, state.ended[::-1])
     if place is not None:
-        which = f"{place + 1:,} of {state.view.engine.finished:,} that have ended"
+        ended = state.view.engine.finished - state.hidden
+        which = f"{place + 1:,} of {ended:,} that have ended"
     note = "↑↓ others  w why  Esc back"
     if on.width >= 100:
         note = "↓ earlier  ↑ later  w why  g steps  y copy  Esc back"

@@ -215,7 +215,7 @@ class Tour:
     def _until_a_look(self) -> Iterator[None]:
         yield
         spent = self._now() - self._began
-        self.seen.late = self.seen.late or spent >= LONGEST
+        self.seen.late = spent >= LONGEST
         if spent >= HURRY and not self.seen.hurries:
             self.go_on()
         if self._runs and self.seen.found:
@@ -252,8 +252,7 @@ class Tour:
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
         self._say(question.text, hint, answers=answers, asks=True)
         yield from self._until_a_word()
-        self._began = self._now()
-        self.seen.late = False  # the stage may have been; the run has time of its own
+        self._began = self._now()  # however late the stage was, the run has time of its own
         self._runs = True
         self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
         yield from self._until_a_look()
@@ -430,9 +429,9 @@ def in_lines(told: Telling) -> list[str]:
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
     lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []
-    lines += [told.text] if told.text else []
-    lines += [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
-    lines += filter(None, [told.verdict, told.place, "  ".join(told.pressed), told.hint])
+    answers = [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
+    pressed = "  ".join(told.pressed)
+    lines += filter(None, [told.text, *answers, told.verdict, told.place, pressed, told.hint])
     return [clean(line) for line in lines]
 
 

@@ -356,8 +356,10 @@ def test_after_a_tour_the_stage_is_as_fresh_as_before():
     state = stage.state
     gone = (state.history, state.requests, state.ended, state.periods, state.costs, state.found)
     assert not any(gone) and not stage.engine.has_work
+    assert state.finished == 0, "it said how many of the tour had ended"
     stage.session.obey("/burst 3")
     stage.finish()
+    assert state.finished == 3
     assert len(state.ended) == state.periods[-1].requests == 3 and not state.here.lost
     stage.begin(0).until("ask").tour.leave()
     stage.turns(20)
