@@ -573,7 +573,7 @@ async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
     kind = visit.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if (
         kind != "application/json"
-        or visit.headers.get("content-encoding", "identity") != "identity"
+        or visit.headers.get("content-encoding", "identity").lower() != "identity"
     ):
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
