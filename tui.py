@@ -51,7 +51,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from parts import book
+from course import overlay
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
@@ -282,7 +282,7 @@ def command_of(args: argparse.Namespace) -> str:
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
     if args.policy != next(iter(POLICIES)):
         words += ["--policy", args.policy]
-    if own := book.opened():
+    if own := overlay.opened():
         words += ["--book", own.folder.name]
     if args.script:
         words += ["--script", args.script]
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         program.say(error)
         return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
-    if own := book.opened():
+    if own := overlay.opened():
         session.state.book = own.folder.name
         program.say(own)
     if args.asks:

@@ -1,6 +1,6 @@
 """Another book: a reader's chapters run in place of ours.
 
-The problem. A reader who writes the chapters anew (docs/zero) wants to see them at work: on the
+The problem. A reader who writes the chapters anew (course/from_zero) wants to see them at work: on the
 screen, in the benchmark, with all that lies around the book. For weeks some functions are blank.
 
 The way out. Python finds a chapter by its name. So a finder stands before all others, and hands out
@@ -13,7 +13,7 @@ What this file keeps. The book is chosen before the first chapter is imported, o
 line of a traceback names the file in which the code was written. The engine's first line names the
 book, and `engine.exact` is False: our proof is about our chapters.
 
-Where next: `docs/zero/start.py`, which makes such a folder.
+Where next: `course/from_zero/start.py`, which makes such a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-START = ROOT / "docs" / "zero" / "start.py"
+START = ROOT / "course" / "from_zero" / "start.py"
 VARIABLE = "NANOBATCH_BOOK"
 CHAPTERS = (
     "llama",

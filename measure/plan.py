@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from course import overlay
 from measure.dictation import LENGTH
 from measure.peers import PEERS
-from parts import book, program
+from parts import program
 from parts.checks import shown
 from parts.device.mlx import mx
 from parts.model.config import read_config
@@ -148,9 +149,9 @@ def read_rival(name: str, policy: str) -> Contestant:
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
         # A book that we run is none of its
-        return Contestant(name, ours, {book.VARIABLE: ""} | environment, checkout)
-    if rival and book.Book(checkout).files:  # a reader's chapters, and all else of this checkout
-        return Contestant(name, ours, {book.VARIABLE: str(checkout)} | environment)
+        return Contestant(name, ours, {overlay.VARIABLE: ""} | environment, checkout)
+    if rival and overlay.Book(checkout).files:  # a reader's chapters, and all else of this checkout
+        return Contestant(name, ours, {overlay.VARIABLE: str(checkout)} | environment)
     raise ValueError(
         f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
         "a bench.py or a chapter such as llama.py"

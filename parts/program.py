@@ -46,12 +46,12 @@ from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
 from typing import Any, NoReturn, TextIO  # noqa: E402
 
-from parts import book  # noqa: E402
+from course import overlay  # noqa: E402
 from parts.checks import one_line, read_whole, shown  # noqa: E402
 
-if _is_ours and book.asked():
+if _is_ours and overlay.asked():
     try:
-        book.open_book(book.asked())
+        overlay.open_book(overlay.asked())
     except ValueError as error:
         print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
         sys.exit(2)
@@ -345,7 +345,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""
-        says = "run the chapters in this folder in the place of ours (docs/zero; $NANOBATCH_BOOK)"
+        says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
         self.add_argument("--book", metavar="DIR", help=says)
 
     def add_keys(self) -> None:

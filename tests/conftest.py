@@ -26,7 +26,13 @@ from parts.text import grammar, template
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
-LONG = ("ranks", "device/test_rows", "book/test_exact", "book/test_schemas", "docs/test_exercises")
+LONG = (
+    "ranks",
+    "device/test_rows",
+    "book/test_exact",
+    "book/test_schemas",
+    "course/test_exercises",
+)
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
 template.LIMITS = template.LIMITS._replace(patience=60.0)

@@ -8,4 +8,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parent / "tests" / "lib")]
+sys.path += [str(HERE), str(HERE.parents[1] / "tests" / "lib")]

@@ -1,6 +1,6 @@
 """Exercise 1: a policy.
 
-    python -m pytest -x exercises/test_1_policy.py
+    python -m pytest -x course/exercises/test_1_policy.py
 
 The task. Under `continuous`, requests that arrive together are admitted together, as many as there
 are free slots. The steps that read their prompts are long, and all that decode beside them wait.
@@ -16,7 +16,7 @@ a chunk that ends its prompt, where the essay of `sched.py` writes P for all chu
     6 | D:d
 
 Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`. Rung 4 of
-the ladder (`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
+the ladder (`course/ladder/4_continuous.py`) has a scheduler that is smaller still.
 
 Where: `policies.py`, one record in `TABLE`, with a name, a sentence for people, and two answers: how
 many may come in now, and who is next. No other file knows what a policy does.

@@ -1,6 +1,6 @@
 """Exercise 2: a sampler.
 
-    python -m pytest -x exercises/test_2_sampler.py
+    python -m pytest -x course/exercises/test_2_sampler.py
 
 The task. `min_p` keeps the tokens that are at least a fraction m as likely as the likeliest one.
 That is right where the model is sure; where it is not, too few are kept. `top_a` keeps the tokens

@@ -1,6 +1,6 @@
 """Exercise 3: a pane.
 
-    python -m pytest -x exercises/test_3_pane.py
+    python -m pytest -x course/exercises/test_3_pane.py
 
 The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows
 are used, of all slots together: by requests that run (used), by what free slots remember of earlier

@@ -1,6 +1,6 @@
 """Exercise 4: a metric on the door.
 
-    python -m pytest -x exercises/test_4_metric.py
+    python -m pytest -x course/exercises/test_4_metric.py
 
 The task. `python serve.py` has a page /metrics, which Prometheus reads. It does not say how often
 clients hung up, and an owner wants to know: people who leave have waited too long. Add the counter

@@ -1,6 +1,6 @@
 """Exercise 5: a model family.
 
-    python -m pytest -x exercises/test_5_family.py
+    python -m pytest -x course/exercises/test_5_family.py
 
 The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in its config.json:
 

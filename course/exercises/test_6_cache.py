@@ -1,6 +1,6 @@
 """Exercise 6: keys and values in 8 bits.
 
-    python -m pytest -x exercises/test_6_cache.py
+    python -m pytest -x course/exercises/test_6_cache.py
 
 The task. How many sequences fit into memory, and how long they may be, is decided by the slab: a row
 of it holds the key and the value of a token, in each layer. They need not be as exact as they are.
@@ -24,7 +24,7 @@ Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the o
 
 How to know: the command above, and `python -m pytest tests/book/test_runner.py
 tests/book/test_reuse.py tests/book/test_faults.py`. They take minutes. The solution in
-`exercises/solutions` adds about 60 lines. (The screen and the line that an engine begins with still count
+`course/exercises/solutions` adds about 60 lines. (The screen and the line that an engine begins with still count
 a slab of full width: `parts/model/fit.py`.)
 """
 

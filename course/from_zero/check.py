@@ -1,10 +1,10 @@
 """What is done of a book, stage by stage, and what fails first.
 
-    python docs/zero/check.py mine              all stages, up to the first that is not done
-    python docs/zero/check.py mine 6            one stage, whatever the others do
-    python docs/zero/check.py mine --hint       a hint for what fails; --hint 2 and 3 say more
-    python docs/zero/check.py mine --trace      with the whole traceback of an exception
-    python docs/zero/check.py anna ben carl     a line for each book: who is where
+    python course/from_zero/check.py mine              all stages, up to the first that is not done
+    python course/from_zero/check.py mine 6            one stage, whatever the others do
+    python course/from_zero/check.py mine --hint       a hint for what fails; --hint 2 and 3 say more
+    python course/from_zero/check.py mine --trace      with the whole traceback of an exception
+    python course/from_zero/check.py anna ben carl     a line for each book: who is where
 
 Each stage is tried in a process of its own, in which your functions run up to this stage, and ours
 in the place of all that comes later. A process that crashes or never ends is a line like any other.
@@ -233,7 +233,7 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None, trace: bool) ->
     for stage in chosen:
         if not check_stage(folder, stage, trace):
             which = "" if len(chosen) > 1 else f" {stage.number}"
-            print(f"A hint: python docs/zero/check.py {shown}{which} --hint")
+            print(f"A hint: python course/from_zero/check.py {shown}{which} --hint")
             return False
         sys.stdout.flush()
     if len(chosen) == len(STAGES):

@@ -31,6 +31,7 @@ import kv
 import llama
 import sampling
 import sched
+from course.overlay import our_file
 from nanobatch import (
     Decoding,
     Engine,
@@ -44,7 +45,6 @@ from nanobatch import (
     Sampling,
 )
 from parts.api.faults import LOG
-from parts.book import our_file
 from parts.device.mlx import device_lock, mx
 from parts.model import ops, rope
 from parts.model.find import DEMO

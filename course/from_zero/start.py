@@ -1,7 +1,7 @@
 """Make a blank book.
 
-    python docs/zero/start.py mine
-    python docs/zero/start.py late --from 5      stages 1 to 4 are written already, by us
+    python course/from_zero/start.py mine
+    python course/from_zero/start.py late --from 5      stages 1 to 4 are written already, by us
 
 It has our chapters as they are today: essays, names, shapes, docstrings. Some 30 functions are
 blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from stages import STAGES, Task, tasks
 
-from parts.book import CHAPTERS, file_in, functions, our_file
+from course.overlay import CHAPTERS, file_in, functions, our_file
 
 MADE_OF = "made-of.txt"
 # Of the engine: switched off in the blank book, until it is wanted
@@ -113,8 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"start.py: {folder}: {error.strerror}; name another folder", file=sys.stderr)
         return 2
     count = sum(len(stage.tasks) for stage in STAGES if stage.number >= args.first)
-    print(f"{folder}: {count} functions to write. Begin with docs/zero/README.md, and then:")
-    print(f"    python docs/zero/check.py {args.folder}")
+    print(f"{folder}: {count} functions to write. Begin with course/from_zero/README.md, and then:")
+    print(f"    python course/from_zero/check.py {args.folder}")
     return 0
 
 

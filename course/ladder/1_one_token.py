@@ -1,6 +1,6 @@
 """Rung 1: one token at a time.
 
-    python docs/learn/1_one_token.py
+    python course/ladder/1_one_token.py
 
 A language model is a function. Its input is a list of tokens: numbers, each of which stands for a
 few letters. Its output is one score for each token of its vocabulary: how well that token would
@@ -98,7 +98,7 @@ Question: the last step computed {len(ids) - 1} tokens. The step before had comp
 one. Norms, projections and the MLP treat each token by itself. So for what are the old tokens
 needed again?
 The real code answers: llama.py, attention.
-Next: python docs/learn/2_cache.py""")
+Next: python course/ladder/2_cache.py""")
 
 
 if __name__ == "__main__":

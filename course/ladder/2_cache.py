@@ -1,6 +1,6 @@
 """Rung 2: the cache, and why it pays.
 
-    python docs/learn/2_cache.py
+    python course/ladder/2_cache.py
 
 Rung 1 put the whole list of tokens through the model in every step. Almost all of that had been
 done before. A token's path through the model depends on the tokens before it, and never on those
@@ -131,7 +131,7 @@ def main() -> None:
 Question: the rows of this story stay in the slab. The next request would begin at row 0 and write
 over the first few. Why does it do no harm that the others are still there?
 The real code answers: kv.py, Window._seen.
-Next: python docs/learn/3_static.py""")
+Next: python course/ladder/3_static.py""")
 
 
 if __name__ == "__main__":

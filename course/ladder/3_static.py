@@ -1,6 +1,6 @@
 """Rung 3: several at a time, with padding.
 
-    python docs/learn/3_static.py
+    python course/ladder/3_static.py
 
 For each token a machine reads every weight of the model. That reading takes most of the time, and
 it costs the same for four sequences as for one: each weight is read once, and multiplied with four
@@ -147,7 +147,7 @@ Question: most slots are ghosts for most of a batch, while requests wait. What h
 know of each slot, so that the next request can have it at once, in the midst of its neighbours'
 answers?
 The real code answers: kv.py, Window.
-Next: python docs/learn/4_continuous.py""")
+Next: python course/ladder/4_continuous.py""")
 
 
 if __name__ == "__main__":

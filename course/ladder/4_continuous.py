@@ -1,6 +1,6 @@
 """Rung 4: slots, and continuous batching.
 
-    python docs/learn/4_continuous.py
+    python course/ladder/4_continuous.py
 
 On rung 3 a batch came and went as a whole. But nothing in the model asks for that. A sequence owns
 a *slot*: some rows of the slab. It needs these rows and no others, so it may begin and end at any
@@ -169,7 +169,7 @@ Question: a prompt of 1,000 tokens is admitted while three neighbours decode. Ho
 that step compute, and how many did the step before it? What do the neighbours' readers see? How
 much does the real scheduler let a step cost at most, and how?
 The real code answers: sched.py, Scheduler._chunks.
-Next: python docs/learn/4b_chunks.py""")
+Next: python course/ladder/4b_chunks.py""")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rung 4 and a half: chunks, by hand.
 
-    python docs/learn/4b_chunks.py
+    python course/ladder/4b_chunks.py
 
 On rung 4 a prompt goes in as a whole, in one step. A prompt of 600 tokens makes a step that takes
 as long as forty others, and all who decode beside it wait: no reader gets a token until that step
@@ -143,7 +143,7 @@ def main() -> None:
 Question: here every prompt gets a chunk in each step. If ten long prompts come at once, how many
 tokens does a step compute? Who has to wait then, so that those who decode need not?
 The real code answers: sched.py, Scheduler._chunks.
-Next: python docs/learn/5_run_ahead.py""")
+Next: python course/ladder/5_run_ahead.py""")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rung 5: prompts in chunks, and running ahead.
 
-    python docs/learn/5_run_ahead.py
+    python course/ladder/5_run_ahead.py
 
 Rung 4 and a half cut each prompt into *chunks*, and the others decode beside them. But it gave
 every prompt a chunk in each step: ten long prompts would make a long step all the same. So a step
@@ -172,7 +172,7 @@ Question: the loop is whole: `turn` has a twin, `Engine.step`. What stands aroun
 may fail here?
 The real code answers: nanobatch.py, Engine.step.
 Next: `Runner.run` is the twin of `run`. Now read llama.py and the other chapters of the book; or
-write them yourself: python docs/zero/start.py mine""")
+write them yourself: python course/from_zero/start.py mine""")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A stage of the blank book being done, as an animated picture: python docs/make/stage.py docs/zero/stage.svg
+"""A stage of the blank book being done, as an animated picture: python docs/make/stage.py course/from_zero/stage.svg
 
-What is seen is run: the commands of docs/zero, in a folder of its own, on functions of
+What is seen is run: the commands of course/from_zero, in a folder of its own, on functions of
 `tests/lib/firstbook.py`. There is no script in the picture. Where animations do not play, the last
 scene shows.
 """
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "docs" / "zero"))
+sys.path.insert(0, str(ROOT / "course" / "from_zero"))
 
-from parts.book import functions  # noqa: E402
+from course.overlay import functions  # noqa: E402
 from parts.files import write_whole  # noqa: E402
 from screen.ink import DARK  # noqa: E402
 
@@ -64,8 +64,8 @@ def scenes() -> Iterator[Scene]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mine = folder / "mine"
-        check = "python docs/zero/check.py mine 1"
-        yield shown("python docs/zero/start.py mine", folder, 2)
+        check = "python course/from_zero/check.py mine 1"
+        yield shown("python course/from_zero/start.py mine", folder, 2)
         yield shown(check, folder, 3)
         yield Scene(5, write(mine, "attention", forgets=SCALE))
         yield shown(check, folder, 6)

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from course.overlay import opened
 from parts import checks
-from parts.book import opened
 from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable
 from parts.files import ModelError
@@ -146,7 +146,8 @@ def sources() -> list[Path]:
     book = [path for path in checkout.glob("*.py") if path.stem in BOOK]
     parts = [path for path in (checkout / "parts").rglob("*") if path.suffix in (".py", ".c")]
     own = opened()
-    return [*sorted([*book, *parts]), *(own.files if own else ())]
+    files = sorted([*book, *parts, checkout / "course" / "overlay.py"])
+    return [*files, *(own.files if own else ())]
 
 
 def check_alike(model: Model) -> None:

@@ -1,7 +1,7 @@
 """Each exercise fails until it is done, passes when it is done right, and fails when it is done
 plausibly wrong.
 
-`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There
+`course/exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There
 are three copies and three runs of pytest: one without any solution; one where every second exercise
 is done right and the others wrong; and one the other way round. So a wrong solution is seen to fail
 beside right ones that pass.
@@ -26,19 +26,21 @@ from policies import POLICIES
 from screen import app, places
 
 ROOT = Path(__file__).parents[2]
-EXERCISES = [path.stem.split("_")[2] for path in sorted((ROOT / "exercises").glob("test_*.py"))]
-README = (ROOT / "exercises" / "README.md").read_text()
+EXERCISES = [
+    path.stem.split("_")[2] for path in sorted((ROOT / "course" / "exercises").glob("test_*.py"))
+]
+README = (ROOT / "course" / "exercises" / "README.md").read_text()
 
 
 def solution(exercise: str, kind: str) -> Path:
-    return ROOT / "exercises" / "solutions" / f"{exercise}.{kind}.patch"
+    return ROOT / "course" / "exercises" / "solutions" / f"{exercise}.{kind}.patch"
 
 
 def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     """All that the exercises need, with these solutions in it."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
-    for name in ("parts", "door", "screen", "measure", "tests", "exercises", "demo"):
+    for name in ("parts", "door", "screen", "measure", "tests", "course", "demo"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run")
         )
@@ -55,7 +57,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
 def verdicts(tree: Path) -> dict[str, list[str]]:
     """For each exercise what its tests say: "" for a test that passes, else the message."""
     options = ["-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
-    done = run("-m", "pytest", "exercises", *options, cwd=tree)
+    done = run("-m", "pytest", "course/exercises", *options, cwd=tree)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     said = defaultdict(list)
     for case in ElementTree.parse(tree / "out.xml").iter("testcase"):
@@ -107,8 +109,8 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
 
 
 def exercise_of(name: str, monkeypatch) -> dict:
-    monkeypatch.syspath_prepend(ROOT / "exercises")
-    (path,) = (ROOT / "exercises").glob(f"test_?_{name}.py")
+    monkeypatch.syspath_prepend(ROOT / "course" / "exercises")
+    (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{name}.py")
     return {key: what for key, what in runpy.run_path(str(path)).items() if key.startswith("test_")}
 
 
@@ -189,11 +191,12 @@ def fails(test: Callable[[], None]) -> bool:
 def test_every_exercise_has_its_command_and_says_where_to_look():
     assert len(EXERCISES) == 6
     for exercise in EXERCISES:
-        (path,) = (ROOT / "exercises").glob(f"test_?_{exercise}.py")
+        (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{exercise}.py")
         text = path.read_text()
-        assert f"    python -m pytest -x exercises/{path.name}\n" in text
+        assert f"    python -m pytest -x course/exercises/{path.name}\n" in text
         assert (
-            f"({path.name})" in README and f"`python -m pytest -x exercises/{path.name}`" in README
+            f"({path.name})" in README
+            and f"`python -m pytest -x course/exercises/{path.name}`" in README
         )
         assert all(
             f"\n{part}" in text

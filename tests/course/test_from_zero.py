@@ -1,4 +1,4 @@
-"""The blank book of docs/zero: each stage passes on the full book, and says what is wrong with
+"""The blank book of course/from_zero: each stage passes on the full book, and says what is wrong with
 another one.
 
 The checks of a stage are run in this process, on our chapters, into which other code is put and
@@ -29,7 +29,7 @@ from screen.paper import Paper
 from screen.state import State
 
 ROOT = Path(__file__).parents[2]
-ZERO = ROOT / "docs" / "zero"
+ZERO = ROOT / "course" / "from_zero"
 FIRST = ROOT / "tests" / "lib" / "firstbook.py"
 sys.path.append(str(ZERO))
 
@@ -235,7 +235,7 @@ def test_the_page_names_every_stage_with_its_time_and_its_functions():
 
 
 def test_the_recording_shows_what_the_first_stage_says_today():
-    """`python docs/make/stage.py docs/zero/stage.svg` makes it anew."""
+    """`python docs/make/stage.py course/from_zero/stage.svg` makes it anew."""
     shown = re.findall(r">   ✓ ([^<]*)<", (ZERO / "stage.svg").read_text())
     says = [each.says for each in checks.CHECKS[1]]
     assert shown[-len(says) :] == says

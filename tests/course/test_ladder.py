@@ -1,4 +1,4 @@
-"""The ladder of docs/learn runs as it is printed, gives the engine's tokens, and names places that
+"""The ladder of course/ladder runs as it is printed, gives the engine's tokens, and names places that
 exist."""
 
 import ast
@@ -16,7 +16,7 @@ from source import places, tokens_by_line
 from nanobatch import Engine, Result, Sampling
 
 ROOT = Path(__file__).parents[2]
-LEARN = ROOT / "docs" / "learn"
+LEARN = ROOT / "course" / "ladder"
 RUNGS = sorted(LEARN.glob("[0-9]*_*.py"))
 TOKENS = 1150  # of code: what ten minutes allow
 TOKENS_A_LINE = 9.5  # on average: a line does one thing
@@ -114,7 +114,7 @@ def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
     stand here."""
     text = path.read_text()
     assert tokens_by_line(text).total() <= TOKENS
-    assert f"    python docs/learn/{path.name}\n" in ast.get_docstring(ast.parse(text))
+    assert f"    python course/ladder/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
     (answer,) = re.findall(
         r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.$", text[question:], re.MULTILINE
@@ -167,7 +167,7 @@ def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
 
 def test_the_ladders_readme_names_every_rung_and_only_what_is_there():
     text = (LEARN / "README.md").read_text()
-    assert re.findall(r"`python docs/learn/(\w+\.py)`", text) == [path.name for path in RUNGS]
+    assert re.findall(r"`python course/ladder/(\w+\.py)`", text) == [path.name for path in RUNGS]
     assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
 
 

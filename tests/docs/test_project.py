@@ -94,7 +94,7 @@ def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
 
 
 def test_every_page_that_another_one_leads_to_is_there():
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
@@ -113,7 +113,7 @@ def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
 
 def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
     """Programs move to other rooms, and the texts that name them stay."""
-    rooms = ("demo", "docs", "exercises", "tests", *ROOMS)
+    rooms = ("course", "demo", "docs", "tests", *ROOMS)
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
     texts += [path for room in rooms for path in (ROOT / room).rglob("*.*")]
     told = {}
@@ -121,7 +121,7 @@ def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
         if path.suffix in (".md", ".py", ".js", ".toml") and path.name not in PAST:
             for name in re.findall(r"python ((?:\w+/)+\w+\.py)", path.read_text()):
                 told[name] = path.relative_to(ROOT)
-    assert {"docs/make/page.py", "tests/long/soak.py", "docs/learn/2_cache.py"} <= told.keys()
+    assert {"docs/make/page.py", "tests/long/soak.py", "course/ladder/2_cache.py"} <= told.keys()
     gone = {name: path for name, path in told.items() if not (ROOT / name).is_file()}
     assert not gone
 

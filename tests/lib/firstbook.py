@@ -1,4 +1,4 @@
-"""A first book: the functions of docs/zero, each as simple as can be, written from the blank book alone.
+"""A first book: the functions of course/from_zero, each as simple as can be, written from the blank book alone.
 
 A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
 that they use stand in those chapters.

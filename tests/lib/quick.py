@@ -20,7 +20,7 @@ QUICK = [
     "docs/test_house.py",
     "docs/test_life.py",
     "docs/test_project.py",
-    "docs/test_zero.py::test_the_",
+    "course/test_from_zero.py::test_the_",
     "door/test_door.py::test_an_",
     "door/test_door.py::test_choices",
     "door/test_wire.py",
