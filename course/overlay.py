@@ -17,7 +17,6 @@ Where next: `course/from_zero/start.py`, which makes such a folder.
 """
 
 from __future__ import annotations
-import __future__
 
 import argparse
 import ast
@@ -54,13 +53,18 @@ raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def our_file(chapter: str) -> Path:
-    return ROOT / f"{chapter.replace('.', '/')}.py"
+def module_name(chapter: str) -> str:
+    """The module of a chapter such as "ops"."""
+    return next(name for name in CHAPTERS if name.rpartition(".")[2] == chapter)
 
 
-def file_in(folder: Path, chapter: str) -> Path:
+def our_file(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+def file_in(folder: Path, module: str) -> Path:
     """The chapters of a reader lie side by side."""
-    return folder / f"{chapter.rpartition('.')[2]}.py"
+    return folder / f"{module.rpartition('.')[2]}.py"
 
 
 def functions(text: str) -> dict[str, Function]:
@@ -80,13 +84,9 @@ def blanks(text: str) -> dict[str, int]:
     """The functions that are still blank, and the stage of each."""
     found = {}
     for name, node in functions(text).items():
-        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-        if len(body) == 1 and isinstance(body[0], ast.Raise):
-            said = re.match(
-                r"NotImplementedError\('stage (\d+)\b", ast.unparse(body[0].exc or body[0])
-            )
-            if said:
-                found[name] = int(said[1])
+        said = re.match(r"raise NotImplementedError\('stage (\d+)\b", ast.unparse(node.body[-1]))
+        if said and len(node.body) == 1 + (ast.get_docstring(node) is not None):
+            found[name] = int(said[1])
     return found
 
 
@@ -105,26 +105,18 @@ def function_of(module: ModuleType, name: str) -> FunctionType:
     return found
 
 
-def code_of(node: Function, file: Path) -> CodeType:
-    """A function's code, as if the file were run. Annotations, defaults and decorators belong to the
-    function that the code is put into."""
-    node.decorator_list = []
-    node.returns = None
-    node.args.defaults = []
-    node.args.kw_defaults = [None] * len(node.args.kwonlyargs)
-    for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-        arg.annotation = None
-    flags = __future__.annotations.compiler_flag
-    whole = compile(ast.Module([node], []), str(file), "exec", flags, dont_inherit=True)
-    (code,) = (const for const in whole.co_consts if isinstance(const, CodeType))
-    return code
+def code_of(name: str, file: Path) -> CodeType:
+    """A function's code, as it is when the file is run."""
+    found = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
+    for code in found:  # it grows while we look
+        found += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return next(code for code in found if code.co_qualname == name)
 
 
 def stand_in(module: ModuleType, names: Iterable[str], file: Path) -> None:
     """Put the code of another file into these functions, wherever they are held already."""
-    theirs = functions(file.read_text(encoding="utf-8"))
     for name in names:
-        function_of(module, name).__code__ = code_of(theirs[name], file)
+        function_of(module, name).__code__ = code_of(name, file)
 
 
 # --- the book of this process -------------------------------------------------------------------
@@ -225,18 +217,19 @@ def watch() -> None:
     ] = {}  # by thread: its step, and when it was first seen
     while True:
         time.sleep(PATIENCE_S / 20)
-        found = {}
+        before, steps = steps, {}
         for thread, frame in sys._current_frames().items():
             step = step_of(frame)
             if step is None:
                 continue
             now = seconds_of(thread)
-            before, since = steps.get(thread, (None, now))
-            found[thread] = step, since if step is before else now
-            if step is before and now - since > PATIENCE_S:
+            known, since = before.get(thread, (None, now))
+            if step is not known:
+                steps[thread] = step, now
+            elif now - since <= PATIENCE_S:
+                steps[thread] = step, since
+            else:
                 raise_in(ctypes.c_ulong(thread), ctypes.py_object(Endless))
-                del found[thread]
-        steps = found
 
 
 def seconds_of(thread: int) -> float:

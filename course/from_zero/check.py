@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from stages import STAGES, Stage, Task, tasks
 from start import MADE_OF, mark
 
-from parts import book
+from course import overlay as book
 
 
 def limit() -> int:

@@ -22,7 +22,7 @@ import pytest
 from processes import run
 
 from measure.plan import read_rival
-from parts import book
+from course import overlay as book
 from screen import panes
 from screen.ink import DARK
 from screen.paper import Paper
@@ -428,7 +428,7 @@ def test_a_step_of_another_book_that_never_ends_is_a_mistake_like_any_other(tmp_
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", endless)
     code = """
 import sys
-from parts import book
+from course import overlay as book
 book.PATIENCE_S = 1
 book.open_book(sys.argv[1])
 from nanobatch import Engine, Sampling
@@ -452,7 +452,7 @@ def test_of_another_book_no_bits_are_promised_and_its_screen_and_benchmark_know_
     shutil.copy(ROOT / "kv.py", folder)
     code = """
 import sys
-from parts import book
+from course import overlay as book
 book.open_book(sys.argv[1])
 from nanobatch import Engine
 import kv
