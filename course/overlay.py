@@ -28,6 +28,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -113,10 +115,21 @@ def code_of(name: str, file: Path) -> CodeType:
     return next(code for code in found if code.co_qualname == name)
 
 
-def stand_in(module: ModuleType, names: Iterable[str], file: Path) -> None:
-    """Put the code of another file into these functions, wherever they are held already."""
-    for name in names:
-        function_of(module, name).__code__ = code_of(name, file)
+@contextmanager
+def swapped(names: Iterable[str], file: Path | None = None) -> Iterator[None]:
+    """Inside, these functions ("kv.Window.write") have the code of this file, or else ours."""
+    before = []
+    try:
+        for each in names:
+            chapter, _, name = each.partition(".")
+            module = import_module(module_name(chapter))
+            function = function_of(module, name)
+            before.append((function, function.__code__))
+            function.__code__ = code_of(name, file or our_file(module.__name__))
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
 
 
 # --- the book of this process -------------------------------------------------------------------
@@ -127,8 +140,8 @@ class Chapter(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        text = Path(self.path).read_text(encoding="utf-8")
-        stand_in(module, blanks(text), our_file(self.name))
+        for name in blanks(Path(self.path).read_text(encoding="utf-8")):
+            function_of(module, name).__code__ = code_of(name, our_file(self.name))
 
 
 class Book(MetaPathFinder):

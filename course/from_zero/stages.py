@@ -16,6 +16,10 @@ class Task(NamedTuple):
     does: str  # stands in the blank book, in place of the body
     hints: tuple[str, str, str]  # the last is nearly the answer
 
+    @property
+    def short(self) -> str:
+        return self.name.rpartition(".")[2]
+
 
 class Stage(NamedTuple):
     number: int
@@ -565,6 +569,11 @@ return Flight(emitted, logprobs, vectors, begun.began, took - ... - ..., self._d
         ),
     ),
 )
+
+
+def names(first: int = 1) -> list[str]:
+    """The functions that are written from this stage on."""
+    return [task.name for stage in STAGES[first - 1 :] for task in stage.tasks]
 
 
 def tasks(first: int = 1) -> dict[str, dict[str, tuple[int, Task]]]:

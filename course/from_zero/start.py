@@ -20,8 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from stages import STAGES, Task, tasks
-
+from course.from_zero.stages import STAGES, Task, tasks
 from course.overlay import CHAPTERS, file_in, functions, our_file
 
 MADE_OF = "made-of.txt"

@@ -1,19 +1,19 @@
-"""The blank book of course/from_zero: each stage passes on the full book, and says what is wrong with
-another one.
+"""The blank book of course/from_zero: each stage passes on another book than ours, too, and says what
+is wrong with one.
 
-The checks of a stage are run in this process, on our chapters, into which other code is put and
-taken out again. `NANOBATCH_ZERO=all` also tries each function by itself, and each mistake as a
-reader meets it: with `check.py`, in processes of their own.
+That our own chapters pass, the stages' files say by themselves: they are part of the suite. Here
+other code is put into our functions and taken out again, and the tests of a stage are called in this
+process. `NANOBATCH_ZERO=all` also tries each function by itself, and each mistake as a reader meets
+it: with `check.py`, in processes of their own.
 """
 
 import ast
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from inspect import getdoc
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +21,10 @@ from typing import NamedTuple
 import pytest
 from processes import run
 
+from course import overlay
+from course.from_zero import check, start
+from course.from_zero.stages import STAGES, tasks
 from measure.plan import read_rival
-from course import overlay as book
 from screen import panes
 from screen.ink import DARK
 from screen.paper import Paper
@@ -31,32 +33,8 @@ from screen.state import State
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
 FIRST = ROOT / "tests" / "lib" / "firstbook.py"
-sys.path.append(str(ZERO))
-
-import check  # noqa: E402
-import checks  # noqa: E402
-import start  # noqa: E402
-from stages import STAGES, tasks  # noqa: E402
 
 EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
-CHAPTER = {name.rpartition(".")[2]: name for name in book.CHAPTERS}
-
-
-@contextmanager
-def put(names: Sequence[str], file: Path) -> Iterator[None]:
-    """Inside, these functions of ours ("kv.Window.write") have the code of this file."""
-    before = []
-    try:
-        for name in names:
-            chapter, _, function = name.partition(".")
-            module = import_module(CHAPTER[chapter])
-            ours = book.function_of(module, function)
-            before.append((ours, ours.__code__))
-            book.stand_in(module, [function], file)
-        yield
-    finally:
-        for ours, code in before:
-            ours.__code__ = code
 
 
 class Mistake(NamedTuple):
@@ -71,11 +49,11 @@ MISTAKES = [
     Mistake(1, "llama.attention", " / Dh**0.5", "", "not divided by sqrt"),
     Mistake(1, "llama.attention", " + mask", "", "the mask is not added"),
     Mistake(
-        2, "rope.rope_angles", "positions.res", "(positions + 1).res", "position 0 is not turned"
+        2, "rope.rope_angles", "positions.res", "(positions + 1).res", "Position 0 is not turned"
     ),
-    Mistake(2, "ops.rms_norm", " + eps", "", "a norm gives each row"),
+    Mistake(2, "ops.rms_norm", " + eps", "", "eps keeps a small row small"),
     Mistake(
-        3, "kv.Window._seen", "rows <= at", "rows <= at + 1", "a token sees itself and all before"
+        3, "kv.Window._seen", "rows <= at", "rows <= at + 1", "A token sees itself and all before"
     ),
     Mistake(3, "kv.Window.write", "[slot, :, rows] = k", "[0, :, rows] = k", "lands in its slot"),
     Mistake(
@@ -92,14 +70,14 @@ MISTAKES = [
     Mistake(6, "sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
     Mistake(7, "sched.Scheduler._chunks", "left -= cost", "pass", "costs"),
     Mistake(
-        7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "one whole chunk is let in"
+        7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "One whole chunk is let in"
     ),
     Mistake(
-        8, "sched.Scheduler.commit", "if request.finish_reason:", "if False:", "a ghost's token"
+        8, "sched.Scheduler.commit", "if request.finish_reason:", "if False:", "A ghost's token"
     ),
     Mistake(8, "nanobatch.Engine._may_fly", "else 1", "else 0", "starts before the last one is"),
     Mistake(
-        8, "nanobatch.Runner.finish", "newest < 0", "newest < -1", "newest tokens on the device"
+        8, "nanobatch.Runner.finish", "newest < 0", "newest < -1", "the newest token of each slot"
     ),
     Mistake(8, "nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
     Mistake(
@@ -107,7 +85,7 @@ MISTAKES = [
         "sched.Scheduler._admit",
         "self.policy.next(self)",
         "self.waiting.values()",
-        "the policy short",
+        "The policy says who is next",
     ),
     Mistake(6, "sched.Scheduler.commit", "ended.append(request)", "pass", "who has ended"),
     Mistake(6, "sched.Scheduler.finish", "self._end_drain()", "pass", "the policy"),
@@ -119,10 +97,16 @@ MISTAKES = [
         "(lambda *them: None)(",
         "never handed to self._enqueue",
     ),
-    Mistake(8, "nanobatch.Engine.step", "self._changing(), ", "", "how often on_commit was called"),
-    Mistake(4, "sampling.draw", "if ids is None else", "if True else", "only (42, 7, 250, 3, 199)"),
+    Mistake(8, "nanobatch.Engine.step", "self._changing(), ", "", "`_changing` calls on_commit"),
     Mistake(
-        6, "sched.Scheduler.plan", "r.planned < r.max_tokens", "True", "steps planned for 2 tokens"
+        4, "sampling.draw", "if ids is None else", "if True else", "a token came that is not likely"
+    ),
+    Mistake(
+        6,
+        "sched.Scheduler.plan",
+        "r.planned < r.max_tokens",
+        "True",
+        "No token is planned behind the last one",
     ),
     Mistake(7, "sched.Scheduler._chunks", "break", "continue", "does not overtake"),
     Mistake(
@@ -130,14 +114,14 @@ MISTAKES = [
         "llama.forward",
         "mx.concatenate([window.positions for window in windows])",
         "mx.arange(ids.size)",
-        "positions are those of the windows",
+        "Positions are those of the windows",
     ),
     Mistake(
         3,
         "llama.attend",
         "        at += size\n    at = 0\n    for window in windows:\n",
         "",
-        "what the windows did in a layer",
+        "all write before the first one reads",
     ),
     Mistake(
         4,
@@ -147,31 +131,45 @@ MISTAKES = [
         "nobody would notice",
     ),
     Mistake(
-        5, "nanobatch.Runner._forward", "self._start(self.slab.w", "(self.slab.w", "not called"
+        5,
+        "nanobatch.Runner._forward",
+        "self._start(self.slab.w",
+        "(self.slab.w",
+        "`self._start` is called",
     ),
-    Mistake(6, "sched.Scheduler.plan", "if r not in with_chunk", "if False", "without a chunk"),
-    Mistake(8, "nanobatch.Engine.step", "except BaseException", "except Exception", "its request"),
+    Mistake(
+        6, "sched.Scheduler.plan", "if r not in with_chunk", "if False", "has no chunk is held"
+    ),
+    Mistake(
+        8, "nanobatch.Engine.step", "except BaseException", "except Exception", "it is raised again"
+    ),
 ]
 
 
 def with_mistake(mistake: Mistake, text: str, name: str) -> str:
     """This text, with the mistake in this function."""
     lines = text.splitlines(keepends=True)
-    node = book.functions(text)[name]
+    node = overlay.functions(text)[name]
     body = "".join(lines[node.lineno - 1 : node.end_lineno])
     assert mistake.right in body, f"{mistake.name} has no {mistake.right!r} any more"
     lines[node.lineno - 1 : node.end_lineno] = [body.replace(mistake.right, mistake.wrong)]
     return "".join(lines)
 
 
+def stage_tests(stage: int) -> list[Callable[[], None]]:
+    (file,) = ZERO.glob(f"test_{stage}_*.py")
+    module = import_module(f"course.from_zero.{file.stem}")
+    return [test for name, test in vars(module).items() if name.startswith("test_")]
+
+
 def verdict(stage: int) -> str:
-    """What the checks of a stage say; empty if all pass."""
-    found = checks.trouble(stage)
-    return f"{found[0].says}: {found[1]!r}".replace("\\n", "\n") if found else ""
-
-
-def names_of(stage: int) -> list[str]:
-    return [task.name for task in STAGES[stage - 1].tasks]
+    """What the first test of a stage that fails says; empty if all pass."""
+    for test in stage_tests(stage):
+        try:
+            test()
+        except (Exception, pytest.fail.Exception) as error:
+            return f"{test.__doc__} {error}"
+    return ""
 
 
 # --- the blank book -----------------------------------------------------------------------------
@@ -193,8 +191,8 @@ def test_the_blank_book_is_ours_but_for_the_bodies_that_are_to_be_written():
     assert sum(map(len, wanted.values())) >= 25 and len(written) == len(wanted)
     for name, text in written.items():
         chapter = name.removesuffix(".py")
-        assert book.blanks(text).keys() == wanted[chapter].keys()
-        ours = book.our_file(CHAPTER[chapter]).read_text()
+        assert overlay.blanks(text).keys() == wanted[chapter].keys()
+        ours = overlay.our_file(overlay.module_name(chapter)).read_text()
         if chapter == "nanobatch":
             for switch, off in start.SWITCHES.items():
                 ours = re.sub(switch, off, ours, count=1)
@@ -206,20 +204,24 @@ def test_the_blank_book_is_ours_but_for_the_bodies_that_are_to_be_written():
 
 def test_a_later_stage_can_be_begun_with():
     written = start.blank_book(first=6)
-    left = [stage for text in written.values() for stage in book.blanks(text).values()]
+    left = [stage for text in written.values() for stage in overlay.blanks(text).values()]
     assert sorted(left) == [6] * 5 + [7] + [8] * 3
 
 
-def test_every_function_that_is_to_be_written_has_three_hints_and_a_check():
+def about(test: Callable) -> list[str]:
+    return [name for mark in getattr(test, "pytestmark", ()) for name in mark.args]
+
+
+def test_every_function_that_is_to_be_written_has_three_hints_and_a_test():
     for stage in STAGES:
         assert stage.minutes <= 60
-        about = {name for each in checks.CHECKS[stage.number] for name in each.about.split(", ")}
+        tried = {name for test in stage_tests(stage.number) for name in about(test)}
         for task in stage.tasks:
             assert task.does.strip() and all(hint.strip() for hint in task.hints)
-            assert task.name.rpartition(".")[2] in about or len(stage.tasks) == 1, task.name
-        names = {task.name.rpartition(".")[2] for task in stage.tasks}
-        assert about - {""} <= names
-    assert [stage.number for stage in STAGES] == [*checks.CHECKS] == list(range(1, 9))
+            assert task.short in tried or len(stage.tasks) == 1, task.name
+        assert tried <= {task.short for task in stage.tasks}
+        assert all(test.__doc__ for test in stage_tests(stage.number))
+    assert [stage.number for stage in STAGES] == list(range(1, 9))
 
 
 def test_the_page_names_every_stage_with_its_time_and_its_functions():
@@ -230,14 +232,14 @@ def test_the_page_names_every_stage_with_its_time_and_its_functions():
         (number, name, minutes, runs) for number, name, minutes, _, runs in rows[: len(wanted)]
     ] == wanted
     for stage, row in zip(STAGES, rows, strict=False):
-        assert re.findall(r"`(\w+)`", row[3]) == [task.name.split(".")[-1] for task in stage.tasks]
+        assert re.findall(r"`(\w+)`", row[3]) == [task.short for task in stage.tasks]
     assert f"{sum(len(stage.tasks) for stage in STAGES)} functions without a body" in page
 
 
 def test_the_recording_shows_what_the_first_stage_says_today():
     """`python docs/make/stage.py course/from_zero/stage.svg` makes it anew."""
     shown = re.findall(r">   ✓ ([^<]*)<", (ZERO / "stage.svg").read_text())
-    says = [each.says for each in checks.CHECKS[1]]
+    says = [" ".join(getdoc(test).split()) for test in stage_tests(1)]
     assert shown[-len(says) :] == says
 
 
@@ -245,17 +247,15 @@ def test_the_recording_shows_what_the_first_stage_says_today():
 
 
 @pytest.mark.parametrize("stage", range(1, 9))
-def test_a_stage_passes_on_our_book_and_on_a_simple_one_and_fails_on_a_blank_one(stage, tmp_path):
+def test_a_stage_passes_on_a_simple_book_and_fails_on_a_blank_one(stage, tmp_path):
     """Whoever writes otherwise than we do must pass, too."""
-    assert not verdict(stage)
-    with put(names_of(stage), FIRST):
+    written = [task.name for task in STAGES[stage - 1].tasks]
+    with overlay.swapped(written, FIRST):
         assert not verdict(stage)
-    assert len(checks.told) > 0 or stage == 7
     empty = tmp_path / "blank.py"
     empty.write_text("\n".join(start.blank_book().values()).replace("from __future__ import", "# "))
-    each = [[name] for name in names_of(stage)] if EVERYTHING else [names_of(stage)]
-    for names in each:
-        with put(names, empty):
+    for names in [[name] for name in written] if EVERYTHING else [written]:
+        with overlay.swapped(names, empty):
             assert f"stage {stage}: " in verdict(stage), names
 
 
@@ -263,7 +263,7 @@ def test_a_stage_passes_on_our_book_and_on_a_simple_one_and_fails_on_a_blank_one
 def test_a_plausible_mistake_is_named_by_its_stage(mistake, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(with_mistake(mistake, FIRST.read_text(), mistake.name.partition(".")[2]))
-    with put([mistake.name], file):
+    with overlay.swapped([mistake.name], file):
         assert mistake.says in verdict(mistake.stage)
 
 
@@ -273,7 +273,7 @@ def test_a_plausible_mistake_is_named_by_its_stage(mistake, tmp_path):
 def full_book(folder: Path) -> Path:
     folder.mkdir()
     for chapter in tasks():
-        shutil.copy(book.our_file(CHAPTER[chapter]), folder)
+        shutil.copy(overlay.our_file(overlay.module_name(chapter)), folder)
     return folder
 
 
@@ -315,20 +315,20 @@ def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, caps
     change(folder, "kv.Window.read", "return k, v", "import os; os.kill(os.getpid(), 11)")
     assert not check.show_book(str(folder), [STAGES[2]], None, trace=False)
     said = capsys.readouterr().out
-    assert "the process crashed (signal 11)" in said and re.search(
+    assert "The process crashed (signal 11)" in said and re.search(
         r"kv.py, line \d+, in read", said
     )
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", "while True: pass")
-    monkeypatch.setenv("NANOBATCH_ZERO_LIMIT", "3")
+    monkeypatch.setenv("PYTEST_TIMEOUT", "3")
     assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
     said = capsys.readouterr().out
-    assert "no end after 3 s of work: an endless loop?" in said
+    assert "no end after 3 s: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
     waits = "import time; time.sleep(600)"
     change(folder, "sched.Scheduler._chunks", "while True: pass", waits)
     assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
     said = capsys.readouterr().out
-    assert "no end, and no work for 3 s: does it wait for something?" in said
+    assert "no end after 3 s: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
 
 
@@ -337,7 +337,7 @@ def test_a_book_that_is_no_python_or_cannot_be_imported_says_where(tmp_path):
     with (folder / "kv.py").open("a") as file:
         file.write("import nothing_of_this_name\n")
     said = run(ZERO / "check.py", folder, 3)
-    assert said.returncode == 1 and "✗ the chapters can be imported" in said.stdout
+    assert said.returncode == 1 and "✗ The chapters can be imported." in said.stdout
     assert "No module named 'nothing_of_this_name'" in said.stdout and "kv.py, line" in said.stdout
     (folder / "kv.py").write_text("import math\n\ndef write(:\n")
     for program in (("ask.py", "--book", folder, "hi"), (ZERO / "check.py", folder)):
@@ -368,7 +368,7 @@ def test_check_finds_each_mistake_in_the_stage_that_should_name_it(mistake, tmp_
         file = folder / f"{chapter}.py"
         for name in functions:
             file.write_text(with_body(file.read_text(), text, name))
-    assert not dict(book.Book(folder).blanks())
+    assert not dict(overlay.Book(folder).blanks())
     chapter, _, name = mistake.name.partition(".")
     file = folder / f"{chapter}.py"
     file.write_text(with_mistake(mistake, file.read_text(), name))
@@ -381,8 +381,8 @@ def test_check_finds_each_mistake_in_the_stage_that_should_name_it(mistake, tmp_
 def with_body(text: str, other: str, name: str) -> str:
     """A chapter, in which a blank function has the body of another file."""
     lines = text.splitlines(keepends=True)
-    node = book.functions(text)[name]
-    theirs = book.functions(other)[name]
+    node = overlay.functions(text)[name]
+    theirs = overlay.functions(other)[name]
     body = other.splitlines(keepends=True)[theirs.body[0].lineno - 1 : theirs.end_lineno]
     lines[node.end_lineno - 1 : node.end_lineno] = body
     return "".join(lines)
@@ -395,7 +395,7 @@ def test_a_program_runs_another_book_says_so_and_goes_on_after_a_mistake_in_it(t
     """`forward` fails for the longest prompt: the traceback names the reader's line."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    text = book.our_file("llama").read_text()
+    text = overlay.our_file("llama").read_text()
     wrong = "assert ids.size < 13, 'a mistake in mine'\n    x = model.table.embed(ids)  # (N, D)"
     text = text.replace("x = model.table.embed(ids)  # (N, D)", wrong)
     blank = {"attention": tasks()["llama"]["attention"]}
@@ -428,9 +428,9 @@ def test_a_step_of_another_book_that_never_ends_is_a_mistake_like_any_other(tmp_
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", endless)
     code = """
 import sys
-from course import overlay as book
-book.PATIENCE_S = 1
-book.open_book(sys.argv[1])
+from course import overlay
+overlay.PATIENCE_S = 1
+overlay.open_book(sys.argv[1])
 from nanobatch import Engine, Sampling
 short = Sampling(max_tokens=20)
 with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
@@ -452,8 +452,8 @@ def test_of_another_book_no_bits_are_promised_and_its_screen_and_benchmark_know_
     shutil.copy(ROOT / "kv.py", folder)
     code = """
 import sys
-from course import overlay as book
-book.open_book(sys.argv[1])
+from course import overlay
+overlay.open_book(sys.argv[1])
 from nanobatch import Engine
 import kv
 with Engine.load("demo", slots=1, max_len=64) as engine:

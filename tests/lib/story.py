@@ -95,7 +95,9 @@ class Story(Replay):
         assert plan.cost <= most, f"step {plan.step} costs {plan.cost}, and may cost {most} at most"
         for chunk in plan.chunks:
             assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
-        assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
+        assert plan.waiting or not plan.blocked, (
+            f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
+        )
         said = {}
         for request, slot, *_, guess in plan.emitters:
             index = request.planned - 1 - len(guess)
