@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import ast
 import ctypes
-import inspect
 import os
 import re
 import sys
@@ -29,10 +28,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
@@ -97,22 +98,20 @@ def blanks(text: str) -> dict[str, int]:
 
 def function_of(module: ModuleType, name: str) -> FunctionType:
     """The function behind a name such as "Window.write"; a property's, too."""
-    found = module
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part, None)
-    found = getattr(found, "fget", found)
-    found = getattr(found, "__func__", found)
-    if not isinstance(found, FunctionType):
-        raise ImportError(f"{module.__file__} has no function {name} any more: write it again")
-    return found
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError as error:
+        raise ImportError(f"{module.__file__}: {error}: write it again") from None
+    return found.fget if isinstance(found, property) else found
 
 
-def code_of(name: str, file: Path) -> CodeType:
-    """A function's code, as it is when the file is run."""
+@cache
+def codes(file: Path) -> dict[str, CodeType]:
+    """The code of a file's functions, by name, as it is when the file is run."""
     found = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
     for code in found:  # it grows while we look
         found += [const for const in code.co_consts if isinstance(const, CodeType)]
-    return next(code for code in found if code.co_qualname == name)
+    return {code.co_qualname: code for code in found}
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def swapped(names: Iterable[str], file: Path | None = None) -> Iterator[None]:
             module = import_module(module_name(chapter))
             function = function_of(module, name)
             before.append((function, function.__code__))
-            function.__code__ = code_of(name, file or our_file(module.__name__))
+            function.__code__ = codes(file or our_file(module.__name__))[name]
         yield
     finally:
         for function, code in before:
@@ -141,7 +140,7 @@ class Chapter(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         for name in blanks(Path(self.path).read_text(encoding="utf-8")):
-            function_of(module, name).__code__ = code_of(name, our_file(self.name))
+            function_of(module, name).__code__ = codes(our_file(self.name))[name]
 
 
 class Book(MetaPathFinder):

@@ -3,12 +3,13 @@
     python course/from_zero/check.py mine              all stages, up to the first that is not done
     python course/from_zero/check.py mine 6            one stage, whatever the others do
     python course/from_zero/check.py mine --hint       a hint for what fails; --hint 2 and 3 say more
-    python course/from_zero/check.py mine --trace      with the whole traceback of an exception
     python course/from_zero/check.py anna ben carl     a line for each book: who is where
 
 A stage is a file of tests: `test_6_continuous_batching.py`. Each is run by pytest, in a process of
 its own, which ends at the first test that fails. A process that crashes or never ends is a line like
-any other.
+any other. For whole tracebacks, one test or a debugger, run such a file yourself:
+
+    python -m pytest course/from_zero/test_6_continuous_batching.py --book mine -k cancel --pdb
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def blank_tasks(folder: Path, stage: Stage) -> list[Task]:
     return [task for task in stage.tasks if task.name in left]
 
 
-def run_stage(folder: Path, stage: Stage, trace: bool = False) -> tuple[bool, str]:
+def run_stage(folder: Path, stage: Stage) -> tuple[bool, str]:
     """Is all right that is written of a stage? And what its process said."""
-    command = [sys.executable, TRY_STAGE, folder, str(stage.number), *["--trace"] * trace]
+    command = [sys.executable, TRY_STAGE, folder, str(stage.number)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
@@ -57,13 +58,13 @@ def where(stderr: str, folder: Path) -> str:
     return "".join(f"       {Path(f).name}, line {n}, in {name}\n" for f, n, name in own[:3])
 
 
-def check_stage(folder: Path, stage: Stage, trace: bool) -> bool:
+def check_stage(folder: Path, stage: Stage) -> bool:
     """Say how a stage stands. Is it done?"""
     blank = blank_tasks(folder, stage)
     is_right = True
     said = ""
     if len(blank) < len(stage.tasks):  # what is written of a stage is tried
-        is_right, said = run_stage(folder, stage, trace)
+        is_right, said = run_stage(folder, stage)
     state = "done" if is_right else "not right yet"
     if blank and is_right:
         state = "right so far" if said else "still blank"
@@ -125,7 +126,7 @@ def progress(folder: Path) -> str:
     return f"{bar}  at stage {stage.number}, {stage.name}: {written} of {count} written"
 
 
-def show_book(shown: str, chosen: list[Stage], hint: int | None, trace: bool) -> bool:
+def show_book(shown: str, chosen: list[Stage], hint: int | None) -> bool:
     folder = overlay.check_book(shown)
     made_of = folder / MADE_OF
     if made_of.is_file() and made_of.read_text().strip() != mark():
@@ -138,7 +139,7 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None, trace: bool) ->
             print("all stages are done: there is nothing left to hint at")
         return True
     for stage in chosen:
-        if not check_stage(folder, stage, trace):
+        if not check_stage(folder, stage):
             which = "" if len(chosen) > 1 else f" {stage.number}"
             print(f"A hint: python course/from_zero/check.py {shown}{which} --hint")
             return False
@@ -158,7 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
         "books", nargs="+", help="folders that start.py has made; or one, and a stage"
     )
     parser.add_argument("--hint", type=int, choices=(1, 2, 3), nargs="?", const=1)
-    parser.add_argument("--trace", action="store_true", help="show whole tracebacks")
     args = parser.parse_args(arguments)
     if find_spec("pytest_timeout") is None:
         print("check.py: the stages are tests: pip install -e '.[cpu,test]'", file=sys.stderr)
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         show_class(books)
         return 0
     try:
-        return 0 if show_book(books[0], stages, args.hint, args.trace) else 1
+        return 0 if show_book(books[0], stages, args.hint) else 1
     except ValueError as error:
         print(f"check.py: {error}", file=sys.stderr)
         return 2

@@ -1,20 +1,16 @@
 """What the stages' tests share: the demo model, engines, stories of a scheduler, and comparisons."""
 
-import logging
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
 
 from story import Story, timeline
 
 import kv
 import llama
-from course.overlay import our_file
+from course.from_zero.stages import names
+from course.overlay import swapped
 from nanobatch import Engine, Handle, Sampling
-from parts.api.faults import LOG
 from parts.device.mlx import mx
 from parts.model.find import DEMO
 from parts.model.fit import slab_shape
@@ -65,16 +61,6 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-@cache
-def ours(module: str) -> ModuleType:
-    """A chapter of ours, next to the reader's."""
-    name = f"our_{module}"
-    spec = spec_from_file_location(name, our_file(module))
-    sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 # --- the demo model -----------------------------------------------------------------------------
 
 
@@ -101,8 +87,6 @@ def logits(
     slab: kv.Slab | None = None,
     start: int = 0,
     asked: Sequence[int] | None = None,
-    kv: ModuleType = kv,
-    llama: ModuleType = llama,
 ) -> mx.array:  # (n, V)
     """These tokens go into slot 0, from row `start` on."""
     model, _ = demo()
@@ -112,25 +96,9 @@ def logits(
 
 
 def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
-    return logits(ids, kv=ours("kv"), llama=ours("llama"))
-
-
-def answer(prompt: str, keeps: bool) -> tuple[str, int]:
-    """An answer, token by token, and how many tokens were computed for it. `keeps`: keys and values
-    of a step stay in the slab; else each step begins at the first token."""
-    _, text = demo()
-    ids = list(ids_of(prompt))
-    length = len(ids)
-    slab = new_slab()
-    start = 0
-    computed = 0
-    while ids[-1] not in text.end_tokens and len(ids) < 120:
-        new = ids[start:]
-        found = logits(new, slab, start, asked=[len(new) - 1])
-        computed += len(new)
-        start = len(ids) if keeps else 0
-        ids.append(mx.argmax(found).item())
-    return text_of(ids[length:]), computed
+    """With our code in all functions."""
+    with swapped(names()):
+        return logits(ids)
 
 
 # --- engines ------------------------------------------------------------------------------------
@@ -143,32 +111,15 @@ def new_engine(slots: int, policy: str = "continuous", **options) -> Iterator[En
         yield engine
 
 
-class Faults(logging.Handler):
-    """What fails in a step. The engine tells its logger, and goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _, error, trace = record.exc_info
-        self.found.append((error, trace))  # the engine takes the trace from the error
-
-    def __enter__(self) -> "Faults":
-        LOG.addHandler(self)
-        return self
-
-    def __exit__(self, *_) -> None:
-        LOG.removeHandler(self)
-
-
 def run_all(engine: Engine) -> None:
     """Step until nothing is left. What fails in a step fails here."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    engine._fail = fail
     for _ in range(MOST_STEPS):
-        with Faults() as faults:
-            worked = engine.step()
-        for error, trace in faults.found:
-            raise error.with_traceback(trace)
+        worked = engine.step()
         engine.check()
         if not worked:
             return
@@ -183,8 +134,8 @@ def steps_for(engine: Engine, prompts: Iterable[str]) -> int:
     """Answer all of them at once, rightly. How many steps does it take?"""
     handles = {prompt: ask(engine, prompt) for prompt in prompts}
     run_all(engine)
-    said = {prompt: handle.result().text for prompt, handle in handles.items()}
-    assert said == {prompt: ANSWERS[prompt] for prompt in said}
+    for prompt, handle in handles.items():
+        assert handle.result().text == ANSWERS[prompt]
     return engine.steps
 
 

@@ -36,6 +36,7 @@ def test_noise_depends_on_seed_and_index():
     assert values.min().item() > 0 and values.max().item() < 1
     highest_bit = 2**63
     assert sampling.uniform(5 + highest_bit, 9) != sampling.uniform(5, 9)
+    assert sampling.uniform(-1, 9) != sampling.uniform(1, 9)
 
 
 @pytest.mark.about("uniform")

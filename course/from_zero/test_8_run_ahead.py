@@ -8,7 +8,6 @@ import pytest
 
 from course.from_zero.helpers import (
     SUM,
-    Faults,
     Tale,
     ask,
     demo,
@@ -117,7 +116,7 @@ def test_a_ghost_of_nan():
 @pytest.mark.about("step")
 def test_failure():
     """A step that fails ends its requests, and the engine goes on."""
-    with new_engine(slots=2) as engine, Faults():
+    with new_engine(slots=2) as engine:
         begin = engine.runner.begin
         engine.runner.begin = lambda order: 1 // 0
         handle = ask(engine)
@@ -138,7 +137,7 @@ def test_exit():
     def leave(order: Order) -> None:
         raise SystemExit(3)
 
-    with new_engine(slots=2) as engine, Faults():
+    with new_engine(slots=2) as engine:
         engine.runner.begin = leave
         handle = ask(engine)
         with pytest.raises(SystemExit):

@@ -21,9 +21,8 @@ from course import overlay
 class Report:
     """A line for each test: what it asks for. What it prints, and what is wrong, stands below."""
 
-    def __init__(self, folder: Path, trace: bool):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.trace = trace
         self.lines: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
@@ -33,7 +32,7 @@ class Report:
         if report.failed:
             mark = item.get_closest_marker("about")
             self.lines.append(f"   ✗ {says} ({', '.join(mark.args)})" if mark else f"   ✗ {says}")
-            self.add(report.longreprtext if self.trace else self.mistake(call.excinfo.value))
+            self.add(self.mistake(call.excinfo.value))
         elif report.passed and report.when == "call":
             self.lines.append(f"   ✓ {says}")
         if report.when == "call":
@@ -63,8 +62,8 @@ def place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}\n    {frame.line}\n"
 
 
-def main(folder: str, stage: str, *options: str) -> int:
-    report = Report(Path(folder), trace="--trace" in options)
+def main(folder: str, stage: str) -> int:
+    report = Report(Path(folder))
     overlay.open_book(folder)
     try:
         for module in overlay.CHAPTERS:

@@ -1,4 +1,8 @@
-"""The scheduler alone: no model, no array, and a clock that ticks when told."""
+"""The scheduler alone: no model, no array, and a clock that ticks when told.
+
+Its first timelines are those that a reader's scheduler must yield, too: stages 5 to 8 of
+course/from_zero.
+"""
 
 import os
 import random
@@ -22,34 +26,6 @@ SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take si
 
 def test_the_scheduler_is_ours_and_not_the_standard_librarys():
     assert Path(sched.__file__).parent == Path(__file__).parents[2]
-
-
-def test_a_slot_that_ends_is_taken_by_the_next_in_line_while_others_decode():
-    """A: 2 tokens, B: 5, C waits. In step 3, C takes A's slot in mid-decode of B."""
-    story = Story()
-    story.submit_all((3, 2), (3, 5), (3, 2))
-    assert story.drawn() == timeline("""
-         1 | A:p B:p
-         2 | A:d B:d
-         3 | B:d C:p
-         4 | B:d C:d
-         5 | B:d
-    """)
-
-
-def test_static_batching_lets_the_ended_wait_for_the_slowest():
-    """The same requests: C starts when B has ended, and A's slot stands idle for three steps."""
-    story = Story(policy="static")
-    story.submit_all((3, 2), (3, 5), (3, 2))
-    assert story.drawn() == timeline("""
-         1 | A:p B:p
-         2 | A:d B:d
-         3 | B:d
-         4 | B:d
-         5 | B:d
-         6 | C:p
-         7 | C:d
-    """)
 
 
 def test_serial_runs_one_request_at_a_time():
@@ -157,21 +133,6 @@ def test_under_short_each_step_in_line_counts_as_a_token_less():
     assert story.plans[-1].chunks[0].request is late and len(story.plans) == 10
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
-    """B's 18 tokens take 5 chunks of 4. The budget of 8 allows one chunk a step beside A's row, and
-    two alone."""
-    story = Story()
-    story.submit_all((3, 4), (18, 2))
-    assert story.drawn() == timeline("""
-         1 | A:p B:P
-         2 | A:d B:P
-         3 | A:d B:P
-         4 | A:d B:P
-         5 | B:p
-         6 | B:d
-    """)
-
-
 def test_each_admission_says_why_it_got_its_slot():
     """Of several free slots one was taken, and nothing told a reader why this one."""
     story = Story(slots=3)
@@ -190,62 +151,6 @@ def test_each_admission_says_why_it_got_its_slot():
         *["unused for longest"] * 2,
         "the only free slot",
     ]
-
-
-def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
-    """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a
-    prompt is.
-
-    The prompts are alike, but share nothing. Once each of them waited for the rows of the one
-    before.
-    """
-    story = Story(slots=3, budget=8)
-    for length in (10, 6, 6):
-        story.submit(length, 1, reuse=False)
-    assert story.drawn() == timeline("""
-         1 | A:P B:P
-         2 | A:P B:p C:P
-         3 | A:p C:p
-    """)
-    assert story.cuts() == [
-        {"A": (0, 4), "B": (0, 4)},
-        {"A": (4, 8), "B": (4, 6), "C": (0, 2)},
-        {"A": (8, 10), "C": (2, 6)},
-    ]
-
-
-def test_the_last_chunk_of_a_step_is_cut_where_the_budget_ends():
-    """A decodes, so 9 of the budget of 10 are left: two whole chunks, and one token of D. Once D
-    had none of it."""
-    story = Story(slots=4, chunk=4, budget=10)
-    story.submit(2, 9)
-    story.step()
-    for first in (100, 200, 300):
-        story.submit(tuple(range(first, first + 6)), 1)
-    story.step()
-    story.step()
-    assert story.cuts()[1:] == [
-        {"B": (0, 4), "C": (0, 4), "D": (0, 1)},
-        {"B": (4, 6), "C": (4, 6), "D": (1, 5)},
-    ]
-    assert [plan.held for plan in story.plans] == [(), (), ()]
-
-
-def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always_let_in():
-    """Five rows decode, and the budget is 4. The step costs 5 + 4: max(budget, decoding rows +
-    chunk)."""
-    story = Story(slots=7, chunk=4, budget=4)
-    for _ in range(5):
-        story.submit(1, 20)
-    while len(story.plans) < 2 or story.sched.waiting or story.plans[-1].chunks:
-        story.step()
-    story.submit_all((tuple(range(50, 59)), 1), (tuple(range(70, 75)), 1))
-    before = len(story.plans)
-    story.step()
-    story.step()
-    story.step()
-    assert story.cuts()[before:] == [{"F": (0, 4)}, {"F": (4, 8)}, {"F": (8, 9), "G": (0, 3)}]
-    assert all(len(plan.decodes) == 5 for plan in story.plans[before:])
 
 
 def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
@@ -286,32 +191,6 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
         price = 1 + second.start / 100
         assert 64 - price < first.cost <= 64 and 64 - price < second.cost <= 64
         assert sum(chunk.cost for chunk in others) <= 128 - first.cost - second.cost < 2 * 5
-
-
-def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
-    """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's
-    ghost."""
-    story = Story(lag=1)
-    a, b = story.submit(3, 9, eos=2), story.submit(3, 4)
-    story.submit(3, 1)
-    assert story.drawn() == timeline("""
-         1 | A:p B:p
-         2 | A:d B:d
-         3 | A:d B:d
-         4 | B:d C:p
-    """)
-    assert (a.finish_reason, len(story.tokens[a.id])) == ("stop", 2)
-    assert (b.finish_reason, len(story.tokens[b.id])) == ("length", 4)
-
-
-def test_run_ahead_plans_no_ghost_where_the_end_is_known():
-    """max_tokens is known beforehand, so the plan stops there by itself."""
-    story = Story(lag=1)
-    story.submit(3, 2)
-    assert story.drawn() == timeline("""
-         1 | A:p
-         2 | A:d
-    """)
 
 
 def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():

@@ -313,20 +313,20 @@ def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, caps
     loop was said to wait for something."""
     folder = full_book(tmp_path / "mine")
     change(folder, "kv.Window.read", "return k, v", "import os; os.kill(os.getpid(), 11)")
-    assert not check.show_book(str(folder), [STAGES[2]], None, trace=False)
+    assert not check.show_book(str(folder), [STAGES[2]], None)
     said = capsys.readouterr().out
     assert "The process crashed (signal 11)" in said and re.search(
         r"kv.py, line \d+, in read", said
     )
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", "while True: pass")
     monkeypatch.setenv("PYTEST_TIMEOUT", "3")
-    assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
+    assert not check.show_book(str(folder), [STAGES[6]], None)
     said = capsys.readouterr().out
     assert "no end after 3 s: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
     waits = "import time; time.sleep(600)"
     change(folder, "sched.Scheduler._chunks", "while True: pass", waits)
-    assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
+    assert not check.show_book(str(folder), [STAGES[6]], None)
     said = capsys.readouterr().out
     assert "no end after 3 s: an endless loop?" in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
