@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 from processes import run
 
-from measure.plan import read_rival
+from benchmarks.plan import read_rival
 from parts import book
 from screen import panes
 from screen.ink import DARK
