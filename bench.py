@@ -59,9 +59,10 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-from benchmarks.driver import Failure, describe_machine, take_all, take_sample
+from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample
 from benchmarks.peers import PEERS, make_gguf, obstacle
 from benchmarks.plan import (
+    OF_ANY_CLOCK,
     PARTS,
     ROWS,
     SHAPES,
@@ -104,6 +105,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     whole("--prompt", 1, 100_000, "tokens of a prompt (default: 128)", default=128)
     whole("--output", 2, 100_000, "tokens of an answer (default: 64)", default=64)
     whole("--samples", 1, 100_000, "processes for each figure (default: 3)", default=3)
+    add(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="'processor': seconds are processor time of all threads, for a busy machine",
+    )
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
     add(
         "--from",
@@ -140,6 +147,9 @@ def check(args: argparse.Namespace) -> None:
         if part not in PARTS:
             words = f"--parts: {shown(part)} is no part"
             raise ValueError(f"{words}; choose among {','.join(PARTS)}")
+        if args.clock != "wall" and part not in OF_ANY_CLOCK:
+            words = f"--clock {args.clock} is for {' and '.join(OF_ANY_CLOCK)}"
+            raise ValueError(f"{words}; leave {part} out of --parts")
     peers = [rival.engine for rival in args.rivals if rival.engine in PEERS]
     for peer in peers:
         if why := obstacle(peer):
@@ -174,6 +184,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             rows=ROWS,
             prompt=args.prompt,
             output=args.output,
+            clock=args.clock,
         )
         ours = our_column(args.policy, args.guesses)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)

@@ -67,6 +67,7 @@ SCHEMA["required"] = list(SCHEMA["properties"])
 CHUNK = 128  # `chat`: every version of nanobatch can go on from a multiple of it
 INTERLEAVED = 3  # `chat`: how often both ways take turns
 PATIENCE_S = 1800  # for one sample
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 class Nanobatch:
@@ -179,11 +180,14 @@ class Sample:
     def decode(self) -> Figures:
         spec = self.spec
         requests = self.requests(spec.rows, output=spec.output + spec.overlap)
-        return decode_figures(drive(self.contestant, requests), spec.output)
+        answers = drive(self.contestant, requests, clock=CLOCKS[spec.clock])
+        return decode_figures(answers, spec.output)
 
     def closed(self) -> Figures:
         users = self.spec.rows
-        figures = closed_figures(drive(self.contestant, self.requests(4 * users), users), users)
+        clock = CLOCKS[self.spec.clock]
+        answers = drive(self.contestant, self.requests(4 * users), users, clock)
+        figures = closed_figures(answers, users)
         if not isinstance(self.contestant, LlamaCpp):
             figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # of MLX alone
         return figures

@@ -42,6 +42,8 @@ PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
+# Parts whose times may be processor time: nothing in them waits for a moment
+OF_ANY_CLOCK = "decode", "closed"
 ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
 LONGEST = 256  # tokens of their longest answer; the shortest has 16
@@ -68,6 +70,7 @@ class Spec(NamedTuple):
     text: str = ""
     dtype: str = "auto"
     guesses: str = "0"  # as for `--guesses`
+    clock: str = "wall"  # as for `--clock`
 
     @property
     def overlap(self) -> int:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
@@ -155,6 +156,18 @@ class Clockwork:
 
     def drive(self, asks: list[TimedRequest], users: int | None = None) -> list[Delivery]:
         return driver.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+
+
+def test_processor_time_does_not_count_what_other_programs_take(spec):
+    """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
+    rates = {}
+    for clock in ("wall", "processor"):
+        sample = Sample(spec._replace(part="decode", rows=1, output=16, clock=clock))
+        step = sample.contestant.engine.step
+        sample.contestant.engine.step = lambda step=step: (time.sleep(0.1), step())
+        rates[clock] = sample.decode()["decode tokens/s"]
+        sample.contestant.close()
+    assert rates["wall"] < 10 < rates["processor"]
 
 
 def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
@@ -492,6 +505,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
         (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
+        (["--clock", "processor", "--parts", "decode,open"], ["--clock", "leave open out"]),
         (["--shape", "70b"], ["70b", "1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
         (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
