@@ -14,11 +14,8 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import sys

@@ -15,11 +15,8 @@ request.
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import gc
@@ -42,7 +39,6 @@ from parts.api.idle import Idle
 from parts.api.loop import Loop
 from parts.checks import one_line
 from parts.device import blas
-from parts.files import check_writable
 from policies import POLICIES
 
 
@@ -71,9 +67,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         if args.unload_after and program.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
+        args.log = sys.stderr
         if args.log_file:
-            check_writable(args.log_file)
-        args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
+            args.log = open(args.log_file, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args

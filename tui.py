@@ -36,11 +36,8 @@ engine of words.
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import os
@@ -48,6 +45,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +56,7 @@ from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.device import rows
 from parts.dialogue import History, history_file
-from parts.files import LineFile, check_writable, read_some, write_whole
+from parts.files import check_writable, read_some, write_whole
 from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
 from screen import record
@@ -309,11 +307,16 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     return code or failed(session.state), app.picture
 
 
+def print_if_possible(line: str) -> None:
+    """A server goes on without the log."""
+    with suppress(program.Unwritten):
+        print(line, flush=True)
+
+
 def run_log(args: argparse.Namespace, session: Session) -> int:
     """The same as a plain log."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A server goes on without the log
-    write = LineFile(sys.stdout).write if args.serve else partial(print, flush=True)
+    write = print_if_possible if args.serve else partial(print, flush=True)
     try:
         if args.tour:
             return run_plain_tour(session)

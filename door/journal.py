@@ -39,7 +39,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 from parts.api.ledger import Log
 from parts.api.views import Snapshot, percentile
-from parts.files import LineFile
+from parts.checks import one_line
+from parts.program import say
 
 # The figures of a call that its log line has, too; there without their unit
 FIGURES = (
@@ -174,10 +175,11 @@ class Journal:
 
 class AccessLog:
     """A line for each request. A thread writes them, because writing to a pipe without a reader waits
-    for ever. Lines without room are counted, not kept."""
+    for ever. Lines without room are counted, not kept. If the file cannot be written, serving goes on,
+    and that is said once."""
 
     def __init__(self, file: TextIO, room: int = 1000):
-        self._file = LineFile(file)
+        self._file = file
         self._lines: queue.Queue[str | None] = queue.Queue(room)
         self._lost = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -200,8 +202,16 @@ class AccessLog:
             self._lost += 1
 
     def _write(self) -> None:
+        is_broken = False
         while line := self._lines.get():
-            self._file.write(line)
+            try:
+                print(line, file=self._file, flush=True)
+                is_broken = False
+            except OSError as error:
+                if not is_broken:
+                    words = f"{self._file.name}: {error.strerror}; serving goes on without its log"
+                    say(one_line(words))
+                is_broken = True
 
 
 # --- figures ------------------------------------------------------------------------------------

@@ -762,6 +762,11 @@ class Screen(App):
 
     async def take_picture(self) -> None:
         """And leave. The file is written at the end of the program."""
+        self.picture = await self.draw_picture()
+        self.exit(return_code=0)
+
+    async def draw_picture(self) -> str:
+        """The screen as an SVG, once everything is painted."""
         self.screen.set_focus(None)
         self.clear_notifications()
         self.state.said = ""
@@ -771,8 +776,7 @@ class Screen(App):
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)
-        self.picture = self.export_screenshot()
-        self.exit(return_code=0)
+        return self.export_screenshot()
 
     async def until(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import report
 from door import page
-from measure import report
 from parts.api.views import percentile
 from parts.checks import shown
 from parts.files import write_whole

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
-from measure import report  # noqa: E402
+from benchmarks import report  # noqa: E402
 from parts.device import mlx as device  # noqa: E402, F401  # isort: split
 from parts.files import write_whole  # noqa: E402
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import pytest
 from processes import run
 
+from benchmarks.plan import read_rival
 from course import overlay
 from course.from_zero import check, start
 from course.from_zero.stages import STAGES, tasks
-from measure.plan import read_rival
 from screen import panes
 from screen.ink import DARK
 from screen.paper import Paper

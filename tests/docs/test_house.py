@@ -51,14 +51,12 @@ MAY_IMPORT = {
     "parts/wheel/*": "",
     "door/*": "parts/api/* parts/text/* sched",
     "web/*": "sched policies parts/replay",
-    "measure/door_price": "nanobatch door/* measure/*",
-    "measure/screen_price": "tui screen/* measure/*",
-    "measure/*": "nanobatch policies sched parts/*",
+    "benchmarks/*": "nanobatch parts/*",
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
     "serve": "door/* parts/* policies",
     "tui": "screen/* serve parts/* policies",
-    "bench": "measure/* parts/* policies",
+    "bench": "benchmarks/* parts/* policies",
     "verify": "nanobatch policies parts/*",
 }
 ANY_FILE_MAY_IMPORT = "course/overlay parts/checks parts/files parts/program"
@@ -113,7 +111,7 @@ STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/de
 
 def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
-    folders = (".", "course", "parts", "parts/*", "door", "screen", "screen/*", "web", "measure")
+    folders = (".", "course", "parts", "parts/*", "door", "screen", "screen/*", "web", "benchmarks")
     return [name for folder in folders for name in files_in(folder)]
 
 

@@ -17,7 +17,6 @@ import serve
 import tui
 from docs.make import page as page_program
 from docs.make import tables
-from measure import fair
 from nanobatch import Engine, Sampling
 from parts.model.config import Config
 from parts.model.families import FAMILIES
@@ -35,7 +34,7 @@ SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 USE = (ROOT / "docs" / "use.md").read_text()
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
-ROOMS = ("parts", "door", "screen", "web", "measure")
+ROOMS = ("parts", "door", "screen", "web", "benchmarks")
 MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 
@@ -60,15 +59,6 @@ def test_the_scheduler_is_as_long_as_the_reading_path_says():
     assert "`Scheduler` is a class of about 220 lines of code" in FILES
     _, found, text = (ROOT / "sched.py").read_text().partition("class Scheduler:")
     assert lines_of_code(found + text) == pytest.approx(220, rel=0.05)
-
-
-def test_the_waits_under_fair_are_those_that_the_page_says():
-    """They are counted in steps, on a scheduler without a model."""
-    before, after = map(fair.fair_figures, ("continuous", "fair"))
-    waits = [f"{each['one waits p95 steps']:,}" for each in (after, before)]
-    said = f"95 in 100 of these wait for {waits[0]} steps at most, where `continuous` lets them wait for {waits[1]}"
-    assert said in " ".join(USE.split())
-    assert after["tokens a step"] == pytest.approx(before["tokens a step"], rel=0.02)
 
 
 def test_every_place_that_answers_a_question_exists():

@@ -24,7 +24,7 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from measure.peers import OF_A_LAYER
+from benchmarks.peers import OF_A_LAYER
 from parts.device.mlx import mx
 from parts.device.rows import cache_folder
 
@@ -107,7 +107,7 @@ def convert(file: Path, out: Path) -> None:
 
 def weights_of(reader: GGUFReader, told: dict) -> dict[str, mx.array]:
     """By Hugging Face's names. llama.cpp turns the numbers of a head that stand side by side, and
-    here they are the two halves of the head (`measure/peers.py` does the reverse)."""
+    here they are the two halves of the head (`benchmarks/peers.py` does the reverse)."""
     ours = {theirs: own for own, theirs in OF_A_LAYER.items()}
     heads = {"attn_q": told["attention.head_count"], "attn_k": told["attention.head_count_kv"]}
     weights = {}

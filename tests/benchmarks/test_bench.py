@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+import time
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,19 +18,18 @@ from processes import run
 from waiting import wait_for
 
 import bench
-from docs.make import plot
-from measure import report
-from measure import sample as samples
-from measure.dictation import Dictation, texts
-from measure.figures import (
+from benchmarks import driver, report
+from benchmarks.dictated_model import DictatedModel, texts
+from benchmarks.driver import Failure, Sample, take_all
+from benchmarks.figures import (
     Delivery,
     closed_figures,
     decode_figures,
     long_figures,
     step_figures,
 )
-from measure.peers import PEERS, Errand, News, obstacle
-from measure.plan import (
+from benchmarks.peers import PEERS, News, TimedRequest, obstacle
+from benchmarks.plan import (
     CROWD,
     PARTS,
     PARTS_OF_A_PEER,
@@ -43,15 +43,12 @@ from measure.plan import (
     our_column,
     read_rival,
 )
-from measure.report import cell_text, summarise
-from measure.sample import Failure, Sample, take_all
-from measure.turns import beside, busy_cores, compared, in_turn
+from benchmarks.report import cell_text, summarise
+from docs.make import plot
 from nanobatch import Engine, Text
 from parts.api.views import StepView
 from parts.device import mlx as device
-from parts.device.cores import my_cores
 from parts.model.load import read_model
-from policies import POLICIES
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 
@@ -130,7 +127,7 @@ def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
     figures = step_figures([step(1), step(2), step(3)])
     assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
     assert figures["python ms"] == pytest.approx(700)
-    assert figures["plan + commit ms"] == pytest.approx(300)
+    assert figures["plan ms"] == 100 and figures["commit ms"] == 200
 
 
 # --- the loop -----------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ class Clockwork:
     def __init__(self, rows: int):
         self.rows, self.now, self.left = rows, 0.0, {}
 
-    def submit(self, ask: Errand) -> int:
+    def submit(self, ask: TimedRequest) -> int:
         self.left[len(self.left)] = ask.max_tokens
         return len(self.left) - 1
 
@@ -157,12 +154,24 @@ class Clockwork:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def drive(self, asks: list[Errand], users: int | None = None) -> list[Delivery]:
-        return samples.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+    def drive(self, asks: list[TimedRequest], users: int | None = None) -> list[Delivery]:
+        return driver.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+
+
+def test_processor_time_does_not_count_what_other_programs_take(spec):
+    """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
+    rates = {}
+    for clock in ("wall", "processor"):
+        sample = Sample(spec._replace(part="decode", rows=1, output=16, clock=clock))
+        step = sample.contestant.engine.step
+        sample.contestant.engine.step = lambda step=step: (time.sleep(0.1), step())
+        rates[clock] = sample.decode()["decode tokens/s"]
+        sample.contestant.close()
+    assert rates["wall"] < 10 < rates["processor"]
 
 
 def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
-    answers = Clockwork(rows=2).drive([Errand([1], 2)] * 3, users=1)
+    answers = Clockwork(rows=2).drive([TimedRequest([1], 2)] * 3, users=1)
     assert [a.sent for a in answers] == [0, 2, 4]
     assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
 
@@ -171,15 +180,15 @@ def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
     """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
     since 0.5."""
     answers = Clockwork(rows=1).drive(
-        [Errand([1], 2), Errand([1], 1, at=0.5), Errand([1], 1, at=9)]
+        [TimedRequest([1], 2), TimedRequest([1], 1, at=0.5), TimedRequest([1], 1, at=9)]
     )
     assert [a.sent for a in answers] == [0, 0.5, 9]
     assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
 
 
 def test_a_prompt_can_come_when_the_others_have_got_so_far():
-    rows = [Errand([1], 6), Errand([1], 6)]
-    *_, late = Clockwork(rows=3).drive([*rows, Errand([1], 1, after=3)])
+    rows = [TimedRequest([1], 6), TimedRequest([1], 6)]
+    *_, late = Clockwork(rows=3).drive([*rows, TimedRequest([1], 1, after=3)])
     assert (late.sent, late.times) == (3, [4])
 
 
@@ -212,13 +221,6 @@ def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
     assert cell_text((*key, "nobody"), table) == ""
 
 
-def test_growth_is_compared_with_the_first_of_its_kind():
-    lines = [("queue 0", 2), ("queue 100", 3), ("slots 1", 9)]
-    table = summarise(r for x, ms in lines for r in records("growth", x, nanobatch=ms))
-    cells = [cell_text(("growth", x, "decode tokens/s", "nanobatch"), table) for x, _ in lines]
-    assert cells == ["2.00", "3.00 ×1.50", "9.00"]
-
-
 @pytest.mark.parametrize(
     "value, text",
     [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")],
@@ -246,7 +248,7 @@ def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, mo
         order.append(column.name.split()[0])
         return {"figures": {"total tokens/s": 100}}
 
-    monkeypatch.setattr(samples, "measure", measure)
+    monkeypatch.setattr(driver, "measure", measure)
     plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
     records = []
     list(take_all(plan, 3, records, report=lambda stage: None))
@@ -263,7 +265,7 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
         rates.setdefault(spec.rate, []).append(column.name)
         return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
-    monkeypatch.setattr(samples, "measure", measure)
+    monkeypatch.setattr(driver, "measure", measure)
     list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, [], report=lambda stage: None))
     mean = sum(crowd_lengths(256)) / CROWD
     assert list(rates) == pytest.approx(
@@ -316,7 +318,7 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
 def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
     (checkout / "bench.py").write_text("raise AttributeError('no such part')")
     with pytest.raises(Failure, match=r"before ended with code 1: AttributeError: no such part"):
-        samples.measure(spec, read_rival(str(checkout), "continuous"))
+        driver.measure(spec, read_rival(str(checkout), "continuous"))
 
 
 def test_mlx_lm_runs_on_openblas_unless_another_is_named():
@@ -343,8 +345,6 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
         "mlx-lm",
         "before",
     ]
-    assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
-    assert names["fair"] == [*(f"nanobatch {policy}" for policy in POLICIES), "before"]
     assert names["same"] == ["mlx-lm"]
     assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
 
@@ -364,7 +364,7 @@ def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
     said = []
     for guesses in (0, 3):
         with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
-            dictation = Dictation(engine)
+            dictation = DictatedModel(engine)
             wishes = [text for text, _ in zip(texts("rewrite", 272), range(2), strict=False)]
             handles = [dictation.submit(text) for text in wishes]
             assert [handle.result().tokens for handle in handles] == [t.answer for t in wishes]
@@ -381,26 +381,16 @@ SMALL = {
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
     "chat": {"rows": 1, "prompt": 40, "length": 240},
-    "idle": {"rows": 1},
-    "growth": {"queue": 20, "length": 96},
-    "sampling": {},
     "guesses": {"rows": 2, "text": "rewrite fresh", "length": 480},
-    "busy": {},
     "same": {"output": 8},
-    "door": {"output": 8},
 }
-
-
-def test_every_part_is_tried_here():
-    """Those that take no contestant have tests of their own."""
-    assert SMALL.keys() == PARTS.keys() - {"fair", "screen"}
 
 
 @pytest.mark.parametrize(
     "part, who",
     [
         (part, who)
-        for part in SMALL
+        for part in PARTS
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS or part in PARTS_OF_A_PEER
         if part != "guesses" or who == "nanobatch continuous"
@@ -410,7 +400,7 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
     if who in PEERS and obstacle(who):
         pytest.skip(
             obstacle(who)
-        )  # llama.cpp would have to be compiled; tests/measure/test_peers.py has a stand-in for it
+        )  # llama.cpp would have to be compiled; tests/benchmarks/test_peers.py has a stand-in for it
     guesses = "3" if part == "guesses" else "0"
     sample = Sample(spec._replace(part=part, contestant=who, guesses=guesses, **SMALL[part]))
     figures = getattr(sample, part)()
@@ -423,55 +413,10 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
     41 new ones."""
     sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
     with closing(sample.contestant):
-        (turn,) = sample.last_turn()
-        (chunk,) = sample.lone_chunk()
+        turn = sample.last_turn()
+        chunk = sample.lone_chunk()
     assert turn.prompt_tokens == 216
     assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
-
-
-def test_a_busy_machine_is_quiet_again_afterwards():
-    before = children()  # the suite may have a child of its own, which may end meanwhile
-    with busy_cores():
-        assert len(children() - before) == len(my_cores())
-    assert children() <= before
-
-
-def children() -> set[str]:
-    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if not path.exists():
-        pytest.skip("no /proc here")
-    return set(path.read_text().split())
-
-
-def test_ways_take_turns_and_are_held_against_the_first():
-    """In company of a third, which is left when a way has ended."""
-    told = []
-
-    def way(name: str, *seconds: float):
-        rest = iter(seconds)
-        return lambda: [told.append(name) or next(rest)]
-
-    ways = {"plain": way("p", 0.1, 0.9, 0.2), "slow": way("s", 0.5, 0.6, 0.4)}
-    assert compared(ways) == {"plain ms": 200, "slow ms": 500, "slow / plain": 2.5}
-    assert told == ["p", "s"] * 3
-
-    @contextmanager
-    def others():
-        told.append("(")
-        yield
-        told.append(")")
-
-    del told[:]
-    assert in_turn(beside(others, way("b", 1, 2, 3))) == [[1, 2, 3]]
-    assert "".join(told) == "(b)" * 3
-
-
-def test_a_screen_is_measured_on_an_engine_of_its_own_with_requests_in_line(spec):
-    """In a process of its own: the screen writes to its standard error, as to a terminal."""
-    column = our_column("static")
-    figures = samples.measure(spec._replace(part="screen", rows=1, queue=3), column)["figures"]
-    assert set(figures) == {"token ms", "token with the screen ms", "token with the screen / token"}
-    assert min(figures.values()) > 0
 
 
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
@@ -554,12 +499,13 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
-        (["--parts", "decode,cold"], ["'cold'", "screen"]),
+        (["--parts", "decode,cold"], ["'cold'", "guesses"]),
         (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
         (["--vs", "mlx-lm,"], ["''", "folder"]),
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
         (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
+        (["--clock", "processor", "--parts", "decode,open"], ["--clock", "leave open out"]),
         (["--shape", "70b"], ["70b", "1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
         (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
@@ -596,7 +542,7 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
-        samples.measure(spec._replace(part="growth", length=2**30), our_column("continuous"))
+        driver.measure(spec._replace(part="steps", length=2**30), our_column("continuous"))
 
 
 def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):

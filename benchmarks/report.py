@@ -1,10 +1,4 @@
-"""Tables of the samples, in a terminal.
-
-What this file keeps. A table shows the median of the samples, and in brackets the lowest and the
-highest.
-
-Where next: `docs/speed.md`, with tables of such figures; `docs/make/plot.py`, for curves.
-"""
+"""Tables of the samples, for a terminal: medians, and in brackets the lowest and the highest."""
 
 from __future__ import annotations
 
@@ -17,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.plan import PARTS
+from benchmarks.plan import PARTS
 
 
 class Summary(NamedTuple):
@@ -56,14 +50,8 @@ def load_data(path: str) -> dict:
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
-    """The figure to divide this figure by: ours, in the first column; in `growth`, the figure of
-    the first line of the same kind."""
-
-    def kind(key: Key) -> tuple[str, ...]:
-        part, x, name, who = key
-        return (part, x.split()[0], name, who) if part == "growth" else (part, x, name)
-
-    return next(other for other in known if kind(other) == kind(key))
+    """The figure to divide this figure by: ours, in the first column."""
+    return next(other for other in known if other[:3] == key[:3])
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:

@@ -1,10 +1,8 @@
-"""The plan of a benchmark: the parts, the lines of the tables, the rivals beside us, and models
-without a download.
+"""The plan of a benchmark: its parts, the rows and columns of the tables, and models with random
+weights.
 
-What this file keeps. Every line of every table is known before the first sample is taken, and all
-columns of a line measure the same `Spec`.
-
-Where next: `sample.py`, for the samples of a plan.
+Every row of every table is known before the first sample is taken, and all columns of a row
+measure the same `Spec`.
 """
 
 from __future__ import annotations
@@ -18,41 +16,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.dictated_model import LENGTH
+from benchmarks.peers import PEERS
 from course import overlay
-from measure.dictation import LENGTH
-from measure.peers import PEERS
-from parts import program
 from parts.checks import shown
 from parts.device.mlx import mx
 from parts.model.config import read_config
-from policies import POLICIES
 
 PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
-    "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
-    "steps": "a decode step of nanobatch, and what the machine would need for it at best",
+    "open": "prompts arrive at random; load 1 is the capacity of static batching, at load inf all come at once",
+    "steps": "a decode step of nanobatch, and the time that the machine needs for it at best",
     "long": "a long prompt arrives while seven rows decode",
-    "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
-    "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
-    "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
-    "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
-    "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages once more",
-    "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
-    "door": "prompts by `generate`, through HTTP, and through HTTP beside one who watches",
-    "screen": "a burst of 48 prompts, without the screen and with it; behind the burst so many more wait",
-    "fair": "the scheduler alone, eight slots: one client's 20 prompts come among another's 100; waits in steps",
-    "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
+    "chat": "a chat's fifth turn, and a chunk of as many new tokens at the same row",
+    "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages repeated",
+    "same": "tokens of the peer that equal ours, up to the first difference of each answer",
 }
 # The policies that `open` compares. The others differ only where several clients ask, or prompts
 # of very different lengths.
 OF_ONE_CLIENT = ("continuous", "static", "serial")
-# A peer does not say what its steps are made of
+# Those that need nothing but requests and tokens
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 # Of `guesses`: what is dictated, and to how many rows
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
+# Parts whose times may be processor time: nothing in them waits for a moment
+OF_ANY_CLOCK = "decode", "closed"
 ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
 LONGEST = 256  # tokens of their longest answer; the shortest has 16
@@ -74,28 +65,26 @@ class Spec(NamedTuple):
     output: int
     rate: float = math.inf  # open: requests a second (in a plan: the load)
     late: int = 0  # long: length of the late prompt
-    queue: int = 0  # growth: how many more wait in line
-    length: int = 0  # growth: of a slot; 0 means as long as the longest prompt and its answer need
+    length: int = 0  # of a slot; 0: what the longest prompt and its answer need
     # guesses: what is dictated, or "schema"; of two words, the first row's and the others'
     text: str = ""
     dtype: str = "auto"
     guesses: str = "0"  # as for `--guesses`
+    clock: str = "wall"  # as for `--clock`
 
     @property
     def overlap(self) -> int:
-        """How much longer answers must be, so that all of them run at once. Ours begin one after
-        another, because prompts go in by chunks, one a step, and late in a long prompt a chunk may
+        """How many tokens longer answers must be for all of them to run at once. Ours begin one
+        after another: prompts are read in chunks, one a step, and late in a long prompt a chunk may
         be as narrow as 16 tokens."""
+        if self.part in ("closed", "open"):
+            return 0
         narrow = 64 if self.prompt <= 512 else 16
-        return (
-            0
-            if self.part in ("closed", "open", "door")
-            else self.rows * math.ceil(self.prompt / narrow)
-        )
+        return self.rows * math.ceil(self.prompt / narrow)
 
 
 def crowd_lengths(longest: int) -> list[int]:
-    """How long the answers of an open loop are, the same for all contestants."""
+    """The lengths of the answers of an open loop, the same for all contestants."""
     draw = random.Random(2)
     return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
 
@@ -185,15 +174,12 @@ def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> lis
     """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
     of_all = part in PARTS_OF_A_PEER
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
-    if part in ("open", "fair"):
-        policies = map(our_column, OF_ONE_CLIENT if part == "open" else POLICIES)
+    if part == "open":
+        policies = map(our_column, OF_ONE_CLIENT)
         return [ours, *(column for column in policies if column != ours), *able]
     if part == "guesses":
         policy = ours.engine.split()[1]
         return [our_column(policy), our_column(policy, "auto")]
-    if part == "busy" and not program.backend():
-        single = Contestant(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
-        return [ours, single, *able]
     if part == "same":
         return [rival for rival in able if rival.engine in PEERS]
     return [ours, *able]
@@ -201,28 +187,16 @@ def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> lis
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
     """The lines of a part's table: for each name the changes to the usual spec."""
-    users = {f"users {n}": {"rows": n} for n in rows}
     return {
         "decode": {f"rows {n}": {"rows": n} for n in rows},
-        "closed": users,
+        "closed": {f"users {n}": {"rows": n} for n in rows},
         "open": {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS},
         "long": {"prompt 2000": {"late": 2000, "output": 256}},
         "chat": {f"turn {TURNS}": CHAT},
-        "idle": {"rows 1": {"rows": 1}},
-        "growth": {
-            **{f"queue {n}": {"queue": n} for n in (0, 100, 1_000, 10_000)},
-            **{f"slots {n}": {"rows": n} for n in (1, 4, 16, 64)},
-            **{f"slab {n}": {"rows": 4, "length": n} for n in (512, 1_024, 4_096, 16_384)},
-            **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
-        },
-        "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
         "guesses": {
             f"{text} rows {n}": {"rows": n, "text": text, "length": 2 * LENGTH}
             for text, n in DICTATED
         },
-        "door": users,
-        "screen": {f"queue {n}": {"rows": 48, "queue": n} for n in (0, 5_000)},
-        "fair": {"slots 8": {}},
     }.get(part, {f"rows {ROWS}": {}})
 
 
@@ -240,8 +214,6 @@ SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocab
     "15m": (288, 6, 6, 6, 768, 32_000),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
     "1b": (2048, 16, 32, 8, 8192, 128_256),
-    # Little but a vocabulary, and flat logits: the worst case for sampling
-    "flat-152k": (128, 2, 4, 2, 384, 152_000),
 }
 GROUP = 64
 FIELDS = (

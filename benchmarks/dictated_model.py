@@ -1,16 +1,10 @@
-"""Answers that are known beforehand, for measuring guesses: a model computes them, and says what it is
-told.
+"""Answers that are known beforehand, for measuring prompt lookup.
 
-The problem. What guesses gain depends on what is said. A model with random weights says nothing that
-anybody would copy, and a small one copies badly.
-
-The way out. Texts of this project are dictated: its code with a name changed in it, its pages as they
-are, and the same once more. Each word is a token, whatever the model's tokenizer makes of it. All is
-computed as ever, each row with its logits and its choice; then the token is replaced.
-
-What this file keeps. With guesses and without, the same tokens are said, in the same places.
-
-Where next: `Sample.guesses` in `sample.py`; `parts/guess.py`.
+What prompt lookup gains depends on the text. A model with random weights says nothing that anybody
+would copy, and a small one copies badly. So texts of this project are dictated: its code with a name
+changed, its pages, and the same pages repeated. A word is a token. The model computes each row's
+logits and chooses a token as usual, and then the chosen token is replaced. So the same tokens come in
+the same places, with draft tokens and without.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ class Dictated(NamedTuple):
 
 
 def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
-    """Texts of this kind without end: the same ones, in the same order, each time."""
+    """Texts of this kind without end, the same ones in the same order each time."""
     dice = random.Random(kind)
     files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
     while True:
@@ -51,21 +45,23 @@ def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
         elif kind == "rewrite":
             name = max(NAMES, key=before.count)
             after = [f"{name}_" if word == name else word for word in before]
-        yield Dictated(
-            *([zlib.crc32(w.encode()) % vocabulary for w in ws] for ws in (before, after))
-        )
+        yield Dictated(ids_of(before, vocabulary), ids_of(after, vocabulary))
 
 
 def words_of(path: Path, kind: str) -> list[str]:
-    """A file's words; of a page no tables and commands, which repeat themselves."""
+    """The words of a file. Tables and commands of a page repeat themselves, and are left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if kind != "rewrite":
         lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
     return re.findall(r"\w+|[^\w\s]|\s+", "".join(lines))
 
 
-class Dictation:
-    """An engine that says what it is told."""
+def ids_of(words: list[str], vocabulary: int) -> list[int]:
+    return [zlib.crc32(word.encode()) % vocabulary for word in words]
+
+
+class DictatedModel:
+    """An engine whose answers are given."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -74,8 +70,8 @@ class Dictation:
         engine.runner._choose = self._dictate
 
     def submit(self, text: Dictated) -> Handle:
-        wish = Sampling(max_tokens=len(text.answer), ignore_eos=True)
-        handle = self.engine.submit(text.prompt, wish)
+        sampling = Sampling(max_tokens=len(text.answer), ignore_eos=True)
+        handle = self.engine.submit(text.prompt, sampling)
         self.answers[handle.id] = text.answer
         return handle
 
@@ -89,5 +85,5 @@ class Dictation:
             for i, pick in enumerate(picks[slot]):
                 known = pick.index < len(answer)
                 said[slot][i] = answer[pick.index] if known else 0
-        # Always true: but what was chosen has to be computed first
+        # Always true, but makes the result depend on what was chosen
         return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), *rest

@@ -1,15 +1,10 @@
-"""The peers of `bench.py`: other engines, each asked in its own way, with answers of one kind.
+"""The peers of `bench.py`: other engines behind one interface.
 
-The problem. A benchmark is fair if the other engine does the same work, and is as fast as its own
-people would make it. But each engine has its own interface, file format and defaults. So each peer is
-a class here, and its docstring says which settings were chosen and why.
-
-What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and
-computes in float32 on a CPU. Only where our weights are packed, llama.cpp has a form of its own, as
-small as ours (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts same` counts how many of llama.cpp's tokens are
-ours.
-
-Where next: `drive` in `sample.py`, the loop around all engines.
+A benchmark is fair if the other engine does the same work, and is as fast as its own developers would
+make it. Each peer is a class, and its docstring says which settings were chosen and why. A peer has our
+weights, is greedy, never stops early, and computes in float32 on a CPU. Only for packed weights
+llama.cpp has its own format with as many bits (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts
+same` counts how many of llama.cpp's tokens equal ours.
 """
 
 from __future__ import annotations
@@ -32,11 +27,11 @@ News = tuple[int, list[int], bool]
 
 
 @dataclass(frozen=True)
-class Errand:
+class TimedRequest:
     prompt: list[int]
     max_tokens: int
-    at: float = 0.0  # when an open loop sends it, in seconds after the start
-    after: int = 0  # an open loop does not send it before all answers under way have so many tokens
+    at: float = 0.0  # an open loop sends it this many seconds after the start
+    after: int = 0  # and not before all running answers have this many tokens
 
 
 class MlxLm:
@@ -44,8 +39,8 @@ class MlxLm:
     together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
     CPU the model computes in float32, because everything else is slow there.
 
-    mlx-lm multiplies with the BLAS under MLX. Its users have no product of ours, so it gets the best
-    BLAS that a user can install.
+    mlx-lm multiplies with the BLAS under MLX. It gets OpenBLAS, the best one that its users can
+    install.
     """
 
     PACKAGES = ("mlx_lm",)
@@ -62,8 +57,8 @@ class MlxLm:
         mx.eval(model.parameters())
         self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
 
-    def submit(self, ask: Errand) -> int:
-        return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
+    def submit(self, request: TimedRequest) -> int:
+        return self.generator.insert([request.prompt], max_tokens=[request.max_tokens])[0]
 
     def step(self) -> list[News]:
         _, responses = self.generator.next()
@@ -133,9 +128,9 @@ class LlamaCpp:
         self.free = list(range(rows))
         self.count = 0
 
-    def submit(self, ask: Errand) -> int:
+    def submit(self, request: TimedRequest) -> int:
         self.count += 1
-        self.waiting.append(Row(self.count, ask.prompt, ask.max_tokens))
+        self.waiting.append(Row(self.count, request.prompt, request.max_tokens))
         return self.count
 
     def step(self) -> list[News]:

@@ -10,10 +10,10 @@ from checkpoints import make_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader
 
 import bench
-from measure import peers
-from measure.peers import Errand
-from measure.plan import Spec
-from measure.sample import Sample, drive
+from benchmarks import peers
+from benchmarks.driver import Sample, drive
+from benchmarks.peers import TimedRequest
+from benchmarks.plan import Spec
 from nanobatch import Engine, Sampling, Text
 from parts.device.mlx import mx
 from parts.model.load import read_model
@@ -193,7 +193,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
     the next one."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=3, length=20)
-    asks = [Errand([7 * n] * 10, 3 + n) for n in range(7)]
+    asks = [TimedRequest([7 * n] * 10, 3 + n) for n in range(7)]
     answers = drive(peer, asks)
     peer.close()
     assert [answer.tokens for answer in answers] == [
@@ -211,7 +211,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
 def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, monkeypatch):
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
-    (answer,) = drive(peer, [Errand([5] * 30, 4)])
+    (answer,) = drive(peer, [TimedRequest([5] * 30, 4)])
     assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
@@ -224,7 +224,7 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
         pytest.skip(why)
     folder = make_checkpoint(tmp_path / "model", seed=1)
     rng = np.random.default_rng(0)
-    asks = [Errand(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
+    asks = [TimedRequest(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
     with Engine(read_model(folder), Text(folder, V), slots=4, max_len=128) as engine:
         handles = [
             engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks
@@ -248,7 +248,7 @@ def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp
         return answers
 
     assert sample.same()["equal tokens %"] == 100
-    monkeypatch.setattr("measure.sample.drive", with_a_slip)
+    monkeypatch.setattr("benchmarks.driver.drive", with_a_slip)
     figures = sample.same()
     assert (
         figures["equal tokens %"] == 100 * (8 + 2) / 16

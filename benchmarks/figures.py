@@ -1,9 +1,4 @@
-"""Every reported figure is computed here, from plain times.
-
-What this file keeps. A figure has its name and its unit in one text, as in the tables.
-
-Where next: `report.py`, for the tables.
-"""
+"""Compute every reported figure from plain times. The name of a figure ends with its unit."""
 
 from __future__ import annotations
 
@@ -142,7 +137,6 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
         **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},
-        "plan + commit ms": [s.plan_s + s.commit_s for s in steps],
     }
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 

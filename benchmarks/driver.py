@@ -1,12 +1,8 @@
-"""Samples: the contestants, the loop that drives them, and each sample in a process of its own.
+"""Take samples: one loop (`drive`) sends requests to any engine, and each sample has a process of its
+own, so it inherits no other sample's memory, caches or threads.
 
-The problem. A sample must inherit no other sample's memory, caches or threads, and what slows the
-machine down must slow all columns down.
-
-What this file keeps. One loop (`drive`) talks to all engines in the same words. Each sample has a
-process of its own, and no such process outlives ours. Columns take turns.
-
-Where next: `figures.py`, which makes figures of the times.
+Columns take turns, so that a machine which slows down slows all of them. No sample's process
+outlives ours.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import json
 import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
@@ -23,13 +20,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
-from measure.dictation import Dictation, texts
-from measure.fair import fair_figures
-from measure.figures import (
+from benchmarks.dictated_model import DictatedModel, texts
+from benchmarks.figures import (
     Delivery,
     Figures,
     closed_figures,
@@ -41,8 +36,8 @@ from measure.figures import (
     step_figures,
     sums_of,
 )
-from measure.peers import PEERS, Errand, LlamaCpp, MlxLm, News
-from measure.plan import (
+from benchmarks.peers import PEERS, LlamaCpp, MlxLm, News, TimedRequest
+from benchmarks.plan import (
     TURNS,
     Contestant,
     Setup,
@@ -50,7 +45,6 @@ from measure.plan import (
     capacity,
     crowd_lengths,
 )
-from measure.turns import beside, busy_cores, compared, in_turn, median_ms
 from nanobatch import Engine, Handle, QueueFull, Sampling
 from parts import program
 from parts.api.answer import first_other
@@ -60,23 +54,7 @@ from parts.device import mlx as device
 from parts.device.mlx import mx
 from parts.ranks.meet import join
 
-HOT = {"temperature": 1.0}
-SETTINGS = {  # for `sampling`
-    "logprobs=0": {"logprobs": 0},
-    "logprobs=20": {"logprobs": 20},
-    "logit_bias of 100,000 tokens": {"logit_bias": dict.fromkeys(range(100_000), 0.25)},
-    "repetition_penalty=1.3": {"repetition_penalty": 1.3},
-    "temperature=1": HOT,
-    "top_k=40": {"top_k": 40, **HOT},
-    "top_k=1000": {"top_k": 1000, **HOT},
-    "min_p=0.1": {"min_p": 0.1, **HOT},
-    "top_p=0.9": {"top_p": 0.9, **HOT},
-    "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
-}
-SETTINGS["all of them"] = {
-    name: value for settings in SETTINGS.values() for name, value in settings.items()
-}
-GUESSED = 3  # texts, or for several rows as many at a time
+GUESSED = 3  # `guesses`: texts, or for several rows as many at a time
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -86,10 +64,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SCHEMA["required"] = list(SCHEMA["properties"])
-CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
-MANY = 32  # slots of `idle`
-BURST = 24  # prompts of `busy`, as many as a burst of the screen has
+CHUNK = 128  # `chat`: every version of nanobatch can go on from a multiple of it
+INTERLEAVED = 3  # `chat`: how often both ways take turns
 PATIENCE_S = 1800  # for one sample
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 class Nanobatch:
@@ -105,10 +83,9 @@ class Nanobatch:
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
-    def submit(self, ask: Errand, **settings) -> int:
-        handle = self.engine.submit(
-            ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings)
-        )
+    def submit(self, request: TimedRequest) -> int:
+        sampling = Sampling(max_tokens=request.max_tokens, ignore_eos=True)
+        handle = self.engine.submit(request.prompt, sampling)
         self.handles[handle.id] = handle
         return handle.id
 
@@ -130,35 +107,36 @@ class Nanobatch:
 
 def drive(
     contestant: Nanobatch | MlxLm | LlamaCpp,
-    asks: Iterable[Errand],
+    requests: Iterable[TimedRequest],
     users: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Delivery]:
-    """Send each ask when it is due, and step until all have ended. The answers are in the order of
-    the asks.
+    """Send each request when it is due, and step until all have ended. The answers are in the order
+    of the requests.
 
-    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, an ask
-    is due at the time that it names.
+    With `users` (a closed loop), a request is due when a user is idle. Without (an open loop), at the
+    time that it names.
     """
-    waiting = deque(asks)
+    waiting = deque(requests)
     answers = []
     under_way = {}
     began = clock()
 
-    def is_due(ask: Errand, now: float) -> bool:
+    def is_due(request: TimedRequest, now: float) -> bool:
         if users is not None:
             return len(under_way) < users
-        return began + ask.at <= now and all(
-            len(answer.times) >= ask.after for answer in under_way.values()
+        return began + request.at <= now and all(
+            len(answer.times) >= request.after for answer in under_way.values()
         )
 
     while waiting or under_way:
         now = clock()
         while waiting and is_due(waiting[0], now):
-            ask = waiting.popleft()
-            answers.append(Delivery(now if ask.after or users is not None else began + ask.at))
-            under_way[contestant.submit(ask)] = answers[-1]
+            request = waiting.popleft()
+            is_timed = users is None and not request.after
+            answers.append(Delivery(began + request.at if is_timed else now))
+            under_way[contestant.submit(request)] = answers[-1]
         if not under_way:
             sleep(max(0.0, began + waiting[0].at - now))
             continue
@@ -176,69 +154,73 @@ class Sample:
     """A contestant, warmed up, and prompts. The prompts are random, so that no engine can reuse
     computed prefixes."""
 
-    def __init__(self, spec: Spec, slots: int | None = None):
-        """`slots`: how many the engine has; by default one for each row."""
+    def __init__(self, spec: Spec):
         self.spec = spec
         self.random = random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
-            self.contestant = Nanobatch(spec, slots or spec.rows, self.longest)
+            self.contestant = Nanobatch(spec, spec.rows, self.longest)
         else:
             self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
         if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
             self.contestant.engine.follow()
             return
-        drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
+        drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
         mx.reset_peak_memory()  # loading does not count
 
-    def asks(
+    def requests(
         self, count: int, prompt: int | None = None, output: int | None = None
-    ) -> list[Errand]:
-        """Asks with the spec's lengths, unless others are given."""
+    ) -> list[TimedRequest]:
+        """Requests of the spec's lengths, unless others are given."""
         ids = range(self.spec.vocabulary)
         prompt = prompt or self.spec.prompt
         output = output or self.spec.output
-        return [Errand(self.random.choices(ids, k=prompt), output) for _ in range(count)]
+        return [TimedRequest(self.random.choices(ids, k=prompt), output) for _ in range(count)]
 
     def decode(self) -> Figures:
         spec = self.spec
-        asks = self.asks(spec.rows, output=spec.output + spec.overlap)
-        return decode_figures(drive(self.contestant, asks), spec.output)
+        requests = self.requests(spec.rows, output=spec.output + spec.overlap)
+        answers = drive(self.contestant, requests, clock=CLOCKS[spec.clock])
+        return decode_figures(answers, spec.output)
 
     def closed(self) -> Figures:
         users = self.spec.rows
-        figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
+        clock = CLOCKS[self.spec.clock]
+        answers = drive(self.contestant, self.requests(4 * users), users, clock)
+        figures = closed_figures(answers, users)
         if not isinstance(self.contestant, LlamaCpp):
             figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # of MLX alone
         return figures
 
     def open(self) -> Figures:
-        """Prompts come as a Poisson process: the times between them are exponential, and only
-        scaled by the rate."""
+        """Prompts arrive as a Poisson process: the gaps between them are exponential, and scaled by
+        the rate."""
         draw = random.Random(1)
         at = 0.0
-        asks = []
+        requests = []
         for length in crowd_lengths(self.spec.output):
-            asks.append(Errand(self.asks(1)[0].prompt, length, at))
+            requests.append(TimedRequest(self.requests(1)[0].prompt, length, at))
             at += draw.expovariate(1) / self.spec.rate
-        return open_figures(drive(self.contestant, asks))
+        return open_figures(drive(self.contestant, requests))
 
     def long(self) -> Figures:
         spec = self.spec
         for _ in range(2):  # once to warm up
-            (alone,) = drive(self.contestant, self.asks(1, spec.late, 2))
-        rows = self.asks(spec.rows - 1, output=spec.output + spec.overlap)
-        late = Errand(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
+            (alone,) = drive(self.contestant, self.requests(1, spec.late, 2))
+        rows = self.requests(spec.rows - 1, output=spec.output + spec.overlap)
+        late = TimedRequest(
+            self.requests(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4)
+        )
         *answers, last = drive(self.contestant, [*rows, late])
         return long_figures(answers, last, alone)
 
     def same(self) -> Figures:
         spec = self.spec
-        asks = self.asks(spec.rows)
+        requests = self.requests(spec.rows)
         usual = spec._replace(contestant="nanobatch continuous")
         with closing(Nanobatch(usual, spec.rows, self.longest)) as ours:
-            mine = [answer.tokens for answer in drive(ours, asks)]
-        theirs = [answer.tokens for answer in drive(self.contestant, asks)]
+            mine = [answer.tokens for answer in drive(ours, requests)]
+        theirs = [answer.tokens for answer in drive(self.contestant, requests)]
         tokens = spec.rows * spec.output
         places = map(first_other, mine, theirs)
         equal = sum(spec.output if place is None else place for place in places)
@@ -247,10 +229,6 @@ class Sample:
             "tokens": tokens,
             "distinct tokens": len(set(chain(*mine))),
         }
-
-    def growth(self) -> Figures:
-        figures = step_figures(self.decode_steps())
-        return {name: figures[name] for name in ("step ms", "plan + commit ms")}
 
     def steps(self) -> Figures:
         spec = self.spec
@@ -261,11 +239,15 @@ class Sample:
         return figures
 
     def chat(self) -> Figures:
-        """In turn: a conversation, and a prompt as long as the conversation's last one, with all
-        earlier rows in the slab."""
-        turns, chunks = in_turn(self.last_turn, self.lone_chunk)
-        turn_ms = median_ms(turn.ttft_s for turn in turns)
-        chunk_ms = median_ms(chunk.ttft_s for chunk in chunks)
+        """Alternate a conversation and a prompt as long as its last one, whose earlier rows are in
+        the slab."""
+        turns = []
+        chunks = []
+        for _ in range(INTERLEAVED):
+            turns.append(self.last_turn())
+            chunks.append(self.lone_chunk())
+        turn_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
+        chunk_ms = 1e3 * statistics.median(chunk.ttft_s for chunk in chunks)
         return {
             f"turn {TURNS} TTFT ms": turn_ms,
             "lone chunk TTFT ms": chunk_ms,
@@ -274,115 +256,66 @@ class Sample:
             "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
         }
 
-    def last_turn(self) -> list[Metrics]:
-        """Of a conversation: each prompt is everything said before, and something new."""
+    def last_turn(self) -> Metrics:
+        """The last turn of a conversation. Each prompt is everything said before, and something
+        new."""
         said = []
         for _ in range(TURNS):
-            (ask,) = self.asks(1)
-            said += ask.prompt
+            (request,) = self.requests(1)
+            said += request.prompt
             result = self.answer(said, self.spec.output)
             said += result.tokens
-        return [result.metrics]
+        return result.metrics
 
-    def lone_chunk(self) -> list[Metrics]:
-        """Of a prompt about as long as that of the last turn. All rows are in the slab, but for as
-        many as a turn has new tokens."""
+    def lone_chunk(self) -> Metrics:
+        """A prompt about as long as that of the last turn. All of it is cached but as many tokens as
+        a turn has new ones."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK
-        (ask,) = self.asks(1, prompt=rows + new)
-        self.answer(ask.prompt[:rows], 1)
-        return [self.answer(ask.prompt, 1).metrics]
+        (request,) = self.requests(1, prompt=rows + new)
+        self.answer(request.prompt[:rows], 1)
+        return self.answer(request.prompt, 1).metrics
 
     def answer(self, prompt: list[int], max_tokens: int) -> Result:
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         return self.contestant.engine.submit(prompt, sampling).result()
 
-    def idle(self) -> Figures:
-        roomy = Sample(self.spec, slots=MANY)
-        with closing(roomy.contestant):
-            return compared(
-                {
-                    "step of 1 slot": self.step_seconds,
-                    f"step of {MANY} slots": roomy.step_seconds,
-                }
-            )
-
-    def sampling(self) -> Figures:
-        ways = {"greedy": self.step_seconds}
-        for name, settings in SETTINGS.items():
-            bias = settings.get("logit_bias", {})
-            known = {id: value for id, value in bias.items() if id < self.spec.vocabulary}
-            ways[name] = partial(self.step_seconds, **(settings | {"logit_bias": known}))
-        return compared(ways)
-
     def guesses(self) -> Figures:
-        """Texts are dictated to all rows, or the first text to the first row and the second to the
-        others. A schema is answered by the model itself. What is counted begins when all decode, and
-        ends with the first row."""
+        """Dictate texts to all rows, or one kind to the first row and another to the others. The model
+        itself answers a schema. Count from when all rows decode to the end of the first."""
         engine = self.contestant.engine
         if self.spec.text == "schema":
             return self.in_schema()
-        dictation = Dictation(engine)
+        dictated = DictatedModel(engine)
         kinds = [texts(kind, self.spec.vocabulary) for kind in self.spec.text.split()]
         figures = []
         for _ in range(GUESSED):
             rows = [kinds[0], *[kinds[-1]] * (self.spec.rows - 1)]
-            handles = [dictation.submit(next(kind)) for kind in rows]
+            handles = [dictated.submit(next(kind)) for kind in rows]
             until = handles[: 1 if kinds[1:] else None]
             figures.append(guess_figures(engine, handles, until))
         return sums_of(figures)
 
     def in_schema(self) -> Figures:
         engine = self.contestant.engine
-        wish = Sampling(max_tokens=200, grammar={"json": SCHEMA})
+        (request,) = self.requests(1, 16)
+        sampling = Sampling(max_tokens=200, grammar={"json": SCHEMA})
         try:
-            handles = [engine.submit(self.asks(1, 16)[0].prompt, wish)]
+            handles = [engine.submit(request.prompt, sampling)]
         except ValueError:  # a tokenizer without letters writes no JSON
             return {}
         return sums_of([guess_figures(engine, handles, handles)])
 
-    def door(self) -> Figures:
-        from measure.door_price import door_figures  # and with it the packages of the door
-
-        asks = partial(self.asks, self.spec.rows)
-        return door_figures(self.contestant.engine, asks, self.spec.output)
-
-    def busy(self) -> Figures:
-        figures = {}
-        for name, way in {"step": self.step_seconds, "burst": self.burst_seconds}.items():
-            figures |= compared({name: way, f"{name} beside others": beside(busy_cores, way)})
-        return figures
-
-    def burst_seconds(self) -> list[float]:
-        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ
-        in length."""
-        prompt = max(1, self.spec.prompt // 4)
-        lengths = crowd_lengths(self.spec.output)[:BURST]
-        asks = [self.asks(1, prompt, length)[0] for length in lengths]
-        began = time.perf_counter()
-        drive(self.contestant, asks)
-        return [time.perf_counter() - began]
-
-    def step_seconds(self, **settings) -> list[float]:
-        """How long the steps of `decode_steps` take. Afterwards nothing runs."""
-        steps = self.decode_steps(**settings)
-        while self.contestant.handles:
-            list(self.contestant.step())  # until all have ended
-        return [later.ended - earlier.ended for earlier, later in pairwise(steps)]
-
-    def decode_steps(self, **settings) -> list[StepView]:
-        """Steps in which all rows decode with these settings, `queue` requests wait, and nothing
-        else happens."""
+    def decode_steps(self) -> list[StepView]:
+        """Steps in which all rows decode, and nothing else happens."""
         spec = self.spec
         engine = self.contestant.engine
-        for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
-            self.contestant.submit(ask, **settings)
+        for request in self.requests(spec.rows, output=spec.output + spec.overlap):
+            self.contestant.submit(request)
         handles = list(self.contestant.handles.values())
         while not all(handle.tokens for handle in handles):
             engine.step()
-        for ask in self.asks(spec.queue, prompt=1):
-            engine.submit(ask.prompt, Sampling(max_tokens=1))
         seen = engine.snapshot()
         for _ in range(spec.output + 2):
             engine.step()
@@ -397,13 +330,6 @@ class Failure(RuntimeError):
 
 
 def take(spec: Spec) -> Figures:
-    policy = spec.contestant.split()[-1]
-    if spec.part == "fair":
-        return fair_figures(policy)
-    if spec.part == "screen":
-        from measure.screen_price import screen_figures  # and with it the packages of the screen
-
-        return screen_figures(spec.folder, policy, spec.rows, spec.queue)
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
@@ -415,10 +341,9 @@ def take(spec: Spec) -> Figures:
 
 
 def take_sample(text: str) -> int:
-    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with the
-    request."""
+    """In the sample's process: print a line of JSON, the figures or what is wrong with the request."""
     spec = Spec(**json.loads(text))
-    # See `measure`
+    # End with the process that started this one: see `measure`
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
         answer = {"figures": take(spec)}
@@ -432,13 +357,13 @@ def take_sample(text: str) -> int:
 
 
 def measure(spec: Spec, column: Contestant) -> dict:
-    """One sample of a column, in a fresh process: the figures, and the BLAS under them.
+    """Take one sample of a column in a fresh process. Return the figures, and the BLAS under them.
 
-    The process cannot outlive this call: the process ends when the pipe to its input does. Ranks
-    stay in their processes. They have found each other, and over MPI no other process could join.
+    The process ends when the pipe to its input does, so it cannot outlive this call. Ranks stay in
+    their processes: they have found each other, and over MPI no other process could join.
 
-    subtle: `subprocess.run` kills the process when it is interrupted, but not while it still starts
-    the process.
+    subtle: `subprocess.run` kills the process when it is interrupted, but not while it starts the
+    process.
     """
     spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
     if program.backend():
@@ -479,7 +404,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
 def take_all(
     plan: Sequence[Setup], samples: int, records: list[dict], report: Callable[[str], None]
 ) -> Iterator[None]:
-    """The record of each sample joins the others; `report` is told the next one before."""
+    """Append a record for each sample to `records`. `report` is called before each."""
     for setup in plan:
         for number in range(samples):
             for column in setup.columns[:: -1 if number % 2 else 1]:
@@ -517,7 +442,7 @@ def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
 
 
 def commit_of(folder: str | Path) -> str:
-    """Where there is no git, nothing is said."""
+    """The commit that is checked out there; "" without git."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
