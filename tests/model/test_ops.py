@@ -164,8 +164,14 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
 
 @pytest.mark.parametrize(
     "slots, starts, L",
-    [([2], [0], 1), ([-1], [0], 1), ([0], [90], 8), ([0], [-1], 1), ([1, 1], [3, 4], 1)]
-    + [([0, 1], [3], 1)],
+    [
+        ([2], [0], 1),
+        ([-1], [0], 1),
+        ([0], [90], 8),
+        ([0], [-1], 1),
+        ([0, 0], [3, 4], 1),
+        ([0, 1], [3], 1),
+    ],
 )
 def test_a_window_outside_the_slab_is_refused(slots, starts, L):
     """MLX checks no bounds. Asserts did, which `python -O` removes."""
