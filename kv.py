@@ -146,10 +146,13 @@ class Window:
         L: int,
     ):
         # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
-        # there.
-        assert len(slots) == len(starts) == len(set(slots)), (slots, starts, L)
-        assert all(0 <= slot < slab.slots for slot in slots), slots
-        assert all(0 <= start <= slab.length - L for start in starts), (starts, L)
+        # there. So these are no asserts, which `python -O` removes.
+        if not len(slots) == len(starts) == len(set(slots)):
+            raise IndexError(f"{len(starts)} starts for slots {slots}, which must differ")
+        if not all(0 <= slot < slab.slots for slot in slots):
+            raise IndexError(f"slots {slots} of a slab with {slab.slots}")
+        if not all(0 <= start <= slab.length - L for start in starts):
+            raise IndexError(f"{L} rows from {starts} in slots of {slab.length} rows")
         self.slab = slab
         self.slots = slots
         self.starts = starts

@@ -5,8 +5,9 @@
 
 `pyproject.toml` alone holds the version. The wheel must have that version, and carry what git knows,
 no more and no less. The changelog's newest entry must have the version, a date, and 40 lines at most.
-A tag must have the version, too, and leaves nothing under "Unreleased". In the end the wheel is
-installed into a fresh environment, and answers a question there.
+A tag must have the version, too, and leaves nothing under "Unreleased". The wheel is installed into a
+fresh environment, and answers a question there. For a tag all tests with published models have to
+pass, and none may be skipped for want of a model: half an hour on two cores.
 """
 
 import re
@@ -89,6 +90,23 @@ def wrong_when_tried(wheel: Path) -> list[str]:
     return [f"{wheel.name}: {line}" for line in found]
 
 
+def wrong_with_published_models() -> list[str]:
+    """What the programs do with models that were trained: tools, schemas, long prompts, hang-ups."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-n", "0", "-k", "published"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, file=sys.stderr)
+    return wrong_with_tests(done.returncode, done.stdout)
+
+
+def wrong_with_tests(code: int, said: str) -> list[str]:
+    lines = said.splitlines()
+    found = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
+    found += [line for line in lines if "the model cannot be had" in line]
+    if code and not found:
+        found.append(f"pytest -k published ended with {code}")
+    return found
+
+
 def main() -> int:
     tag = sys.argv[1] if len(sys.argv) > 1 else None
     number = version()
@@ -97,6 +115,8 @@ def main() -> int:
     found = wrong_with_changelog((ROOT / "CHANGELOG.md").read_text(), number, tag)
     found += wrong_with_wheel(wheel, number, tracked)
     found = found or wrong_when_tried(wheel)
+    if tag is not None:
+        found = found or wrong_with_published_models()
     for line in found:
         print(f"nanobatch: {line}", file=sys.stderr)
     if not found:

@@ -267,7 +267,9 @@ class History:
         self.questions: list[str] = []
         with suppress(OSError):
             if file:
-                lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+                # After a power cut a file may hold zeros, which `readline` refuses
+                text = file.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+                lines = text.split("\n")
                 self.questions = [line.replace(NEWLINE, "\n") for line in lines if line]
         if len(self.questions) > KEPT:
             del self.questions[:-KEPT]

@@ -123,18 +123,20 @@ def parts(tmp_path_factory) -> tuple[Model, Text]:
     return read_model(folder), Text(folder, 272)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["smollm2", "qwen"])
 def published(request) -> Path:
-    """The folder of a model that somebody has published. It takes a download of 90 MB the first time,
-    and minutes with it, so these tests run for who asks for them by name."""
+    """The folder of a model that somebody has published. It takes a download of 90 or 490 MB the first
+    time, and minutes with it, so these tests run for who asks for them by name.
+
+    For a test of one model: `@pytest.mark.parametrize("published", ["qwen"], indirect=True)`."""
     asked = [request.config.option.keyword, *request.config.args]
     is_asked_for = any("published" in Path(each).name for each in asked)
     if not is_asked_for and "NANOBATCH_PUBLISHED" not in os.environ:
-        pytest.skip("a published model is tried by: python -m pytest -k published")
+        pytest.skip("published models are tried by: python -m pytest -k published")
     import published  # it takes a package that nothing else does
 
     try:
-        return published.folder()
+        return published.folder(request.param)
     except published.Missing as why:
         pytest.skip(f"the model cannot be had: {why}")
 

@@ -183,6 +183,16 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     return re.sub('<a data-file="(.*?)"', link, text) if repository else text
 
 
+def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
+    """The page of files that anybody may have written: a seal is no proof of their shape."""
+    try:
+        return make(recordings, talk=talk)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        what = f"{type(error).__name__}: {shown(str(error), 80)}"
+        words = "what was recorded does not have the form that tui.py --record writes"
+        raise ValueError(f"{words} ({what}); record it anew") from None
+
+
 def is_race(recording: dict, of: int | None = None) -> bool:
     """Two runs of the same prompts, static and continuous, with the same answers."""
     first, *others = recording["runs"]
@@ -418,7 +428,8 @@ def main(arguments: list[str] | None = None) -> int:
         talk = talk_demo() if args.demo else read_talk(args.recordings[0]) if recordings else []
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")
-        text = make(recordings, talk=talk).encode(errors="replace").decode()
+        text = checked(recordings, talk) if args.recordings else make(recordings, talk=talk)
+        text = text.encode(errors="replace").decode()
         size = len(text.encode())
         if size > MOST:
             words = f"the page has {size:,} bytes, and may have {MOST:,}"

@@ -47,7 +47,7 @@ from rich.segment import Segment, Segments  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 import tui  # noqa: E402
-from parts.book import functions  # noqa: E402
+from course.overlay import functions  # noqa: E402
 from screen.app import Screen  # noqa: E402
 from screen.ink import DARK  # noqa: E402
 from screen.pages import race as race_page  # noqa: E402

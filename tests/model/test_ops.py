@@ -162,6 +162,24 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
     assert mx.array_equal(whole.mask, longer.mask)
 
 
+@pytest.mark.parametrize(
+    "slots, starts, L",
+    [
+        ([2], [0], 1),
+        ([-1], [0], 1),
+        ([0], [90], 8),
+        ([0], [-1], 1),
+        ([0, 0], [3, 4], 1),
+        ([0, 1], [3], 1),
+    ],
+)
+def test_a_window_outside_the_slab_is_refused(slots, starts, L):
+    """MLX checks no bounds. Asserts did, which `python -O` removes."""
+    slab = Slab(1, 2, 2, 96, 16, mx.float32)
+    with pytest.raises(IndexError):
+        Window(slab, slots, starts, L)
+
+
 def test_each_sequence_of_a_look_has_a_mask_of_its_own():
     """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
     window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)

@@ -214,6 +214,19 @@ def test_in_a_terminal_one_talks_and_ctrl_c_stops_an_answer_alone(tmp_path):
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
 
 
+def test_a_history_file_with_zeros_is_read(tmp_path):
+    """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
+    file = tmp_path / "nanobatch" / "history"
+    file.parent.mkdir()
+    file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
+    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
+    terminal.until(">>> ")
+    terminal.type("\x1b[A")  # Up
+    terminal.until("What is a slot?")
+    terminal.type("\x15/bye\n")
+    assert terminal.end() == 0
+
+
 def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOBATCH_HISTORY", "off")
     terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")

