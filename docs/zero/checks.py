@@ -1426,8 +1426,8 @@ def leave(run: Callable, order: Order):
 def _() -> None:
     with engine(slots=1) as ours:
         ours.hurries = False
-        news: list[int] = []
-        ours.on_commit = lambda: news.append(1)
+        news: list = []
+        ours.on_commit = news.append
         handle = ask(ours)
         ours.step()
         equal("what step returns when something was in flight", ours.step(plan=False), True)
