@@ -201,9 +201,6 @@ class Answer:
         self._has_output.set()
 
     async def _output(self) -> None:
-        """Wait for new output. Let other answers have a turn in any case."""
-        if self._has_output.is_set():
-            await asyncio.sleep(0)
         await self._has_output.wait()
         self._has_output.clear()  # before the output is taken: the next commit sets it again
 
@@ -251,7 +248,7 @@ class Answer:
                 text, is_last = choice.handle.take_delta(PIECES)
                 if text:
                     said += self._events(index, text)
-                if choice.handle.pending:  # the rest later, because other answers wait
+                if choice.handle.pending:
                     self.wake()
                 if not is_last:
                     continue
@@ -261,6 +258,8 @@ class Answer:
                     return
                 said += self._events(index, None)
                 del left[index]
+            if self._has_output.is_set():  # the rest later, because other answers wait
+                await asyncio.sleep(0)
         await visit.write(said + self.shape.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:

@@ -37,10 +37,10 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Served, count, defaults_of
-from door.fields import Refusal
+from door.fields import Refusal, check_model
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
-from door.protocol import Speaks, check_model, ending
+from door.protocol import Speaks, ending
 from door.watch import WATCHERS, watch
 from door.wire import Frame
 from parts.api.engine import AnyEngine
