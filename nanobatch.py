@@ -442,9 +442,9 @@ class Engine:
     it is, no token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
     `exact` says whether a request's logits have the same bits beside any neighbours.
-    `on_commit` is yours to set: a function that is called after each commit, and after each end
-    from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
-    anything but wait in a loop's own thread.
+    `on_commit` is yours to set: a function that is called after each commit with tokens, and after
+    each end from elsewhere (cancel, close, a failed step), with the handles that have new output. No
+    lock is held then, so the function may do anything but wait in a loop's own thread.
     """
 
     def __init__(
@@ -479,8 +479,7 @@ class Engine:
         self.ranks = model.ranks
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
-        self.on_commit: Callable[[], None] | None = None
-        self._has_news = False  # something was committed, or has ended, since the last `on_commit`
+        self.on_commit: Callable[[list[Handle]], None] | None = None
         self._ledger = Ledger(model.view)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
@@ -704,7 +703,6 @@ class Engine:
             )
             self._ledger.record(view)
             self.guesser.learn(plan, read)
-            self._has_news = True
             self.changed.notify_all()
         self._flights.popleft()
 
@@ -720,18 +718,17 @@ class Engine:
             self._tell()
 
     def _tell(self) -> None:
-        """Call `on_commit`, if there is news since its last call. No lock is held here.
+        """Call `on_commit` with the handles that have new output, if any. No lock is held here.
 
         What the function raises is noted, and disturbs no request. Ctrl-C goes to the program.
         """
         with self.changed:
-            has_news = self._has_news
-            self._has_news = False
+            news = self._ledger.take_news()
         on_commit = self.on_commit
-        if on_commit is None or not has_news:
+        if on_commit is None or not news:
             return
         try:
-            on_commit()
+            on_commit(news)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -794,7 +791,6 @@ class Engine:
                 show_fault(f"the last text of request {handle.id} is lost", fault)
             self.sched.finish(handle.request, reason, self.clock())
         self._ledger.retire(handle.id)
-        self._has_news = True
         self.changed.notify_all()
 
     def _end_all(self, reason: str, error: str | None = None) -> None:

@@ -5,8 +5,8 @@ lock of the door's. The door's thread serves all clients at once, so it must not
 long prompt takes a second to turn into tokens.
 
     a few threads    understand, turn into tokens, submit
-    the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
-    the door's       look at the choices of the open answers; events as the pieces come, or one JSON at the end
+    the engine's     after each commit: wake the door once, if a request of its has new output
+    the door's       take what each of these requests has gained; send it as events, or as one JSON at the end
 
 The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
 
@@ -38,6 +38,7 @@ from door.protocol import (
 )
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
+from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
 from parts.files import read_json_if_any
@@ -84,12 +85,15 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
 class Answer:
     """One request's choices, as they come from the engine."""
 
-    def __init__(self, served: Served, protocol: type[Speaks], client: str):
-        """`client`: who asks, for the policy `fair`."""
+    def __init__(
+        self, served: Served, protocol: type[Speaks], client: str, open: dict[int, Answer]
+    ):
+        """`client`: who asks, for the policy `fair`. `open`: the answers by request id."""
         self.choices: list[Choice] = []
         self._served = served
         self._protocol = protocol
         self._client = client
+        self._open = open
         # Prompts and settings that have been understood, and are not in line yet
         self._later: deque[tuple[Prompt, Sampling]] = deque()
         self._grammar: Any = None
@@ -98,7 +102,7 @@ class Answer:
         self._read_s = 0.0  # so long the body took to be understood, and to come into line
         self._is_read = False  # has the client been told how far its prompt is read?
         self._is_over = False  # nobody waits for this answer any more
-        self._news = asyncio.Event()
+        self._has_output = asyncio.Event()
 
     # --- in a thread beside the door's
 
@@ -150,7 +154,7 @@ class Answer:
     def _put_in_line(self) -> int:
         """The next prompts. Of many texts only some at a time: others need not wait for them all.
         Returns how many choices have not ended yet."""
-        running = sum(not choice.look() for choice in self.choices)
+        running = sum(choice.handle.finish_reason is None for choice in self.choices)
         at_once = 2 * self._served.engine.sched.slots if self.wish.is_many else math.inf
         while self._later and running < at_once:
             try:
@@ -168,9 +172,12 @@ class Answer:
         grammar = self._grammar and self._grammar.copy()
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
-        self.choices.append(Choice(handle, self._parser(prompt), words, self.wish.stream))
+        self.choices.append(Choice(handle, self._parser(prompt), words))
+        self._open[handle.id] = self
+        self.wake()  # a commit before this line was not for us
         if self._is_over:  # meanwhile
-            handle.cancel()
+            self.cancel()
+            self.forget()
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.chat
@@ -183,32 +190,26 @@ class Answer:
 
     # --- in the engine's thread
 
-    @property
-    def has_news(self) -> bool:
-        """Is there anything new, of which the door's thread has not been told?
-
-        Without streaming, the door is woken once for each choice, and not for each token.
-        """
-        return not self._news.is_set() and any(choice.has_news for choice in list(self.choices))
+    def waits_for(self, handle: Handle) -> bool:
+        """Whether new output of this request is to be sent now: a whole answer is sent at its
+        end."""
+        return self.wish.stream or handle.finish_reason is not None
 
     # --- in the door's thread
 
     def wake(self) -> None:
-        if self.has_news:
-            self._news.set()
+        self._has_output.set()
 
-    async def _rest(self) -> None:
-        """Until there is something new. At least, let others have a turn."""
-        self._news.clear()  # at first: from here on, another commit sets it again
-        if any(choice.has_news for choice in self.choices):
-            await asyncio.sleep(0)
-        else:
-            await self._news.wait()
+    async def _output(self) -> None:
+        await self._has_output.wait()
+        self._has_output.clear()  # before the output is taken: the next commit sets it again
 
     @property
     def lag(self) -> int:
         """How many bytes wait for a client that reads too slowly, about."""
-        waiting = sum(choice.waiting for choice in self.choices)
+        if not self.wish.stream:
+            return 0
+        waiting = sum(choice.handle.pending for choice in self.choices)
         if not waiting:
             return 0
         wanted = self.choices[0].handle.sampling
@@ -220,7 +221,7 @@ class Answer:
     async def whole(self) -> Reply:
         """One JSON. It may have megabytes, so another thread makes it."""
         while self._put_in_line():
-            await self._rest()
+            await self._output()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         body = await asyncio.to_thread(self._body)
@@ -241,13 +242,15 @@ class Answer:
         while left:
             if said:
                 await visit.write(said)
-            await self._rest()
+            await self._output()
             said = b""
             for index, choice in list(left.items()):
-                choice.look()
-                if choice.waiting:  # some at a time, because other answers wait
-                    said += self._events(index, choice.take(PIECES))
-                if choice.waiting or not choice.has_ended:
+                text, is_last = choice.handle.take_delta(PIECES)
+                if text:
+                    said += self._events(index, text)
+                if choice.handle.pending:
+                    self.wake()
+                if not is_last:
                     continue
                 if failure := self._failure():
                     visit.note(reason=failure.code, message=failure.message)
@@ -255,6 +258,8 @@ class Answer:
                     return
                 said += self._events(index, None)
                 del left[index]
+            if self._has_output.is_set():  # the rest later, because other answers wait
+                await asyncio.sleep(0)
         await visit.write(said + self.shape.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:
@@ -337,6 +342,11 @@ class Answer:
         self._is_over = True
         for choice in list(self.choices):
             choice.handle.cancel()
+
+    def forget(self) -> None:
+        """No output of its requests is sent any more."""
+        for choice in list(self.choices):
+            self._open.pop(choice.handle.id, None)
 
     def account(self, visit: Visit, figures: Figures) -> None:
         """Write this answer into the journal and the figures. Times are the engine's, and the time

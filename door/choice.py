@@ -64,7 +64,6 @@ class Choice:
     """One answer to one prompt. A request may ask for several.
 
     `words`: only if the request wants log probabilities.
-    `is_streamed`: else only the end is news.
     """
 
     def __init__(
@@ -72,16 +71,12 @@ class Choice:
         handle: Handle,
         parser: Parser,
         words: Words | None,
-        is_streamed: bool = True,
     ):
         self.handle = handle
         self.items: list[Item] = []
         self.words: list[Word] | None = None if words is None else []
-        self.has_ended = False  # `look` has seen the end
         self._parser = parser
         self._new_words = words
-        self._is_streamed = is_streamed
-        self._taken = 0  # so many pieces have been taken
 
     @property
     def reason(self) -> str:
@@ -99,28 +94,6 @@ class Choice:
     def text(self, kind: str) -> str:
         """All items of a kind as one."""
         return "".join(item.text for item in self.items if item.kind == kind)
-
-    @property
-    def has_news(self) -> bool:
-        """Has anything come since the last `look` and `take`?"""
-        is_over = self.handle.finish_reason is not None
-        return bool(self.waiting) or (is_over and not self.has_ended)
-
-    def look(self) -> bool:
-        """Has the answer ended? Then no piece is missing."""
-        self.has_ended = self.handle.finish_reason is not None
-        return self.has_ended
-
-    @property
-    def waiting(self) -> int:
-        """So many pieces have come and are not taken."""
-        return len(self.handle.pieces) - self._taken if self._is_streamed else 0
-
-    def take(self, most: int) -> str:
-        """The next pieces as one text."""
-        pieces = self.handle.pieces[self._taken : self._taken + most]
-        self._taken += len(pieces)
-        return "".join(pieces)
 
     def read(self) -> None:
         """Read a complete answer at once."""

@@ -37,14 +37,15 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Served, count, defaults_of
-from door.fields import Refusal
+from door.fields import Refusal, check_model
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
-from door.protocol import Speaks, check_model, ending
+from door.protocol import Speaks, ending
 from door.watch import WATCHERS, watch
 from door.wire import Frame
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault
+from parts.api.handle import Handle
 from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
@@ -93,7 +94,7 @@ class Door:
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
-        self._is_called = False  # the door's thread is about to look for news
+        self._open: dict[int, Answer] = {}  # by request id
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
@@ -130,18 +131,19 @@ class Door:
         answers = [visit.answer for visit in list(self._visits)]
         return [answer for answer in answers if answer]
 
-    def _on_commit(self) -> None:
-        """In the engine's thread: wake the door's thread, if an answer has news. A wake-up is a
-        system call: eight pieces of one step need one wake-up, not eight."""
-        if self._is_called or not any(answer.has_news for answer in self._answers):
-            return
-        self._is_called = True
-        with suppress(RuntimeError):  # the door is shut already
-            self._events.call_soon_threadsafe(self._look_for_news)
+    def _on_commit(self, handles: list[Handle]) -> None:
+        """In the engine's thread: wake the door's thread, once for all requests with new output."""
+        woken = []
+        for handle in handles:
+            answer = self._open.get(handle.id)
+            if answer and answer.waits_for(handle):
+                woken.append(answer)
+        if woken:
+            with suppress(RuntimeError):  # the door is shut already
+                self._events.call_soon_threadsafe(self._wake, woken)
 
-    def _look_for_news(self) -> None:
-        self._is_called = False  # before the first look: from here on, another commit calls again
-        for answer in self._answers:
+    def _wake(self, answers: list[Answer]) -> None:
+        for answer in answers:
             answer.wake()
 
     @property
@@ -378,7 +380,7 @@ class Door:
         body = await http.read_body(visit, self._visits)
         if self.draining:  # meanwhile
             raise ending()
-        answer = Answer(self.served, protocol, http.network_of(visit.call.client))
+        answer = Answer(self.served, protocol, http.network_of(visit.call.client), self._open)
         visit.answer = answer
         pool = self._slow_pool if len(body) > http.LONG else self._pool
         try:
@@ -394,6 +396,7 @@ class Door:
             return await answer.whole()
         finally:
             answer.cancel()
+            answer.forget()
             if visit.call.requests:
                 answer.account(visit, self.figures)
             visit.answer = None

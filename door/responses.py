@@ -24,19 +24,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from door.choice import Change, Choice, Item
-from door.fields import Given, Refusal
-from door.protocol import (
-    Speaks,
-    Usage,
-    Wish,
+from door.fields import (
+    Given,
+    Refusal,
     call_of,
     choose_tools,
     conversation,
-    named_event,
     read_body,
     read_form,
     read_tools,
 )
+from door.protocol import Speaks, Usage, Wish, named_event
 from parts.checks import shown
 from parts.text.tokens import Chat
 

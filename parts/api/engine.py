@@ -34,8 +34,8 @@ class AnyEngine(Protocol):
     has_work: bool
     exact: bool  # whether a request's bits are independent of its company
     is_released: bool  # whether its weights have been let go of
-    # Called after each commit, and after each end from elsewhere
-    on_commit: Callable[[], None] | None
+    # Called after each commit and each end from elsewhere, with the handles that have new output
+    on_commit: Callable[[list[Handle]], None] | None
     changed: threading.Condition  # notified when there is something new: work, a wish, an end
 
     def submit(

@@ -69,6 +69,13 @@ class TokenLogprobs(Sequence[TokenLogprob]):
         return list(self) == list(other)
 
 
+class Delta(NamedTuple):
+    """What commit has added to an answer since its owner took the last delta."""
+
+    text: str
+    is_last: bool  # the request has ended, and no text is left
+
+
 @dataclass(frozen=True)
 class Result:
     text: str
@@ -119,6 +126,7 @@ class Handle:
         self._stream = engine.text.stream(sampling.stop_texts)
         # The text, as far as it has come; a piece never holds half a character
         self.pieces: list[str] = []
+        self._taken = 0  # pieces that `take_delta` has returned
         self.lengths: list[int] = []  # so many characters came with each token
         self.times: list[float] = []  # when each token came, on the engine's clock
         # Between a token and the next, the shortest first: watchers ask often
@@ -171,6 +179,21 @@ class Handle:
             error=self.error,
             vector=self.vector,
         )
+
+    @property
+    def pending(self) -> int:
+        """The number of pieces that `take_delta` has not returned yet."""
+        return len(self.pieces) - self._taken
+
+    def take_delta(self, most: int) -> Delta:
+        """The text of all commits since the last call, of at most `most` pieces. Never waits.
+
+        For one reader. Commit only appends, so whatever a slow reader leaves is in its next delta.
+        """
+        has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
+        pieces = self.pieces[self._taken : self._taken + most]
+        self._taken += len(pieces)
+        return Delta("".join(pieces), has_ended and not self.pending)
 
     @property
     def metrics(self) -> Metrics:

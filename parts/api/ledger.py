@@ -79,6 +79,7 @@ class Ledger:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
+        self._news: dict[int, Handle] = {}  # open or ended: with output that nobody was told of
         self.steps = Log(4096)
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
@@ -96,6 +97,7 @@ class Ledger:
         own failure."""
         handle = self.open[request.id]
         self.output_tokens += not handle.sampling.embeds
+        self._news[handle.id] = handle
         try:
             place = request.slot, request.committed - 1
             return handle.take(token, clock(), found.get(place))
@@ -117,8 +119,15 @@ class Ledger:
         if handle is not None:
             # A handle would keep the engine, and all its log probabilities
             self.ended.add(handle.view())
+            self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
             handle.request.hints = None  # as many
+
+    def take_news(self) -> list[Handle]:
+        """The handles that have new output or have ended, since the last call."""
+        news = self._news
+        self._news = {}
+        return list(news.values())
 
     def snapshot(
         self,

@@ -76,7 +76,9 @@ class Sampling:
     def __post_init__(self):
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+            is_usual = value is getattr(Sampling, name)  # the default
+            is_none = value is None and name in ("max_tokens", "seed", "logprobs")
+            if not (is_usual or is_none):
                 object.__setattr__(self, name, check(name, value, least, most))
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")

@@ -130,13 +130,13 @@ def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_str
 ):
     """A wake-up is a system call of the thread that steps: eight pieces of one step need one, not
     eight. (On a busy machine the door sends the pieces of several steps in one event.)"""
-    woken, wake = [], Door._look_for_news
+    woken, wake = [], Door._wake
 
-    def counted(door) -> None:
+    def counted(door, answers) -> None:
         woken.append(engine.steps)
-        wake(door)
+        wake(door, answers)
 
-    monkeypatch.setattr(Door, "_look_for_news", counted)
+    monkeypatch.setattr(Door, "_wake", counted)
     asked = {"max_tokens": 50, "n": 2, "temperature": 0}
     whole = here.complete(**asked).json["choices"]
     assert 1 <= len(woken) <= 2, "for each choice's end, at most"
@@ -831,7 +831,7 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
         (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(protocol.Refusal):
-            Answer(Served(engine, "small", {}), speaks, "").ask(json.dumps(body).encode())
+            Answer(Served(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
 
@@ -867,14 +867,14 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     """All that had come meanwhile was one event, of megabytes."""
     monkeypatch.setattr(bridge, "PIECES", 10)
     goes_on = threading.Event()
-    rest = Answer._rest
+    output = Answer._output
 
     async def held(answer):
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
-        await rest(answer)
+        await output(answer)
 
-    monkeypatch.setattr(Answer, "_rest", held)
+    monkeypatch.setattr(Answer, "_output", held)
     body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
     line = here.line().post(COMPLETIONS, body)
     line.until(b"\r\n\r\n")
