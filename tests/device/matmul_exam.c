@@ -1,8 +1,8 @@
-/* An exam for rows.c, compiled together with it: is each number right, and does a row have the same bits in any company?
+/* An exam for matmul.c, compiled together with it: is each number right, and does a row have the same bits in any company?
    And has a product of packed weights the same bits as one of the float32 numbers that they stand for? And is an operation on
    rows as close to its formula as a float32 can be?
 
-       cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
+       cc -O2 -ffp-contract=off matmul_exam.c ../../kernels/matmul.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
 
    It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
    of them differ, how many operations were looked at and how many numbers of them are wrong, and exits with 1 if any are.
@@ -28,7 +28,7 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 void rows_operation(void *at, int form, int width, float setting);
 
 static atomic_long compared, differ, wrong, packed, unlike, operations, off;
-int planted; /* the number of a bug, for a rows.c that has several; 0: none */
+int planted; /* the number of a bug, for a matmul.c that has several; 0: none */
 static int rounds = 60;
 
 /* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
@@ -126,7 +126,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM };
 
-/* The value of a number of 16 bits, by its definition: no trick that rows.c might share. */
+/* The value of a number of 16 bits, by its definition: no trick that matmul.c might share. */
 static float value(int form, unsigned bits) {
   int places = form == FLOAT16 ? 10 : 7, bias = form == FLOAT16 ? 15 : 127;
   int exponent = bits >> places & (form == FLOAT16 ? 31 : 255), rest = bits & ((1 << places) - 1);
