@@ -46,8 +46,7 @@ PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a B
 
 
 def say(line: str) -> None:
-    """Who starts our product may have to wait for a compiler. The screen puts another function in
-    this one's place."""
+    """Tell the user. The screen replaces this by a function of its own."""
     print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
@@ -97,7 +96,7 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or matmul.FORMS[matmul.forms_here()[0]].openblas,
+        OPENBLAS_CORETYPE=kernels or matmul.openblas_kernels(),
         OPENBLAS_THREAD_TIMEOUT="4",
         OPENBLAS_NUM_THREADS=str(matmul.threads(most=1024)),
     ):
@@ -155,7 +154,7 @@ def _environment(**settings: str) -> Iterator[None]:
 
 def _load_rows(form: str) -> Blas:
     """Our own product, made global once it has been looked at."""
-    library, said = matmul.load(form, say)
+    library, said = matmul.load(form)
     ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     return Blas("rows", said, library=library)
 

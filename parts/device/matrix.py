@@ -212,7 +212,7 @@ def address(array: mx.array) -> int:
 
 def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
     """Rows of four bits, as they are kept, in the order that MLX knows."""
-    lanes = ctypes.c_int.in_dll(device.blas.library, "rows_lanes").value
+    lanes = matmul.ORDER
     places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
     rest = words.shape[:-1]
     numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kernels.matmul import GEGLU, NORM, SOFTMAX, SWIGLU
+from kernels.matmul import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
 from parts.device import operations
 from parts.device.mlx import mx
 
@@ -67,4 +67,6 @@ def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
 
 def capped(x: mx.array, cap: float) -> mx.array:
     """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    if operations.take(x):
+        return operations.usual(CAP, cap)(x)
     return cap * mx.tanh(x / cap)

@@ -124,7 +124,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 /* --- packed weights ------------------------------------------------------------------------------------------------ */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM };
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
 
 /* The value of a number of 16 bits, by its definition: no trick that matmul.c might share. */
 static float value(int form, unsigned bits) {
@@ -227,6 +227,7 @@ static void define(int form, long N, const float *x, const float *weight, float 
     if (form == SOFTMAX) right[n] = exp(setting * (g - largest)) / sum;
     if (form == NORM) right[n] = g / sqrt(squares / N + setting) * weight[n];
     if (form == SWIGLU || form == GEGLU) right[n] = g / (1 + exp(-v)) * x[N + n];
+    if (form == CAP) right[n] = setting * tanh(g / setting);
     double size = fabs(right[n]), place = size < 0x1p-126 ? 0x1p-149 : 0x1p-23 * exp2(floor(log2(size)));
     most_off[n] = form == SOFTMAX ? 0x1p-22 : 4 * place;
     if (form == SWIGLU) most_off[n] += 0x1p-149 * fabs(x[N + n]); /* silu is rounded before it is multiplied */
@@ -242,6 +243,7 @@ static void operate(int form, int M, int N, int K, float *x, int ldx, float *w, 
 /* M rows beside the formula, and then one by one: in a softmax read further, behind what is hidden; in each with a NaN. */
 static void examine_operation(unsigned *state, int form, int M, int N) {
   int is_gate = form == SWIGLU || form == GEGLU, K = is_gate ? 2 * N : N;
+  int is_alone = is_gate || form == CAP; /* each number by itself, so a NaN is the only one */
   int ldx = K + between(state, 0, 3), ldy = N + between(state, 0, 3), flushes = between(state, 0, 1);
   float setting = (1 + draw(state) % 1000) / 1000.0f;
   float scale = (float[]){1, 10, 100}[between(state, 0, 2)];
@@ -274,7 +276,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
     alone[lost] = NAN;
     operate(form, 1, N + far, K + far, alone, K + far, w, again, N + far);
     for (int n = 0; n < N + far; n++)
-      if (isnan(again[n]) != (!is_gate || n == lost % N)) atomic_fetch_add(&off, 1);
+      if (isnan(again[n]) != (is_alone ? n == lost % N : 1)) atomic_fetch_add(&off, 1);
     free(alone);
     free(again);
   }
@@ -288,7 +290,7 @@ static int is_over(void) { return planted && (differ || wrong || unlike || off);
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
-  for (int form = SOFTMAX; form <= NORM; form++) {
+  for (int form = SOFTMAX; form <= CAP; form++) {
     for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
     examine_operation(&state, form, 3, 5000);
     examine_operation(&state, form, 300, 300); /* computed in shares */

@@ -106,7 +106,12 @@ STANDARD_LIBRARY = {
 
 
 # And this package
-STANDARD_LIBRARY |= {"parts/device/blas": "", "kernels/matmul": "", "parts/device/mlx": "mlx"}
+STANDARD_LIBRARY |= {
+    "parts/device/blas": "",
+    "kernels/build": "",
+    "kernels/matmul": "",
+    "parts/device/mlx": "mlx",
+}
 
 
 # --- reading the source -------------------------------------------------------------------------

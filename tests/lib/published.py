@@ -24,7 +24,6 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kernels.matmul import cache_folder
 from measure.peers import OF_A_LAYER
 from parts.device.mlx import mx
 
@@ -41,9 +40,8 @@ def folder() -> Path:
     """The model's folder; made first, if it is not there."""
     if own := os.environ.get("NANOBATCH_PUBLISHED"):
         return Path(own)
-    cache, why_not = cache_folder()
-    if not cache:
-        raise Missing(why_not)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanobatch")
+    cache.mkdir(parents=True, exist_ok=True)
     made = cache / PACKAGE.replace("==", "-")
     if not made.exists():
         with tempfile.TemporaryDirectory(dir=cache) as work:
