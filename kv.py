@@ -219,7 +219,7 @@ class Window:
         Neighbours whose lengths fall into the same bucket share one product, and read as far as the
         longest of them. If all sequences did, the short ones would wait for the longest. How far a
         sequence reads does not show in its numbers: the rows that it must not see have the weight
-        0, and in a product of our own (`rows.c`) adding 0 changes no sum.
+        0, and in a product of our own (`matmul.c`) adding 0 changes no sum.
         """
         if span not in self._looks:
             self._looks[span] = list(self._make_looks(span, mask_of))

@@ -179,7 +179,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     """An `Engine`. This is the first code to import MLX. The screen gives a clock and a report."""
     if report:
         report("starting MLX")
-        blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+        blas.say = report  # what it has to say belongs among the stages of loading
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}

@@ -54,8 +54,7 @@ from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
-from parts.device import rows
-from parts.dialogue import History, history_file
+from parts.dialogue import History, history_file, state_folder
 from parts.files import check_writable, read_some, write_whole
 from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
@@ -154,10 +153,13 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_note() -> Path | None:
-    """A file from the moment when the tour was taken or declined. The place is beside the compiled
-    product; None if nothing can be kept there."""
-    folder, _ = rows.cache_folder()
-    return folder and folder / "tour"
+    """A file from the moment when the tour was taken or declined; None if it cannot be kept."""
+    folder = state_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder / "tour"
 
 
 def read_prompts(file: str | None) -> list[str]:
@@ -179,7 +181,7 @@ def load_engine(
     report("starting MLX")
     from parts.device import blas
 
-    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+    blas.say = report  # what it has to say belongs among the stages of loading
     from nanobatch import Engine
     from parts.device import mlx as device
 

@@ -22,7 +22,7 @@ What this file keeps: nothing is compared with its own cache. Each way has an en
 only the one that tries reuse may take over rows. All random choices come from one seed, so a second
 run asks the same.
 
-Where next: `parts/api/answer.py`, which compares; `parts/device/rows.c`, the reason why it holds.
+Where next: `parts/api/answer.py`, which compares; `kernels/matmul.c`, the reason why it holds.
 """
 
 from __future__ import annotations

@@ -254,8 +254,13 @@ def history_file() -> Path | None:
     """Where earlier questions lie. NANOBATCH_HISTORY=off keeps none."""
     if os.environ.get("NANOBATCH_HISTORY") == "off":
         return None
+    return state_folder() / "history"
+
+
+def state_folder() -> Path:
+    """Where small things are kept for the user between runs."""
     place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(place) / "nanobatch" / "history"
+    return Path(place) / "nanobatch"
 
 
 class History:

@@ -9,17 +9,15 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from shlex import quote
 
 import pytest
 from checkpoints import make_checkpoint
 from quick import QUICK
 
+from kernels import matmul
 from nanobatch import Engine, Model, Text
-from parts.device import rows
 from parts.model.load import read_model
 from parts.text import grammar, template
 
@@ -28,7 +26,7 @@ STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
 LONG = (
     "ranks",
-    "device/test_rows",
+    "device/test_matmul",
     "book/test_exact",
     "book/test_schemas",
     "course/test_exercises",
@@ -59,10 +57,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
-    if sys.platform == "linux" and rows.cache_folder()[0] is None:  # else each program compiles
-        cache = Path(tempfile.gettempdir(), f"nanobatch-tests-{os.getuid()}")
-        cache.mkdir(mode=0o700, exist_ok=True)
-        os.environ["XDG_CACHE_HOME"] = str(cache)
+    is_refused = any(matmul.library(form).exists() for form in matmul.forms_here())
+    if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
+        raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
@@ -78,7 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def cores() -> int:
-    return rows.cores() if sys.platform == "linux" else os.cpu_count() or 1
+    return matmul.cores() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_small(config: pytest.Config) -> bool:
@@ -145,21 +142,6 @@ def published(request) -> Path:
 def engine(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         yield engine
-
-
-@pytest.fixture
-def quick_compiler(tmp_path) -> dict[str, str]:
-    """An empty cache, and a compiler that copies the library of this process as soon as there is a
-    file `go` beside it: an environment for a program that starts for the first time."""
-    folder = tmp_path / "compiler"
-    folder.mkdir()
-    (folder / "go").touch()
-    made = quote(getattr(device.blas.library, "_name", "nothing"))
-    waits = f"while [ ! -e {quote(str(folder))}/go ]; do sleep 0.02; done"
-    copies = f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"'
-    (folder / "cc").write_text(f"#!/bin/sh\n{waits}\n{copies}\n")
-    (folder / "cc").chmod(0o755)
-    return {"CC": quote(str(folder / "cc")), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture

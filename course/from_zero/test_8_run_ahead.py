@@ -167,8 +167,8 @@ def test_plan_false():
     """`plan=False` plans nothing, and what is in flight is read."""
     with new_engine(slots=1) as engine:
         engine.hurries = False
-        commits: list[int] = []
-        engine.on_commit = lambda: commits.append(1)
+        commits: list = []
+        engine.on_commit = commits.append
         handle = ask(engine)
         engine.step()
         assert engine.step(plan=False) is True, "something was in flight"

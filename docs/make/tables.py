@@ -145,7 +145,7 @@ def sizes() -> str:
 def counts() -> str:
     """How much is compared, in the words of docs/right.md."""
     parity, exact, company, product, sched, crowd = map(
-        of_the_tests, ("parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
+        of_the_tests, ("parity", "test_exact", "company", "test_matmul", "test_sched", "crowd")
     )
     prompts, own = parity.count()
     caught = (

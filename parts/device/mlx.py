@@ -72,7 +72,7 @@ def has_gpu() -> bool:
 
 
 def is_exact() -> bool:
-    """Are a row's bits the same in any company? On a CPU our own product sees to that (`rows.c`). It
+    """Are a row's bits the same in any company? On a CPU our own product sees to that (`matmul.c`). It
     takes float32 matrices, and packed ones."""
     return blas.name == "rows" and not has_gpu()
 

@@ -144,9 +144,10 @@ def sources() -> list[Path]:
     """All that a step is made of, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[2]
     book = [path for path in checkout.glob("*.py") if path.stem in BOOK]
-    parts = [path for path in (checkout / "parts").rglob("*") if path.suffix in (".py", ".c")]
+    below = [*checkout.glob("parts/**/*"), *checkout.glob("kernels/*")]
+    below = [path for path in below if path.suffix in (".py", ".c")]
     own = opened()
-    files = sorted([*book, *parts, checkout / "course" / "overlay.py"])
+    files = sorted([*book, *below, checkout / "course" / "overlay.py"])
     return [*files, *(own.files if own else ())]
 
 

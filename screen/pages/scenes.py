@@ -535,6 +535,6 @@ SCENES = (
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._may_fly"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),
-    Scene("the same answer in company", ("parts/device/rows.c", "multiply"), tell_same),
+    Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),
 )

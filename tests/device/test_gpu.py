@@ -8,7 +8,6 @@ are, how many kernels a GPU makes of them, or that those do what MLX says.
 from functools import partial
 from unittest import mock
 
-import kernels
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from harness import random_asks, run_schedule
 from parity import CONFIGS, LLAMA3, compare, whole
 from soak import soak
 
+import kernels
 import kv
 import llama
 from kv import Slab, Window

@@ -33,11 +33,12 @@ MAY_IMPORT = {
     "sampling": "parts/device/* parts/api/settings",
     "llama": "kv parts/model/* parts/device/*",
     "nanobatch": "llama kv sched policies sampling parts/*",
-    "parts/device/*": "",
+    "kernels/*": "parts/device/limits",
+    "parts/device/*": "kernels/*",
     "parts/text/*": "",
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
-    "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
+    "parts/model/*": "parts/api/views parts/ranks/* parts/device/* kernels/*",
     "parts/bill": "parts/api/views",
     "course/overlay": "",
     "parts/clock": "parts/api/views parts/replay policies sched",
@@ -103,7 +104,12 @@ STANDARD_LIBRARY = {
 
 
 # And this package
-STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}
+STANDARD_LIBRARY |= {
+    "parts/device/blas": "",
+    "kernels/build": "",
+    "kernels/matmul": "",
+    "parts/device/mlx": "mlx",
+}
 
 
 # --- reading the source -------------------------------------------------------------------------
@@ -111,7 +117,8 @@ STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/de
 
 def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
-    folders = (".", "course", "parts", "parts/*", "door", "screen", "screen/*", "web", "benchmarks")
+    folders = (".", "course", "kernels", "parts", "parts/*", "door", "screen", "screen/*", "web")
+    folders += ("benchmarks",)
     return [name for folder in folders for name in files_in(folder)]
 
 
@@ -345,7 +352,7 @@ def test_ranks_compare_every_source_that_a_step_runs():
         if name in everything()
     }
     assert {"nanobatch.py", "llama.py", "kv.py", "parts/model/load.py"} <= runs
-    assert runs | {"parts/device/rows.c"} <= compared, runs - compared
+    assert runs | {"kernels/matmul.c"} <= compared, runs - compared
     assert not any(path.startswith(("tests/", "screen/", "door/")) for path in compared)
 
 

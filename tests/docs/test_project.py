@@ -34,7 +34,7 @@ SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 USE = (ROOT / "docs" / "use.md").read_text()
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
-ROOMS = ("parts", "door", "screen", "web", "benchmarks")
+ROOMS = ("kernels", "parts", "door", "screen", "web", "benchmarks")
 MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 

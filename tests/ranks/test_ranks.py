@@ -33,9 +33,9 @@ from processes import python
 from rank import SIZES, again, live
 from waiting import wait_for
 
+from kernels import matmul
 from nanobatch import Engine, Prefill, Runner
 from parts import program
-from parts.device import rows
 from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model.config import read_config
@@ -724,7 +724,7 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
         str(ROOT / "tests" / "long" / "crowd.py"),
         "1",
         folder,
-        forms=(rows.forms_here() * 2)[:2],
+        forms=(matmul.forms_here() * 2)[:2],
     ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         ((_, exact, compared, different),) = pair.found()

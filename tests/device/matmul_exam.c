@@ -1,8 +1,8 @@
-/* An exam for rows.c, compiled together with it: is each number right, and does a row have the same bits in any company?
+/* An exam for matmul.c, compiled together with it: is each number right, and does a row have the same bits in any company?
    And has a product of packed weights the same bits as one of the float32 numbers that they stand for? And is an operation on
    rows as close to its formula as a float32 can be?
 
-       cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
+       cc -O2 -ffp-contract=off matmul_exam.c ../../kernels/matmul.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
 
    It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
    of them differ, how many operations were looked at and how many numbers of them are wrong, and exits with 1 if any are.
@@ -28,7 +28,7 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 void rows_operation(void *at, int form, int width, float setting);
 
 static atomic_long compared, differ, wrong, packed, unlike, operations, off;
-int planted; /* the number of a bug, for a rows.c that has several; 0: none */
+int planted; /* the number of a bug, for a matmul.c that has several; 0: none */
 static int rounds = 60;
 
 /* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
@@ -124,9 +124,9 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 /* --- packed weights ------------------------------------------------------------------------------------------------ */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM };
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
 
-/* The value of a number of 16 bits, by its definition: no trick that rows.c might share. */
+/* The value of a number of 16 bits, by its definition: no trick that matmul.c might share. */
 static float value(int form, unsigned bits) {
   int places = form == FLOAT16 ? 10 : 7, bias = form == FLOAT16 ? 15 : 127;
   int exponent = bits >> places & (form == FLOAT16 ? 31 : 255), rest = bits & ((1 << places) - 1);
@@ -227,6 +227,7 @@ static void define(int form, long N, const float *x, const float *weight, float 
     if (form == SOFTMAX) right[n] = exp(setting * (g - largest)) / sum;
     if (form == NORM) right[n] = g / sqrt(squares / N + setting) * weight[n];
     if (form == SWIGLU || form == GEGLU) right[n] = g / (1 + exp(-v)) * x[N + n];
+    if (form == CAP) right[n] = setting * tanh(g / setting);
     double size = fabs(right[n]), place = size < 0x1p-126 ? 0x1p-149 : 0x1p-23 * exp2(floor(log2(size)));
     most_off[n] = form == SOFTMAX ? 0x1p-22 : 4 * place;
     if (form == SWIGLU) most_off[n] += 0x1p-149 * fabs(x[N + n]); /* silu is rounded before it is multiplied */
@@ -242,6 +243,7 @@ static void operate(int form, int M, int N, int K, float *x, int ldx, float *w, 
 /* M rows beside the formula, and then one by one: in a softmax read further, behind what is hidden; in each with a NaN. */
 static void examine_operation(unsigned *state, int form, int M, int N) {
   int is_gate = form == SWIGLU || form == GEGLU, K = is_gate ? 2 * N : N;
+  int is_alone = is_gate || form == CAP; /* each number by itself, so a NaN is the only one */
   int ldx = K + between(state, 0, 3), ldy = N + between(state, 0, 3), flushes = between(state, 0, 1);
   float setting = (1 + draw(state) % 1000) / 1000.0f;
   float scale = (float[]){1, 10, 100}[between(state, 0, 2)];
@@ -274,7 +276,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
     alone[lost] = NAN;
     operate(form, 1, N + far, K + far, alone, K + far, w, again, N + far);
     for (int n = 0; n < N + far; n++)
-      if (isnan(again[n]) != (!is_gate || n == lost % N)) atomic_fetch_add(&off, 1);
+      if (isnan(again[n]) != (is_alone ? n == lost % N : 1)) atomic_fetch_add(&off, 1);
     free(alone);
     free(again);
   }
@@ -288,7 +290,7 @@ static int is_over(void) { return planted && (differ || wrong || unlike || off);
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
-  for (int form = SOFTMAX; form <= NORM; form++) {
+  for (int form = SOFTMAX; form <= CAP; form++) {
     for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
     examine_operation(&state, form, 3, 5000);
     examine_operation(&state, form, 300, 300); /* computed in shares */

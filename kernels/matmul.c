@@ -14,14 +14,16 @@
 
        every number of the result as one sum, taken in one order.
 
-   The order depends on how the weights lie, and on the processor's vectors, but on nothing else: not on the number of
-   rows, not on the row's place among them, not on the thread that computes it. That sentence is the proof: a product
-   shows nothing of a request's company. (What MLX does row by row, such as a norm, never did.) Each of two layouts of
-   the weights W has an order of its own. LANES is how many numbers a vector register holds, and x is one row:
+   The order depends on how the weights lie, but on nothing else: not on the number of rows, not on the row's place among
+   them, not on the thread that computes it, and not on the processor. That sentence is the proof: a product shows
+   nothing of a request's company. (What MLX does row by row, such as a norm, never did.) Each of two layouts of the
+   weights W has an order of its own. LANES is how many numbers a vector register holds, and x is one row:
 
        as stored, (N, K)   y[j] = sum over k of x[k] W[j][k]   W[j] is contiguous, so we load LANES weights of one j.
-                           Lane i adds up every LANES-th product, from k = i on. Then the lanes are added, in pairs,
-                           and at last the K % LANES products that are left, one by one.
+                           There are ORDER = 16 sums, whatever the processor: sum i adds up every 16th product, from
+                           k = i on. Then the upper half of the sums is added to the lower half, four times, and at
+                           last the K % 16 products that are left, one by one. Where a register holds fewer than 16
+                           numbers, the sums are made in PARTS: first those that fit, and then the others.
 
        turned, (K, N)      y[j] = sum over k of x[k] W[k][j]   W[k] is contiguous, so we load LANES weights of one k.
                            Each lane is another j, and adds up its products from the first k to the last. So zeros at
@@ -29,8 +31,9 @@
                            sequence is long. (`kv.py` scrubs rows that may not be finite.)
 
    Every multiply-add is a fused one, and is named (`fma_`): with `a * b + c` the compiler would choose, in each loop
-   anew, whether to round once or twice. (The plain form has none, and -ffp-contract=off keeps the compiler from making
-   one.) The file is compiled without -ffast-math, which lets a compiler reorder sums.
+   anew, whether to round once or twice. (-ffp-contract=off keeps it from making one unasked. The few processors that have
+   none, x86 before 2013, round twice: there a row keeps its bits in any company, but they are not those of others.) The file
+   is compiled without -ffast-math, which lets a compiler reorder sums.
 
    Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group of them. A packed weight
    is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
@@ -70,11 +73,12 @@
 
    `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
    they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
-   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. `float16s`,
+   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, the upper half to the lower one until
+   one is left, into four numbers. `float16s`,
    `bfloat16s` and `bytes` make a vector of as many packed numbers; `nibbles`, of the lowest four bits of each word, and
    `shifted` brings the next four there. */
 
-enum { COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
+enum { ORDER = 16, COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
 
 /* One number of 16 bits. (Only finite ones are loaded.) */
 INLINE float of_bits(uint32_t bits) {
@@ -156,8 +160,11 @@ INLINE vec nibbles(words w) { return _mm256_cvtepi32_ps(_mm256_and_si256(w, _mm2
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
-  vec abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); /* each half has half the lanes of a, of b, ... */
-  return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
+  vec ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)); /* four of a, of b */
+  vec cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+  vec acbd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee)); /* two of a, of c, ... */
+  acbd = _mm256_hadd_ps(acbd, acbd);
+  return _mm_unpacklo_ps(_mm256_castps256_ps128(acbd), _mm256_extractf128_ps(acbd, 1));
 }
 
 #elif defined(__aarch64__)
@@ -186,9 +193,12 @@ INLINE words shifted(words w) { return vshrq_n_u32(w, 4); }
 INLINE vec nibbles(words w) { return vcvtq_f32_u32(vandq_u32(w, vdupq_n_u32(15))); }
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+INLINE vec halves_of(vec a, vec b) { /* two of a, two of b */
+  return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)), vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
+}
+INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(halves_of(a, b), halves_of(c, d)); }
 
-#else /* any other processor: four lanes, and each product is rounded before it is added */
+#else /* any other processor */
 
 enum { LANES = 4, ROWS = 3 };
 typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
@@ -199,7 +209,15 @@ INLINE vec load(const float *from) { return *(const vec *)from; }
 INLINE void store(float *to, vec v) { *(vec *)to = v; }
 INLINE void store_four(float *to, four v) { *(four *)to = v; }
 INLINE vec all(float number) { return (vec){number, number, number, number}; }
+#ifdef __FP_FAST_FMAF
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE vec fma_(vec a, vec b, vec c) {
+  return (vec){fma_one(a[0], b[0], c[0]), fma_one(a[1], b[1], c[1]), fma_one(a[2], b[2], c[2]), fma_one(a[3], b[3], c[3])};
+}
+#else /* two roundings instead of one, so other bits than on all other processors */
+INLINE float fma_one(float a, float b, float c) { return a * b + c; }
 INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+#endif
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec times(vec a, vec b) { return a * b; }
 INLINE vec float16s(const void *from) {
@@ -210,21 +228,21 @@ INLINE vec bfloat16s(const void *from) {
   const uint16_t *at = from;
   return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
 }
-INLINE vec bytes(const uint8_t *at) { return (vec){at[0], at[1], at[2], at[3]}; }
+INLINE vec bytes(const void *from) {
+  const uint8_t *at = from;
+  return (vec){at[0], at[1], at[2], at[3]};
+}
 typedef uint32_t words __attribute__((vector_size(16), aligned(4), may_alias));
 INLINE words load_words(const void *at) { return *(const words *)at; }
 INLINE words shifted(words w) { return w >> 4; }
 INLINE vec nibbles(words w) { return (vec){w[0] & 15, w[1] & 15, w[2] & 15, w[3] & 15}; }
-INLINE float fma_one(float a, float b, float c) { return a * b + c; }
 
-INLINE four add_lanes(vec a, vec b, vec c, vec d) {
-  return (four){(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]),
-                (c[0] + c[1]) + (c[2] + c[3]), (d[0] + d[1]) + (d[2] + d[3])};
-}
+INLINE float halves_of(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE four add_lanes(vec a, vec b, vec c, vec d) { return (four){halves_of(a), halves_of(b), halves_of(c), halves_of(d)}; }
 
 #endif
 
-const int rows_lanes = LANES;
+enum { PARTS = ORDER / LANES };
 static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
 /* --- packed weights ----------------------------------------------------------------------------------------------------
@@ -233,11 +251,11 @@ static long at_most(long number, long limit) { return number < limit ? number : 
    a float32 one. What lies at its address is a `Packed`, and behind it the matrix.
 
    Weights of 16 and of 8 bits lie as in a file. Those of 4 bits lie in blocks, so that to unpack LANES of them takes no
-   more than a shift. A block is eight vectors, in the memory of one: the first LANES weights are the lowest four bits
-   of its words, the next LANES weights the four bits above, and so on. (With 4 lanes, a number for each weight:)
+   more than a shift. A block is 128 weights, in 16 words: the first 16 weights are the lowest four bits of its words, the
+   next 16 weights the four bits above, and so on. (A number for each weight:)
 
        as in a file    7 6 5 4 3 2 1 0   15 14 13 12 11 10 9 8   23 ...
-       in a block      28 24 20 16 12 8 4 0   29 25 21 17 13 9 5 1   30 ...
+       in a block      112 96 80 64 48 32 16 0   113 97 81 65 49 33 17 1   114 ...
 
    How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when this library is loaded, which no matrix
    of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
@@ -246,7 +264,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
    A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM }; /* of numbers; of operations */
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP }; /* of numbers; of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -258,7 +276,7 @@ typedef struct {
   int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
   float setting;                /* of an operation: the scale of a softmax, the eps of a norm */
 } Packed;
-enum { LINE_NBYTES = 64, BLOCK = 8 * LANES };
+enum { LINE_NBYTES = 64, BLOCK = 8 * ORDER };
 _Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
 
 static uint64_t key[2];
@@ -358,7 +376,7 @@ typedef struct { /* y = alpha x W + beta y */
   float alpha, beta;
   int is_turned; /* w is (K, N), and else (N, K) */
   const Packed *packed; /* what lies at w, if w is packed */
-  vec *kept;            /* if the sums are cut along K: COLS sums for each row, as the parts before have left them */
+  vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
   int is_first, is_last; /* of these parts */
 } Product;
 
@@ -376,44 +394,91 @@ INLINE void load_x(const Product *p, const float *x, vec own[ROWS], const int ro
   }
 }
 
-/* What a tile of packed weights adds to its sums, from column j on. Rows of W are read two tiles ahead. */
-INLINE void add_packed(const Product *p, const float *x, long j, vec sum[ROWS][COLS], const int rows, const int cols,
-                       const int form) {
-  const Packed *a = p->packed;
-  const long bits = bits_of(form), width = row_nbytes(p->K, form), step = step_of(a, form), whole = p->K / LANES * LANES;
-  const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
-  const char *at = line(a, 1) + j * width;
-  Factors factors[COLS];
-  words left[COLS];
-  for (long k = 0, g = 0; k < whole; g += GROUPS) {
-    for (int c = 0; c < cols; c++)
-      read_factors(a, (j + c) * a->groups + g, at_most(GROUPS, a->groups - g), &factors[c], form);
-    long end = at_most((g + GROUPS) << shift, whole);
-    while (k < end) {
-      long stop = at_most(k + step, end);
-      Group groups[COLS];
+/* The sums of a tile, in PARTS. Those of one row fit into registers (if its weights are not of four bits, which need some
+   themselves). Else one part is there while a PIECE of W is read, and then the next part: meanwhile the piece stays in the
+   L1 cache. */
+typedef vec Sums[PARTS][ROWS][COLS];
+enum { PIECE = 1024, AHEAD = COLS / PARTS };
+
+INLINE int together(const int rows, const int form) { return rows == 1 && form != FOUR_BITS ? PARTS : 1; }
+
+INLINE void copy(vec (*from)[ROWS][COLS], vec (*to)[ROWS][COLS], const int parts, const int rows, const int cols) {
+#pragma GCC unroll 4
+  for (int i = 0; i < parts; i++)
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < cols; c++) to[i][r][c] = from ? from[i][r][c] : all(0);
+}
+
+/* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
+   Each part fetches some of the next COLS columns ahead, so that memory is never idle. */
+INLINE void add_numbers(const Product *p, const float *x, const float *w, long k, long end, const int part,
+                        vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols, const int is_first) {
+  const int parts = together(rows, FLOAT32);
+  Sums sum;
+  copy(before, sum, parts, rows, cols);
+  for (; k < end; k += ORDER)
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      const int lane = (part + i) * LANES;
+      vec own[ROWS];
+      load_x(p, x + k + lane, own, rows);
 #pragma GCC unroll 4
       for (int c = 0; c < cols; c++) {
-        groups[c] = group_of(&factors[c], (k >> shift) - g, form);
-        __builtin_prefetch(at + (c + 2 * COLS) * width);
-        if (form == FOUR_BITS && k % BLOCK == 0) left[c] = load_words(at + c * width);
-      }
-      if (form == FOUR_BITS && k % BLOCK == 0) at += BLOCK / 2;
-#pragma GCC unroll 4
-      for (; k < stop; k += LANES) {
-        vec own[ROWS];
-        load_x(p, x + k, own, rows);
-#pragma GCC unroll 4
-        for (int c = 0; c < cols; c++) {
-          if (bits == 16) __builtin_prefetch(at + (c + COLS) * width);
-          vec weights = next(&groups[c], &left[c], at + c * width, form, exact);
-          KEEP(weights);
-          for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
-        }
-        if (form != FOUR_BITS) at += LANES * bits / 8;
+        vec weights = load(w + c * p->ldw + k + lane);
+        KEEP(weights);
+        if (is_first && c < AHEAD) __builtin_prefetch(w + (c + COLS + (part + i) * AHEAD) * p->ldw + k);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
       }
     }
+  copy(sum, after, parts, rows, cols);
+}
+
+/* The same with packed weights, from column j on; `factors` begin with group g. Rows of W are read two tiles ahead. */
+INLINE void add_packed(const Product *p, const float *x, long j, const Factors factors[COLS], long g, long k, long end,
+                       const int part, vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols,
+                       const int form) {
+  const Packed *a = p->packed;
+  const long bits = bits_of(form), width = row_nbytes(p->K, form), step = step_of(a, form);
+  const int exact = a->form_of_scales != FLOAT32, shift = a->shift, parts = together(rows, form);
+  const char *at = line(a, 1) + j * width + k * bits / 8;
+  words left[PARTS][COLS];
+  Sums sum;
+  copy(before, sum, parts, rows, cols);
+  while (k < end) {
+    long stop = at_most(k + step, end);
+    Group groups[COLS];
+#pragma GCC unroll 4
+    for (int c = 0; c < cols; c++) {
+      groups[c] = group_of(&factors[c], (k >> shift) - g, form);
+      if (parts == PARTS || c < AHEAD) __builtin_prefetch(at + (c + 2 * COLS + part * AHEAD) * width);
+#pragma GCC unroll 4
+      for (int i = 0; i < parts; i++)
+        if (form == FOUR_BITS && k % BLOCK == 0) left[i][c] = load_words(at + c * width + (part + i) * LANES * 4);
+    }
+    if (form == FOUR_BITS && k % BLOCK == 0) at += BLOCK / 2;
+#pragma GCC unroll 4
+    for (; k < stop; k += ORDER) {
+#pragma GCC unroll 4
+      for (int i = 0; i < parts; i++) {
+        const int lane = (part + i) * LANES;
+        vec own[ROWS];
+        load_x(p, x + k + lane, own, rows);
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) {
+          if (bits == 16 && c < AHEAD) __builtin_prefetch(at + (c + COLS + (part + i) * AHEAD) * width);
+          vec weights = next(&groups[c], &left[i][c], at + c * width + lane * bits / 8, form, exact);
+          KEEP(weights);
+#pragma GCC unroll 6
+          for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
+        }
+      }
+      if (form != FOUR_BITS) at += ORDER * bits / 8;
+    }
   }
+  copy(sum, after, parts, rows, cols);
 }
 
 /* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
@@ -422,39 +487,60 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
                         const int form) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
-  const long whole = p->K / LANES * LANES;
-  vec *kept = p->kept ? p->kept + m * COLS + j : NULL;
-  vec sum[ROWS][COLS];
-  for (int r = 0; r < rows; r++)
-    for (int c = 0; c < COLS; c++) sum[r][c] = kept && !p->is_first && c < cols ? kept[r * COLS + c] : all(0);
+  const long whole = p->K / ORDER * ORDER;
+  vec *kept = p->kept ? p->kept + (m * COLS + j) * PARTS : NULL;
+  const int goes_on = kept && !p->is_first, parts = together(rows, form);
+  const long piece = parts == PARTS ? p->K : PIECE;
+  Sums sums;
+  if (goes_on || !whole)
+    for (int i = 0; i < PARTS; i++)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) sums[i][r][c] = goes_on ? kept[(r * COLS + c) * PARTS + i] : all(0);
 
-  if (form == FLOAT32)
-    for (long k = 0; k < whole; k += LANES) {
-      vec own[ROWS];
-      load_x(p, x + k, own, rows);
-      for (int c = 0; c < cols; c++) {
-        vec weights = load(w + c * p->ldw + k);
-        KEEP(weights);
-        if (is_first) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
-        for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
-      }
+  for (long k = 0, end; k < whole; k = end) {
+    const int is_new = k == 0 && !goes_on;
+    if (form == FLOAT32) {
+      end = at_most(k + piece, whole);
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i += parts)
+        add_numbers(p, x, w, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, is_first);
+    } else {
+      const Packed *a = p->packed;
+      const long g = k >> a->shift;
+      Factors factors[COLS];
+      end = at_most((g + GROUPS) << a->shift, at_most(k + piece, whole));
+      for (int c = 0; c < cols; c++)
+        read_factors(a, (j + c) * a->groups + g, at_most(GROUPS, a->groups - g), &factors[c], form);
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i += parts)
+        add_packed(p, x, j, factors, g, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, form);
     }
-  else add_packed(p, x, j, sum, rows, cols, form);
+  }
 
   if (kept && !p->is_last) {
-    for (int r = 0; r < rows; r++)
-      for (int c = 0; c < cols; c++) kept[r * COLS + c] = sum[r][c];
+    for (int i = 0; i < PARTS; i++)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) kept[(r * COLS + c) * PARTS + i] = sums[i][r][c];
     return;
   }
+#pragma GCC unroll 2
+  for (int half = PARTS / 2; half; half /= 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < half; i++)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) sums[i][r][c] = add(sums[i][r][c], sums[i + half][r][c]);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
-    four sums = add_lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    const int second = cols == COLS ? 1 : 0, third = cols == COLS ? 2 : 0, last = cols == COLS ? 3 : 0;
+    four four_sums = add_lanes(sums[0][r][0], sums[0][r][second], sums[0][r][third], sums[0][r][last]);
     if (cols == COLS && whole == p->K && is_plain(p)) {
-      store_four(p->y + (m + r) * p->ldy + j, sums);
+      store_four(p->y + (m + r) * p->ldy + j, four_sums);
       continue;
     }
     float total[COLS];
-    store_four(total, sums);
+    store_four(total, four_sums);
     for (int c = 0; c < cols; c++) {
       for (long i = whole; i < p->K; i++) {
         float weight = form == FLOAT32 ? w[c * p->ldw + i] : one_unpacked(p->packed, j + c, i, form);
@@ -625,21 +711,22 @@ INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float
     const char *at = line(a, 1) + j * width + k0 * bits / 8;
     const long ahead = (j1 - j0) * width; /* what the next block unpacks */
     Factors factors;
-    words left = {0};
+    words left[PARTS] = {0};
     read_factors(a, j * a->groups + g, count, &factors, form);
     for (long k = k0; k < k1;) {
       long stop = at_most(k + step, k1);
       Group group = group_of(&factors, (k >> shift) - g, form);
       __builtin_prefetch(at + ahead);
       if (form == FOUR_BITS && k % BLOCK == 0) {
-        left = load_words(at);
+        for (int i = 0; i < PARTS; i++) left[i] = load_words(at + i * LANES * 4);
         at += BLOCK / 2;
       }
 #pragma GCC unroll 8
-      for (; k + LANES <= stop; k += LANES, to += LANES) {
+      for (; k + ORDER <= stop; k += ORDER, to += ORDER) {
         if (bits == 16) __builtin_prefetch(at + ahead);
-        store(to, next(&group, &left, at, form, exact));
-        if (form != FOUR_BITS) at += LANES * bits / 8;
+        for (int i = 0; i < PARTS; i++)
+          store(to + i * LANES, next(&group, &left[i], at + i * LANES * bits / 8, form, exact));
+        if (form != FOUR_BITS) at += ORDER * bits / 8;
       }
       for (; k < stop; k++) *to++ = one_unpacked(a, j, k, form);
     }
@@ -664,7 +751,7 @@ static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
 
 static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) {
   float weights[COLS * DEEP] __attribute__((aligned(64)));
-  vec kept[TALL * COLS];
+  vec kept[TALL * COLS * PARTS];
   long wide = at_most(p->K, DEEP);
   wide = COLS * DEEP / wide / COLS * COLS;
   for (long m = m0; m < m1; m += TALL)
@@ -695,6 +782,7 @@ static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) 
        SWIGLU   y = g / (1 + e^-g) u                       the gate g is the first half of x, and u is the second
        GEGLU    y = g / (1 + e^-v) u                       v = sqrt(8 / pi) (g + 0.044715 g^3)
        NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
+       CAP      y = c tanh(x / c)                          c is the setting
 
    The end of a row is filled up to a whole vector, so each number is computed in the same way wherever it stands. A softmax
    is filled up with minus infinity, whose power is exactly 0. So is the power of what attention hides: how far attention
@@ -702,7 +790,7 @@ static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) 
 
 typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
 typedef float halves __attribute__((vector_size(2 * LANES)));
-typedef double doubles __attribute__((vector_size(4 * LANES)));
+typedef double doubles __attribute__((vector_size(4 * LANES))); /* half as many as LANES */
 
 INLINE vec where(ints is_so, vec yes, vec no) { return (vec)((is_so & (ints)yes) | (~is_so & (ints)no)); }
 
@@ -750,20 +838,23 @@ INLINE Power power(vec x) {
   return (Power){number, (vec)((127 + other) << 23), (vec)((127 - other) << 23)};
 }
 
-/* The sum of some numbers, or of their squares, as exact as a float32 can tell. Each lane adds up every HALF-th number, so
-   zeros at the end change nothing. */
+/* The sum of some numbers, or of their squares, as exact as a float32 can tell. Each of eight sums adds up every eighth
+   number, so zeros at the end change nothing. */
 INLINE double sum_of(const float *x, long count, const int squares) {
-  enum { HALF = LANES / 2 };
-  doubles sums = {0};
-  for (long k = 0; k < count; k += HALF) {
-    halves some = {0};
-    if (count - k >= HALF) memcpy(&some, x + k, sizeof some);
-    else memcpy(&some, x + k, (count - k) * sizeof *x);
-    doubles numbers = __builtin_convertvector(some, doubles);
-    sums += squares ? numbers * numbers : numbers;
+  enum { EIGHT = ORDER / 2, HALF = LANES / 2 };
+  doubles sums[PARTS] = {0};
+  for (long k = 0; k < count; k += EIGHT) {
+    float some[EIGHT] = {0};
+    const float *at = count - k >= EIGHT ? x + k : memcpy(some, x + k, (count - k) * sizeof *x);
+    for (int i = 0; i < PARTS; i++) {
+      halves half;
+      memcpy(&half, at + i * HALF, sizeof half);
+      doubles numbers = __builtin_convertvector(half, doubles);
+      sums[i] += squares ? numbers * numbers : numbers;
+    }
   }
   double sum = 0;
-  for (int i = 0; i < HALF; i++) sum += sums[i];
+  for (int i = 0; i < EIGHT; i++) sum += sums[i / HALF][i % HALF];
   return sum;
 }
 
@@ -804,6 +895,18 @@ static NOINLINE void norm(const float *x, float *y, long count, float eps, const
   }
 }
 
+/* tanh z is (1 - e^-2z) / (1 + e^-2z), and near 0, where that would lose digits, a polynomial. */
+static NOINLINE void cap(const float *x, float *y, long count, float most) {
+  static const float near[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+  for (long k = 0; k < count; k += LANES) {
+    vec z = load_some(x + k, count - k, 0) / all(most), size = where(z < all(0), -z, z), square = z * z, sum = all(near[0]);
+    for (int i = 1; i < 5; i++) sum = fma_(sum, square, all(near[i]));
+    Power e = power(size * all(-2));
+    vec rest = e.number * e.scale, far = (all(1) - rest) / (all(1) + rest);
+    store_some(y + k, count - k, all(most) * where(size < all(0.625f), fma_(sum * square, z, z), where(z < all(0), -far, far)));
+  }
+}
+
 static void operate(const Product *p, long m0, long m1) {
   const Packed *a = p->packed;
   for (long m = m0; m < m1; m++) {
@@ -813,6 +916,7 @@ static void operate(const Product *p, long m0, long m1) {
     if (a->form == SWIGLU) swiglu(x, y, p->N);
     if (a->form == GEGLU) geglu(x, y, p->N);
     if (a->form == NORM) norm(x, y, p->N, a->setting, (const float *)line(a, 1));
+    if (a->form == CAP) cap(x, y, p->N, a->setting);
   }
 }
 
@@ -979,6 +1083,11 @@ static NOINLINE void run(const Product *p) {
 
 /* --- what others call ------------------------------------------------------------------------------------------------ */
 
+#ifndef SOURCE_HASH
+#define SOURCE_HASH ""
+#endif
+const char rows_source[65] = SOURCE_HASH; /* the hash of what this library is compiled from: `build.py` */
+
 atomic_long rows_products; /* how many have been computed here: `blas.py` looks whether MLX comes by */
 
 /* A child that was forked has no helpers, so it computes alone. */
@@ -1044,15 +1153,15 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
         numbers[i] = both >> bit & ((1 << bits) - 1);
       }
       if (form == EIGHT_BITS) memcpy(to + k, numbers, count);
-      for (long i = 0; form == FOUR_BITS && i < LANES; i++)
+      for (long i = 0; form == FOUR_BITS && i < ORDER; i++)
         for (long byte = 0; byte < 4; byte++)
-          to[k / 2 + 4 * i + byte] = numbers[2 * byte * LANES + i] | numbers[(2 * byte + 1) * LANES + i] << 4;
+          to[k / 2 + 4 * i + byte] = numbers[2 * byte * ORDER + i] | numbers[(2 * byte + 1) * ORDER + i] << 4;
     }
 }
 
 /* A packed matrix that is not what MLX takes it for would be read beyond its end. */
 static int is_as_said(const Packed *a, const Product *p) {
-  if (a->form == SOFTMAX) return p->N == p->K && is_plain(p);
+  if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;
