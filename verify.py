@@ -44,6 +44,7 @@ from hashlib import file_digest, sha256
 from typing import Any, NamedTuple
 
 from nanobatch import POLICIES, Engine, Handle, Sampling
+from parts import fingerprint
 from parts.api.answer import Bits, difference
 from parts.checks import one_line
 from parts.device import mlx as device
@@ -260,6 +261,12 @@ def hash_of(model: str) -> str:
     return digest.hexdigest()
 
 
+def hash_of_the_demo() -> str:
+    """What the demo answers here, compared with what it answers on any processor."""
+    with Engine.load("demo", max_len=LENGTH) as engine:
+        return fingerprint.compared(fingerprint.fingerprint(engine), device.mx.__version__)
+
+
 def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:
     return {
         "model": model,
@@ -268,6 +275,7 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "product": device.named(),
         "promises": device.is_exact(),
         "version": program.version(),
+        "demo": hash_of_the_demo(),
         "answers": sum(tally.answers for tally in tallies),
         "numbers": sum(tally.numbers for tally in tallies),
         "settings": sorted({ask.setting for ask in asked}),
@@ -294,6 +302,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     yield f"  processor  {found['processor']}"
     yield f"  version    {found['version']}"
     yield f"  settings   {', '.join(found['settings'])}"
+    yield f"  demo       {found['demo']}"
     yield f"  answers    sha256 {found['answers_sha256'][:16]}"
 
 

@@ -3,6 +3,7 @@ nanobatch is installed, and checked when it is loaded."""
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 from processes import python, run
 
 from kernels import build, matmul
+from parts import fingerprint
 from parts.device import blas, limits
+from parts.device import mlx as device
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere MLX brings a fast product"
@@ -327,6 +330,54 @@ def test_a_processor_takes_the_best_library_there_is(checkout):
     (checkout / "kernels" / f"matmul_{COMPILED[0]}.so").unlink()
     _, line = ask(checkout)
     assert f"; rows ({COMPILED[1]}, " in line if COMPILED[1:] else "not compiled" in line
+
+
+# --- the same bits on every processor -----------------------------------------------------------
+
+FINGERPRINT = """
+from nanobatch import Engine
+from parts.device import mlx as device
+from parts.fingerprint import compared, fingerprint
+with Engine.load("demo", max_len=256) as engine:
+    print(compared(fingerprint(engine), device.mx.__version__))
+"""
+EXPECTED = f"{fingerprint.EXPECTED.get(device.mx.__version__)}, as on every x86-64 and ARM CPU"
+RECORDED = pytest.mark.skipif(
+    device.mx.__version__ not in fingerprint.EXPECTED, reason="nothing is known of this MLX"
+)
+
+
+@RECORDED
+@pytest.mark.parametrize("form", [form for form in COMPILED if form != "plain"])
+def test_the_fingerprint_of_the_demo_is_that_of_every_processor(form):
+    done = python(FINGERPRINT, NANOBATCH_BLAS=f"rows:{form}")
+    assert done.stdout.startswith(EXPECTED), done
+    assert EXPECTED.partition(",")[0] in (ROOT / "README.md").read_text()
+
+
+@RECORDED
+@pytest.mark.skipif("NANOBATCH_ARM" not in os.environ, reason="NANOBATCH_ARM names no Python")
+def test_the_fingerprint_of_the_demo_is_the_same_on_an_emulated_arm(checkout):
+    """NANOBATCH_ARM is the command of an aarch64 Python that has what `ask.py` needs."""
+    library = checkout / "kernels" / "matmul_neon.so"
+    command = build.command("neon", library)[len(build.compiler()) :]
+    subprocess.run(["aarch64-linux-gnu-gcc", *command], check=True)
+    done = subprocess.run(
+        [*shlex.split(os.environ["NANOBATCH_ARM"]), "-c", FINGERPRINT],
+        cwd=checkout,
+        env=os.environ | {"NANOBATCH_BLAS": "rows:neon", "NANOBATCH_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(EXPECTED), done
+
+
+def test_a_hash_that_should_be_another_is_said():
+    assert fingerprint.compared("12", "0.32.4").startswith("12, which should be ")
+    assert "nobody has recorded" in fingerprint.compared("12", "9.9")
+
+
+# --- what is told -------------------------------------------------------------------------------
 
 
 def test_an_engine_says_whether_it_is_exact():
