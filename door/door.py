@@ -218,6 +218,7 @@ class Door:
             self._ended.set()
 
     async def _listen(self) -> None:
+        self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._visits))
         connect = partial(Connection, self._serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
@@ -278,7 +279,7 @@ class Door:
     def _admit(self, visit: Visit) -> None:
         if self.is_local:
             http.check_host(visit, self.options)
-        connections = sum(not each.is_leaving for each in self._connections)
+        connections = sum(each.has_asked and not each.is_leaving for each in self._connections)
         http.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:

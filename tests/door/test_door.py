@@ -2,6 +2,7 @@
 would not show."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import fields
 from itertools import pairwise
 from types import SimpleNamespace
@@ -630,7 +632,48 @@ def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monke
     lines = [here.line() for _ in range(3)]
     wait_for(lambda: here.door.look().connections == 3)
     said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
-    assert said == [429, 200, 200]
+    assert said == [200, 200, 429]  # a connection without a request does not count
+
+
+@pytest.mark.parametrize("silent", [1024])
+def test_silent_connections_keep_nobody_out(here, silent):
+    """They were all kept for half a minute, until no file could be opened, and nobody got in."""
+    with ExitStack() as stack:
+        for _ in range(silent):
+            stack.callback(here.line().hang_up)
+        assert here.complete().status == 200
+        wait_for(lambda: here.door.look().connections <= http.CONNECTIONS + http.SPARE)
+        assert here.complete().status == 200
+
+
+def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
+    monkeypatch.setattr(http, "CONNECTIONS", 1)
+    monkeypatch.setattr(http, "SPARE", 1)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 429]
+    line = here.line()
+    assert line.everything() == b""
+    assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+
+
+def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
+    """Where no file could be opened, each of a hundred failures a second had a traceback."""
+    accept = socket.socket.accept
+    failed = []
+
+    def fail(listener: socket.socket):
+        if len(failed) < 3:
+            failed.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    assert here.complete().status == 200
+    assert len(failed) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nanobatch: connections cannot be accepted: Too many open files; raise the limit (ulimit -n)"
+    ]
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
