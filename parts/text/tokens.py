@@ -27,7 +27,7 @@ from parts.files import ModelError, check_plain, check_size, read_json_if_any, r
 from parts.text.grammar import Grammar, Grammars
 from parts.text.speech import MARKS, PROBE, TOOLS, Speech, beginning, learn
 
-OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
+OURS = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 
 class Prompt(NamedTuple):
@@ -61,6 +61,10 @@ class Text:
             )
         check_plain(path)
         check_size(path)
+        self.folder = folder
+        older = read_json_if_any(folder / "special_tokens_map.json")
+        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
+        self._source, self.unfit = self._try_out(path)
         try:
             self.tokenizer = calmly(Tokenizer.from_file, str(path))
             self.tokenizer.no_truncation()
@@ -75,17 +79,13 @@ class Text:
             raise ModelError(
                 f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}."
             )
-        self.folder = folder
         self.vocabulary = vocabulary
         # Marks of calls and thoughts are shown, even where they are special tokens
         marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS}
         self.special_marks = {mark: id for mark, id in marks.items() if id in silent}
         self._silent = silent - {*self.special_marks.values()}
-        older = read_json_if_any(folder / "special_tokens_map.json")
-        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
         self.end_tokens = self._end_tokens()
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
-        self._source, self.unfit = self._find_template()
 
     def _end_tokens(self) -> frozenset[int]:
         """Every id that ends an answer, be it named by the config, the generation config or the
@@ -223,10 +223,36 @@ class Text:
     def has_template(self) -> bool:
         return self._source is not None and not self.unfit
 
-    def _find_template(self) -> tuple[str | None, str]:
-        """The template's text, and in one line why it cannot be used. It is a file of its own, or
-        in the config, alone or as one of several with names. One may be for chats with tools
-        alone."""
+    def _try_out(self, path: Path) -> tuple[str | None, str]:
+        """Try template and tokenizer in a child process, before either is used here. Returns the
+        template's text, and in one line why it cannot be used."""
+        from parts.text.tryout import TRIALS, TryOut
+
+        source, for_tools, place = self._find_template()
+        why = ""
+        texts: list[str] = []
+        with TryOut() as child:
+            # The demo's own came with this file, and is as good as this file
+            if source is not None and not is_ours(source, "chat_template.jinja"):
+                trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
+                why, texts = child.template(source, trials)
+                if for_tools is not None and not why:
+                    # "+" keeps the white space that a template begins or ends with
+                    both = [text.removesuffix("\n") for text in (for_tools, source)]
+                    joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
+                    fault, more = child.template(joint, trials)
+                    if not fault:
+                        source = joint
+                        texts += more
+            if not is_ours(path.read_bytes(), path.name) and (
+                fault := child.tokenizer(path, texts)
+            ):
+                raise ModelError(f"{path}: the tokenizer {fault}; take another model.")
+        return source, why and f"{place}: the chat template {why}; mend it, or give plain text."
+
+    def _find_template(self) -> tuple[str | None, str | None, Path]:
+        """The template's text, the one for chats with tools, if it is another, and their place. It
+        is a file of its own, or in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
         for_tools = None
@@ -243,22 +269,10 @@ class Text:
             }
             source = named.get("default", next(iter(named.values()), None))
             for_tools = named.get("tool_use")
-        if not isinstance(source, str):
-            return None, ""
-        # The demo's own came with this file, and is as good as this file. A child takes 60 ms.
-        if OURS.exists() and source == OURS.read_text(encoding="utf-8"):
-            return source, ""
-        from parts.text.template import TRIALS, try_out
-
-        trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
-        why = try_out(source, trials)
-        if isinstance(for_tools, str):
-            # "+" keeps the white space that a template begins or ends with
-            both = [text.removesuffix("\n") for text in (for_tools, source)]
-            joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
-            if not why and not try_out(joint, trials):
-                source = joint
-        return source, why and f"{path}: the chat template {why}; mend it, or give plain text."
+        source, for_tools = (
+            text if isinstance(text, str) else None for text in (source, for_tools)
+        )
+        return source, for_tools, path
 
     def _variables(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -321,6 +335,13 @@ class Text:
             raise ValueError(
                 f"the chat template refuses these messages: {one_line(error)}"
             ) from None
+
+
+def is_ours(data: str | bytes, name: str) -> bool:
+    """Is this what the demo has in its file of this name? That came with the program."""
+    data = data.encode(errors="replace") if isinstance(data, str) else data
+    path = OURS / name
+    return path.exists() and data == path.read_bytes()
 
 
 class TextStream:
