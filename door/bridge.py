@@ -42,7 +42,7 @@ from parts.api.settings import Sampling
 from parts.checks import GrammarError
 from parts.files import read_json_if_any
 from parts.text.speech import Parser, Speech, grammar, loads
-from parts.text.tokens import Chat, Prompt
+from parts.text.tokens import Chat, Prompt, TooLongError
 from parts.text.trials import BusyError
 from sched import QueueFull
 
@@ -417,7 +417,10 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # A prompt that is surely too long is not read: reading would take long
-        read = text.read(prompt) if least < max_len else None
+        read = text.read(prompt, max_len) if least < max_len else None
+    except TooLongError as error:
+        read = None
+        least = error.tokens
     except ValueError as error:
         raise invalid(param, str(error)) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception

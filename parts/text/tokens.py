@@ -14,6 +14,7 @@ Where next: `parts/model/config.py`, which reads the rest of a model folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -28,6 +29,17 @@ from parts.text.grammar import Grammar, Grammars
 from parts.text.speech import MARKS, PROBE, TOOLS, Speech, beginning, learn
 
 OURS = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+
+FIRST = 100_000  # characters of a prompt that are tokenized at first, at least
+
+
+class TooLongError(ValueError):
+    """A prompt far beyond the tokens that there is room for. `tokens`: it has at least as many."""
+
+    def __init__(self, tokens: int):
+        super().__init__(f"the prompt has more than {tokens:,} tokens")
+        self.tokens = tokens
 
 
 class Prompt(NamedTuple):
@@ -139,9 +151,10 @@ class Text:
                 "write it in a language that the model has read"
             )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, room: float = math.inf) -> list[int]:
         """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text
         has its own, too."""
+        self._check_length(text, room)
         ids = self._ids(text, True)
         bos = self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -151,11 +164,29 @@ class Text:
         writes."""
         return self._ids(self.render(messages), False)
 
+    def _check_length(self, text: str, room: float) -> None:
+        """Refuse a text far beyond so many tokens after a part of it: to tokenize 1 MB takes 350 MB.
+
+        Twice as much is looked at each time. Near the cut the tokens of the whole may be others, so
+        a part must be well beyond.
+        """
+        size = max(FIRST, 8 * room)
+        while size < len(text):
+            tokens = len(self._ids(text[: int(size)], False))
+            if tokens > 1.25 * room:
+                raise TooLongError(int(tokens / 1.25))
+            size *= 2
+
     def read(
-        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt,
+        room: float = math.inf,
     ) -> Prompt:
         """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it
-        is, unless it was read for another model."""
+        is, unless it was read for another model.
+
+        `room`: TooLongError is raised for a text far beyond so many tokens.
+        """
         if isinstance(prompt, Prompt):
             self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
@@ -164,10 +195,12 @@ class Text:
         ids = prompt
         shown = "token ids"
         if isinstance(prompt, Chat):
-            ids = self._ids(self.render(*prompt), False)
+            text = self.render(*prompt)
+            self._check_length(text, room)
+            ids = self._ids(text, False)
             shown = str(prompt.messages[-1].get("content"))
         elif isinstance(prompt, str):
-            ids = self.encode(prompt) if prompt else ()
+            ids = self.encode(prompt, room) if prompt else ()
             shown = prompt
         is_list = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
         if not is_list or any(type(i) is not int for i in ids):

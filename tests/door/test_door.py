@@ -40,6 +40,7 @@ from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.text.grammar import Grammars
 from parts.text.speech import FORMATS, Parser, Speech
+from parts.text.tokens import Text
 from parts.text.trials import BusyError, Trials
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -739,6 +740,26 @@ def test_a_long_prompt_stops_no_other_thread(engine):
     done.set()
     thread.join()
     assert looks["meanwhile"] > 20
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
+def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypatch, path):
+    """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
+    monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
+    monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
+    sizes = []
+    encode = Text._ids
+
+    def note(text: Text, given: str, special: bool) -> list[int]:
+        sizes.append(len(given))
+        return encode(text, given, special)
+
+    monkeypatch.setattr(Text, "_ids", note)
+    words = "so long " * 400_000
+    chat = {"messages": [{"role": "user", "content": words}]}
+    reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
+    assert reply.status == 400 and "maximum context length" in reply.body.decode()
+    assert 0 < sum(sizes) <= 200_000
 
 
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
