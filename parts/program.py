@@ -38,6 +38,8 @@ _started = getattr(sys.modules["__main__"], "__file__", None)
 _is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
 if _is_ours:
     _on_ctrl_c(_leave)
+    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
+    os.environ["RUST_BACKTRACE"] = "0"
 
 # These, too, may be interrupted.
 import argparse  # noqa: E402
@@ -47,7 +49,7 @@ from contextlib import contextmanager  # noqa: E402
 from typing import Any, NoReturn, TextIO  # noqa: E402
 
 from parts import book  # noqa: E402
-from parts.checks import one_line, read_whole, shown  # noqa: E402
+from parts.checks import one_line, printable, read_whole, shown  # noqa: E402
 
 if _is_ours and book.asked():
     try:
@@ -59,7 +61,7 @@ if _is_ours and book.asked():
 
 def say(line: str) -> None:
     """What a program tells of itself, apart from its output."""
-    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+    print(f"nanobatch: {printable(line)}", file=sys.stderr, flush=True)
 
 
 class Unwritten(Exception):

@@ -185,6 +185,8 @@ class Pen:
         self._ink = ink  # where `put` names none
 
     def put(self, text: str, ink: str | Style = "", bold: bool = False, do: str = "") -> Pen:
+        if not text.isprintable():  # a terminal would obey it
+            text = clean(text)
         how = ink if isinstance(ink, Style) else style(ink or self._ink, bold=bold, do=do)
         before = self.line.pop().text if self.line and self.line[-1].style is how else ""
         self.line.append(Segment(before + text, how))

@@ -99,7 +99,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
     yield "nanobatch", on.text, True
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
-    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted
+    yield shorten(clean(state.model).rstrip("/").rsplit("/", 1)[-1], 28), on.muted
     if state.book:
         yield shorten(f"book {state.book}", 20), on.accent
     colour = on.muted
