@@ -275,7 +275,8 @@ class Answer:
         prompts = metrics[:: self.wish.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            cached=sum(m.cached_tokens for m in prompts),
+            # Of its own rows alone: others' would confirm a guess at their prompts
+            cached=sum(choice.handle.request.own for choice in self.choices[:: self.wish.n]),
             answer=sum(m.output_tokens for m in metrics),
             thought=sum(choice.thought for choice in self.choices),
         )
@@ -287,7 +288,7 @@ class Answer:
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
         return Progress(
             total=len(request.prompt),
-            cached=request.reused,
+            cached=request.own,
             read=request.prefilled,
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
@@ -353,7 +354,7 @@ class Answer:
         visit.note(
             reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
-            cached_tokens=total.cached,
+            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.wish.n]),
             tokens=total.answer,
             guessed=sum(m.guessed for m in metrics),
             right=sum(m.right for m in metrics),

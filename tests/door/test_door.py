@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -17,7 +18,7 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import fields
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -808,6 +809,31 @@ def test_the_engine_is_told_the_network_and_the_journal_the_address(here, monkey
     assert line.reply().status == 200
     assert here.door.served.engine.snapshot().ended[-1].client == "10.1.2.3/24"
     assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.1"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, monkeypatch, seed):
+    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    prompts that begin alike."""
+    dice = random.Random(seed)
+    said = {"ann": [], "bob": []}
+    reused = told = 0
+    for _ in range(40):
+        client = dice.choice([*said])
+        monkeypatch.setattr(http, "network_of", lambda _, client=client: client)
+        prompt = [65 + dice.randrange(2) for _ in range(3)] * 30
+        prompt = prompt[: dice.randrange(20, 90)]
+        usage = here.complete(prompt, max_tokens=2).json["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        known = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, each)))  # noqa: B905
+            for each in said[client]
+        ]
+        assert cached <= max(known, default=0)
+        said[client].append(prompt)
+        told += cached > 0
+        reused += here.door.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+    assert told and reused
 
 
 def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
