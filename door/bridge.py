@@ -40,7 +40,6 @@ from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
-from parts.files import read_json_if_any
 from parts.text.speech import Parser, Speech, grammar, loads
 from parts.text.tokens import Chat, Prompt, TooLongError
 from parts.text.trials import BusyError
@@ -61,24 +60,6 @@ class Served(NamedTuple):
     engine: AnyEngine
     names: tuple[str, ...]  # the model's; the first is its own
     defaults: dict[str, float]  # settings that a request may leave out
-
-
-def defaults_of(engine: AnyEngine) -> dict[str, float]:
-    """The settings of a request without any: OpenAI's temperature of 1, or the advice of the model's
-    makers."""
-    path = engine.text.folder / "generation_config.json"
-    advice = read_json_if_any(path)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {"temperature": 1.0} | {
-        name: advice[name] for name in names if advice.get(name) is not None
-    }
-    if advice.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    try:
-        Sampling(**defaults)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return defaults
 
 
 class Answer:

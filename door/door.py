@@ -36,7 +36,7 @@ import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from door import embeddings, http, messages, openai, page, responses
-from door.bridge import Answer, Served, count, defaults_of
+from door.bridge import Answer, Served, count
 from door.fields import Refusal
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
@@ -121,7 +121,7 @@ class Door:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = Served(engine, names, defaults_of(engine))
+        self.served = Served(engine, names, engine.text.advice)
         engine.on_commit = self._on_commit
 
     @property
@@ -347,6 +347,7 @@ class Door:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
         hello["texts"] = http.may_read(visit, self.options)
+        hello["temperature"] = self.served.defaults["temperature"]
         self.watchers += 1
         try:
             await watch(visit, hello, self._frame)

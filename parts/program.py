@@ -61,7 +61,7 @@ if _is_ours and book.asked():
 
 def say(line: str) -> None:
     """What a program tells of itself, apart from its output."""
-    print(f"nanobatch: {printable(line)}", file=sys.stderr, flush=True)
+    print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
 class Unwritten(Exception):

@@ -449,10 +449,12 @@ def draw_settings(state: State, on: Paper) -> None:
         return
     settings = state.settings
     seed = "–" if settings.seed is None else settings.seed
+    usual = state.view.temperature
+    temperature = usual if settings.temperature is None else settings.temperature
     first = "" if state.has_typed else "press i to type"
     words = first
     for part in (
-        f"temp {settings.temperature:g}",
+        f"temp {temperature:g}",
         f"max {settings.max_tokens:,} tok",
         f"seed {seed}",
     ):

@@ -150,6 +150,8 @@ class RemoteRoom(Room):
             self._is_fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             self._is_blind = not hello.get("texts")
+            if isinstance(usual := hello.get("temperature"), (int, float)):
+                self.note(temperature=usual)
             if self._is_blind:
                 self.fault(
                     "only figures are shown, no texts: those need the server's --watch-key, as --key"

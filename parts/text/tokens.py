@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from parts.api.settings import advised
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json_if_any, read_text
 from parts.text.grammar import Grammar, Grammars
@@ -211,6 +212,11 @@ class Text:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
         return Prompt(tuple(ids), shown, self.is_thinking(ids))
+
+    @cached_property
+    def advice(self) -> dict[str, float]:
+        """The settings of a request that says nothing itself."""
+        return advised(self.folder)
 
     @cached_property
     def longest(self) -> int:

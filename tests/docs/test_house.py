@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "llama": "kv parts/model/* parts/device/*",
     "nanobatch": "llama kv sched policies sampling parts/*",
     "parts/device/*": "",
-    "parts/text/*": "",
+    "parts/text/*": "parts/api/settings",
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
