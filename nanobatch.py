@@ -534,7 +534,7 @@ class Engine:
         source = Source(str(model), dtype, report or (lambda stage: None), options)
         checked = source.check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
-        engine._source = source
+        engine._source = checked.source
         return engine
 
     # --- submit -> plan -> run -> commit
@@ -987,7 +987,7 @@ class Engine:
             self._let_go(is_reloading=True)
             try:
                 self._take(checked)
-                self._source = source
+                self._source = checked.source
             except BaseException:
                 self._come_back()
                 raise
@@ -1028,7 +1028,7 @@ class Engine:
     def _come_back(self) -> None:
         """Read the same model again, for a slab of the same sizes."""
         source = self._source._replace(asked=self._sizes._asdict())
-        self._take(source.check(0, self.model.config, self.text))
+        self._take(source.check(text=self.text))
 
     def _take(self, checked: Checked) -> None:
         """Read what has been checked, and serve it from here on."""

@@ -64,6 +64,7 @@ class Prefixes:
         self.segment = segment
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the slot unused for longest stands first
+        self.clients = [""] * slots  # by slot: whose prompt it holds
         self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of the rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
         self._root = Node()
@@ -162,11 +163,18 @@ class Prefixes:
             return False
         return one.nodes[n - 1] is other.nodes[n - 1]
 
-    def begin(self, slot: int, source: int | None) -> None:
-        """The slot gets a new prompt. `source`: the slot to copy the first rows from."""
+    def begin(self, slot: int, source: int | None, rows: int = 0, client: str = "") -> int:
+        """The slot gets a new prompt. `source`: the slot to copy the first rows from.
+
+        Returns how many of these rows the client may be told of: none that another one wrote, since
+        that would confirm a guess at the other's prompt.
+        """
+        is_own = self.clients[slot if source is None else source] == client
+        self.clients[slot] = client
         self.forget(slot)
         if source is not None:
             self.use(source)
+        return rows if is_own else 0
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
         """The slot's first `rows` rows are those of this prompt. (Some it may have held before.)"""

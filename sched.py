@@ -75,6 +75,7 @@ class Request:
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
     reused: int = 0  # prompt tokens with rows taken over
+    own: int = 0  # of these, the tokens whose rows came from its own client
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     planned: int = 0  # output tokens of all planned steps, the guesses of the newest included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
@@ -404,7 +405,7 @@ class Scheduler:
         """After this step, the slot holds the first `stop` rows of the prompt."""
         if request.prefilled == 0:
             request.reused = start
-            self.prefixes.begin(request.slot, source)
+            request.own = self.prefixes.begin(request.slot, source, start, request.client)
         request.prefilled = stop
         self.prefixes.hold(request.slot, request.trail, stop)
 

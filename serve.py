@@ -37,8 +37,9 @@ from door.journal import AccessLog
 from parts.api import faults
 from parts.api.idle import Idle
 from parts.api.loop import Loop
-from parts.checks import one_line
+from parts.checks import one_line, printable
 from parts.device import blas
+from parts.text.trials import BusyError
 from policies import POLICIES
 
 
@@ -78,7 +79,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def say(words: str, is_last: bool = True) -> None:
     """A line on standard error. On a terminal, the next one takes the place of what was said while
     the model was loading."""
-    line = f"nanobatch: {words}"
+    line = f"nanobatch: {printable(words)}"
     end = "\n"
     if sys.stderr.isatty():
         if not is_last:  # a line that is broken could not be taken back
@@ -192,7 +193,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
     # The library reads the tokenizer anew, and holds Python's lock: with 152,000 tokens for a second
-    with suppress(ValueError):
+    with suppress(ValueError, BusyError):  # a request with a grammar is told why
         engine.text.grammar({"json": "{}"})
     gc.collect()
     # What loading has left is never garbage, so the collector need not search it in mid-step

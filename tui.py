@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.record:
         program.say(f"{shown(args.record)} will hold {record.HOLDS}")
     most = Settings().max_tokens if args.model == "demo" else TALK
-    settings = Settings(0.0, most, args.seed)
+    settings = Settings(max_tokens=most, seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
         room = open_room(args)

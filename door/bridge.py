@@ -41,9 +41,8 @@ from parts.api.faults import describe
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
-from parts.files import read_json_if_any
 from parts.text.speech import Parser, Speech, grammar, loads
-from parts.text.tokens import Chat, Prompt
+from parts.text.tokens import Chat, Prompt, TooLongError
 from parts.text.trials import BusyError
 from sched import QueueFull
 
@@ -62,24 +61,6 @@ class Served(NamedTuple):
     engine: AnyEngine
     names: tuple[str, ...]  # the model's; the first is its own
     defaults: dict[str, float]  # settings that a request may leave out
-
-
-def defaults_of(engine: AnyEngine) -> dict[str, float]:
-    """The settings of a request without any: OpenAI's temperature of 1, or the advice of the model's
-    makers."""
-    path = engine.text.folder / "generation_config.json"
-    advice = read_json_if_any(path)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {"temperature": 1.0} | {
-        name: advice[name] for name in names if advice.get(name) is not None
-    }
-    if advice.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    try:
-        Sampling(**defaults)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return defaults
 
 
 class Answer:
@@ -280,7 +261,8 @@ class Answer:
         prompts = metrics[:: self.wish.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            cached=sum(m.cached_tokens for m in prompts),
+            # Of its own rows alone: others' would confirm a guess at their prompts
+            cached=sum(choice.handle.request.own for choice in self.choices[:: self.wish.n]),
             answer=sum(m.output_tokens for m in metrics),
             thought=sum(choice.thought for choice in self.choices),
         )
@@ -292,7 +274,7 @@ class Answer:
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
         return Progress(
             total=len(request.prompt),
-            cached=request.reused,
+            cached=request.own,
             read=request.prefilled,
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
@@ -363,7 +345,7 @@ class Answer:
         visit.note(
             reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
-            cached_tokens=total.cached,
+            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.wish.n]),
             tokens=total.answer,
             guessed=sum(m.guessed for m in metrics),
             right=sum(m.right for m in metrics),
@@ -427,7 +409,10 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # A prompt that is surely too long is not read: reading would take long
-        read = text.read(prompt) if least < max_len else None
+        read = text.read(prompt, max_len) if least < max_len else None
+    except TooLongError as error:
+        read = None
+        least = error.tokens
     except ValueError as error:
         raise invalid(param, str(error)) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception

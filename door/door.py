@@ -36,7 +36,7 @@ import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from door import embeddings, http, messages, openai, page, responses
-from door.bridge import Answer, Served, count, defaults_of
+from door.bridge import Answer, Served, count
 from door.fields import Refusal, check_model
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
 from door.journal import DoorView, Figures, Journal
@@ -122,7 +122,7 @@ class Door:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = Served(engine, names, defaults_of(engine))
+        self.served = Served(engine, names, engine.text.advice)
         engine.on_commit = self._on_commit
 
     @property
@@ -220,6 +220,7 @@ class Door:
             self._ended.set()
 
     async def _listen(self) -> None:
+        self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._visits))
         connect = partial(Connection, self._serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
@@ -280,7 +281,7 @@ class Door:
     def _admit(self, visit: Visit) -> None:
         if self.is_local:
             http.check_host(visit, self.options)
-        connections = sum(not each.is_leaving for each in self._connections)
+        connections = sum(each.has_asked and not each.is_leaving for each in self._connections)
         http.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
@@ -348,6 +349,7 @@ class Door:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
         hello["texts"] = http.may_read(visit, self.options)
+        hello["temperature"] = self.served.defaults["temperature"]
         self.watchers += 1
         try:
             await watch(visit, hello, self._frame)

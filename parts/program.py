@@ -25,7 +25,11 @@ IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`pa
 
 # The chapters of a reader's own core, before anything imports ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
-if _started and os.path.dirname(os.path.realpath(_started)) == ROOT and overlay.asked():
+_is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
+if _is_ours:
+    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
+    os.environ["RUST_BACKTRACE"] = "0"
+if _is_ours and overlay.asked():
     try:
         overlay.open_book(overlay.asked())
     except ValueError as error:
@@ -35,7 +39,7 @@ if _started and os.path.dirname(os.path.realpath(_started)) == ROOT and overlay.
 
 def say(line: str) -> None:
     """What a program tells of itself, apart from its output."""
-    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+    print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
 class Unwritten(Exception):

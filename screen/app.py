@@ -657,7 +657,7 @@ class Screen(App):
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
-        title = title or f"nanobatch{page} ({self.state.model}{policy})"
+        title = title or f"nanobatch{page} ({clean(self.state.model)}{policy})"
         svg = super().export_screenshot(title=title, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 

@@ -178,7 +178,8 @@ def draw_ttft(state: State, on: Paper) -> None:
         names.put(" ").put(*texture).put(f" {policy} ", on.muted)
     if on.height < 3:
         return
-    bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
+    last = len(EDGES) - 1  # a longer wait is counted there, too
+    bins = [min(last, bisect_left(EDGES, 1000 * r.metrics.ttft_s)) for r in requests]
     # If room is short, the shortest waits are counted in one row
     low = max(min(bins), max(bins) - on.height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}

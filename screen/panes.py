@@ -99,7 +99,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
     yield "nanobatch", on.text, True
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
-    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted
+    yield shorten(clean(state.model).rstrip("/").rsplit("/", 1)[-1], 28), on.muted
     if state.book:
         yield shorten(f"book {state.book}", 20), on.accent
     colour = on.muted
@@ -449,10 +449,12 @@ def draw_settings(state: State, on: Paper) -> None:
         return
     settings = state.settings
     seed = "–" if settings.seed is None else settings.seed
+    usual = state.view.temperature
+    temperature = usual if settings.temperature is None else settings.temperature
     first = "" if state.has_typed else "press i to type"
     words = first
     for part in (
-        f"temp {settings.temperature:g}",
+        f"temp {temperature:g}",
         f"max {settings.max_tokens:,} tok",
         f"seed {seed}",
     ):

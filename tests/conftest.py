@@ -19,7 +19,7 @@ from quick import QUICK
 from kernels import matmul
 from nanobatch import Engine, Model, Text
 from parts.model.load import read_model
-from parts.text import grammar, template
+from parts.text import grammar, tryout
 
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
@@ -33,7 +33,7 @@ LONG = (
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
-template.LIMITS = template.LIMITS._replace(patience=60.0)
+tryout.LIMITS = tryout.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "nanobatch": "llama kv sched policies sampling parts/*",
     "kernels/*": "parts/device/limits",
     "parts/device/*": "kernels/*",
-    "parts/text/*": "",
+    "parts/text/*": "parts/api/settings",
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/* kernels/*",

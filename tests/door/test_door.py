@@ -2,10 +2,12 @@
 would not show."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -14,8 +16,9 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import fields
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +41,7 @@ from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.text.grammar import Grammars
 from parts.text.speech import FORMATS, Parser, Speech
+from parts.text.tokens import Text
 from parts.text.trials import BusyError, Trials
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -630,7 +634,48 @@ def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monke
     lines = [here.line() for _ in range(3)]
     wait_for(lambda: here.door.look().connections == 3)
     said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
-    assert said == [429, 200, 200]
+    assert said == [200, 200, 429]  # a connection without a request does not count
+
+
+@pytest.mark.parametrize("silent", [1024])
+def test_silent_connections_keep_nobody_out(here, silent):
+    """They were all kept for half a minute, until no file could be opened, and nobody got in."""
+    with ExitStack() as stack:
+        for _ in range(silent):
+            stack.callback(here.line().hang_up)
+        assert here.complete().status == 200
+        wait_for(lambda: here.door.look().connections <= http.CONNECTIONS + http.SPARE)
+        assert here.complete().status == 200
+
+
+def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
+    monkeypatch.setattr(http, "CONNECTIONS", 1)
+    monkeypatch.setattr(http, "SPARE", 1)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 429]
+    line = here.line()
+    assert line.everything() == b""
+    assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+
+
+def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
+    """Where no file could be opened, each of a hundred failures a second had a traceback."""
+    accept = socket.socket.accept
+    failed = []
+
+    def fail(listener: socket.socket):
+        if len(failed) < 3:
+            failed.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    assert here.complete().status == 200
+    assert len(failed) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nanobatch: connections cannot be accepted: Too many open files; raise the limit (ulimit -n)"
+    ]
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
@@ -698,6 +743,26 @@ def test_a_long_prompt_stops_no_other_thread(engine):
     assert looks["meanwhile"] > 20
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
+def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypatch, path):
+    """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
+    monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
+    monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
+    sizes = []
+    encode = Text._ids
+
+    def note(text: Text, given: str, special: bool) -> list[int]:
+        sizes.append(len(given))
+        return encode(text, given, special)
+
+    monkeypatch.setattr(Text, "_ids", note)
+    words = "so long " * 400_000
+    chat = {"messages": [{"role": "user", "content": words}]}
+    reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
+    assert reply.status == 400 and "maximum context length" in reply.body.decode()
+    assert 0 < sum(sizes) <= 200_000
+
+
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     """Four long prompts kept all that turn text into tokens busy, for seconds."""
     read, goes_on = openai.read_prompts, threading.Event()
@@ -744,6 +809,31 @@ def test_the_engine_is_told_the_network_and_the_journal_the_address(here, monkey
     assert line.reply().status == 200
     assert here.door.served.engine.snapshot().ended[-1].client == "10.1.2.3/24"
     assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.1"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, monkeypatch, seed):
+    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    prompts that begin alike."""
+    dice = random.Random(seed)
+    said = {"ann": [], "bob": []}
+    reused = told = 0
+    for _ in range(40):
+        client = dice.choice([*said])
+        monkeypatch.setattr(http, "network_of", lambda _, client=client: client)
+        prompt = [65 + dice.randrange(2) for _ in range(3)] * 30
+        prompt = prompt[: dice.randrange(20, 90)]
+        usage = here.complete(prompt, max_tokens=2).json["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        known = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, each)))  # noqa: B905
+            for each in said[client]
+        ]
+        assert cached <= max(known, default=0)
+        said[client].append(prompt)
+        told += cached > 0
+        reused += here.door.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+    assert told and reused
 
 
 def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):

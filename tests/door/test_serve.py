@@ -734,6 +734,17 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     assert server.ask("/health").status == 200
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server, order):
+    """The connection was kept, and a proxy before us may have read another end of the body."""
+    lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
+    head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
+    said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
+    said = said.everything()
+    assert said.startswith(b"HTTP/1.1 400") and said.count(b"HTTP/1.1") == 1
+    assert b"both Content-Length and Transfer-Encoding" in said
+
+
 @pytest.mark.parametrize(
     ("said", "status"),
     [
@@ -933,6 +944,13 @@ def test_pages_of_this_machine_alone_may_ask(server):
     ):
         reply = server.ask(CHAT, say(max_tokens=1), Origin=origin)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+
+
+def test_a_preflight_with_a_byte_above_127_is_answered(server):
+    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-\xe9"}
+    reply = server.ask(CHAT, method="OPTIONS", Origin="http://localhost", **asked)
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-headers"] == "x-\xe9"
 
 
 @pytest.fixture(scope="module")

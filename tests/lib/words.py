@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 
 from nanobatch import Engine, Order, Picks
 from parts.api.handle import TokenLogprob
@@ -55,6 +56,7 @@ class WordText:
     """
 
     has_template, end_tokens = False, frozenset()
+    advice: ClassVar = {"temperature": 0.0}
 
     def __init__(self) -> None:
         self.pieces: list[str] = []

@@ -117,7 +117,7 @@ def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(t
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
-    """It took the protocol's temperature of 1 and no limit, and a small model ran away."""
+    """It took no limit, and a small model ran away. The temperature is the server's to choose."""
     tab = talks()
     say(tab, "say: one")
     for name in ("temperature", "length"):
