@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
 
 from course import overlay
-from parts.checks import one_line, read_whole, shown
+from parts.checks import one_line, printable, read_whole, shown
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
