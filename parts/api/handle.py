@@ -5,8 +5,8 @@ The problem. An engine has two kinds of readers. The owner of a request wants it
 and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
 Neither may make the engine wait.
 
-What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine:
-to make text of tokens, to cancel, and to wait.
+What this file keeps. Nothing here refers to an array, and a handle asks few things of its engine:
+to make text of tokens, to cancel, to wait, and what time it is.
 
 Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from parts.api.progress import Prefill, PrefillClock
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView, percentile
 from sched import Request
@@ -89,7 +90,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: Any,  # its `text`, `cancel` and `wait` are used (`engine.py`)
+        engine: Any,  # its `text`, `cancel`, `wait`, `clock` and `sched` are used (`engine.py`)
         request: Request,
         sampling: Sampling,
         prompt: str,  # as a person would read it
@@ -113,6 +114,7 @@ class Handle:
         # What was raised, if the request failed by an exception
         self.exception: BaseException | None = None
         self._engine = engine
+        self.prefill_clock = PrefillClock()
         self._ends = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
@@ -193,7 +195,16 @@ class Handle:
             right=r.right,
         )
 
+    @property
+    def prefill(self) -> Prefill:
+        """How far the prompt has been read by now."""
+        return self.prefill_at(self._engine.clock(), self._engine.sched.far)
+
     # --- what the engine and its ledger call
+
+    def prefill_at(self, now: float, far: int) -> Prefill:
+        r = self.request
+        return self.prefill_clock.look(len(r.prompt), r.reused, far, now)
 
     def view(self) -> RequestView:
         """This request as those see it who watch."""
