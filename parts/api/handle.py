@@ -204,7 +204,9 @@ class Handle:
 
     def prefill_at(self, now: float, far: int) -> Prefill:
         r = self.request
-        return self.prefill_clock.look(len(r.prompt), r.reused, far, now)
+        told = self.prefill_clock.look(len(r.prompt), r.reused, far, now)
+        # The first token is handed out a moment before its step is recorded
+        return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
     def view(self) -> RequestView:
         """This request as those see it who watch."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle, TokenLogprob
-from parts.api.progress import Prefill
+from parts.api.progress import UNREAD
 from parts.api.views import (
     Limits,
     ModelView,
@@ -146,7 +146,7 @@ class Ledger:
         slots = []
         for slot in range(sched.slots):
             owner = owners.get(slot)
-            prefill = Prefill() if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
             slots.append(SlotView.of(slot, owner, sched, slot in shut, prefill))
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)

@@ -21,7 +21,7 @@ RECENT = 16  # chunks: the rate is measured over the newest ones
 
 
 class Prefill(NamedTuple):
-    """How far one prompt has been read. An end in 0 s is shown as a second."""
+    """How far one prompt has been read."""
 
     done: int = 0  # prompt tokens with rows in the slot, cached ones included
     total: int = 0  # tokens of the prompt
@@ -39,9 +39,14 @@ class Prefill(NamedTuple):
     def words(self) -> str:
         """ "11,339 of 18,813 tokens, 182 tokens/s, about 6 min" """
         words = f"{self.done:,} of {self.total:,} tokens"
-        if self.tokens_per_s is not None:
-            words += f", {self.tokens_per_s:,.0f} tokens/s"
-        return f"{words}, about {self.left}" if self.left else words
+        return f"{words}, {self.pace}" if self.pace else words
+
+    @property
+    def pace(self) -> str:
+        """ "182 tokens/s, about 6 min"; nothing before the first chunk is done."""
+        if self.tokens_per_s is None:
+            return ""
+        return f"{self.tokens_per_s:,.0f} tokens/s, about {self.left}"
 
     @property
     def left(self) -> str:
@@ -56,6 +61,9 @@ class Prefill(NamedTuple):
         if seconds < 90 * 60:
             return f"{round(seconds / 60)} min"
         return f"{seconds / 3600:.1f} h"
+
+
+UNREAD = Prefill()
 
 
 class PrefillClock:
