@@ -159,6 +159,12 @@ class Handle:
             yield self.pieces[seen]
             seen += 1
 
+    def wait_for_text(self, timeout: float | None = None) -> bool:
+        """Wait for the first piece of text, or for the end. False if the time runs out."""
+        return self._engine.wait(
+            lambda: bool(self.pieces) or self.finish_reason is not None, timeout
+        )
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
         if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
