@@ -13,6 +13,7 @@ Where next: `views.py`, where each slot's view has these figures.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -50,17 +51,17 @@ class Prefill(NamedTuple):
 
     @property
     def left(self) -> str:
-        """The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h"."""
+        """The time left, rounded up, as coarse as the estimate: "40 s", "6 min", "2.5 h"."""
         seconds = self.left_s
         if seconds is None:
             return ""
         if seconds < 20:
-            return f"{max(1, round(seconds))} s"
+            return f"{max(1, math.ceil(seconds))} s"
         if seconds < 90:
-            return f"{10 * round(seconds / 10)} s"
+            return f"{10 * math.ceil(seconds / 10)} s"
         if seconds < 90 * 60:
-            return f"{round(seconds / 60)} min"
-        return f"{seconds / 3600:.1f} h"
+            return f"{math.ceil(seconds / 60)} min"
+        return f"{math.ceil(seconds / 360) / 10} h"
 
 
 UNREAD = Prefill()

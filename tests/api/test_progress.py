@@ -52,7 +52,7 @@ def test_a_prompt_that_begins_again_is_measured_again():
     "left, words",
     [
         (0.0, "1 s"),
-        (7.4, "7 s"),
+        (7.4, "8 s"),
         (38.0, "40 s"),
         (88.0, "90 s"),
         (91.0, "2 min"),
