@@ -42,11 +42,12 @@ MAY_IMPORT = {
     "parts/book": "",
     "parts/clock": "parts/api/views parts/replay policies sched",
     "parts/checks": "",
-    "parts/dialogue": "parts/text/speech",
+    "parts/dialogue": "parts/terminal parts/text/speech",
     "parts/files": "",
     "parts/guess": "sched",
     "parts/program": "",
     "parts/replay": "sched",
+    "parts/terminal": "",
     "parts/source": "parts/device/* parts/model/* parts/ranks/* parts/text/*",
     "parts/wheel/*": "",
     "door/*": "parts/api/* parts/text/* sched",
@@ -88,8 +89,8 @@ SCREEN = """
 SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/dialogue parts/replay
     parts/device/cores parts/text/speech door/journal door/wire sched policies"""
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
-    parts/dialogue parts/files parts/guess parts/program parts/replay parts/text/* door/*
-    screen/* serve tui"""
+    parts/dialogue parts/files parts/guess parts/program parts/replay parts/terminal
+    parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",
