@@ -210,7 +210,8 @@ class Handle:
 
     def prefill_at(self, now: float, far: int) -> Prefill:
         r = self.request
-        told = self.prefill_clock.look(len(r.prompt), r.reused, far, now)
+        admitted = now if r.admitted is None else r.admitted
+        told = self.prefill_clock.look(len(r.prompt), r.reused, far, admitted, now)
         # The first token is handed out a moment before its step is recorded
         return told._replace(done=told.total, left_s=0.0) if r.committed else told
 

@@ -27,7 +27,7 @@ class Prefill(NamedTuple):
     done: int = 0  # prompt tokens with rows in the slot, cached ones included
     total: int = 0  # tokens of the prompt
     cached: int = 0  # of those: taken over from an earlier prompt
-    seconds: float = 0.0  # since its first chunk began
+    seconds: float = 0.0  # since it got its slot
     tokens_per_s: float | None = None  # over the newest chunks
     left_s: float | None = None  # until the last token of the prompt is read, estimated
 
@@ -72,22 +72,21 @@ class PrefillClock:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (moment, tokens done)
-        self._began = 0.0
 
     def take(self, start: int, stop: int, began: float, ended: float) -> None:
         """A chunk prompt[start:stop] has been read."""
         if not self._marks or self._marks[-1][1] != start:  # the first one, or read once more
-            self._began = began
             self._marks.clear()
             self._marks.append((began, start))
         self._marks.append((ended, stop))
 
-    def look(self, total: int, cached: int, far: int, now: float) -> Prefill:
-        """`far`: at this row attention costs a token as much as everything else in its layer."""
+    def look(self, total: int, cached: int, far: int, admitted: float, now: float) -> Prefill:
+        """`far`: at this row attention costs a token as much as everything else in its layer.
+        `admitted`: when the request got its slot."""
+        seconds = max(0.0, now - admitted)
         if not self._marks:
-            return Prefill(cached, total, cached)
+            return Prefill(cached, total, cached, seconds)
         (since, first), (last, done) = self._marks[0], self._marks[-1]
-        seconds = max(0.0, now - self._began)
         if last <= since:
             return Prefill(done, total, cached, seconds)
         work_per_s = (work_of(done, far) - work_of(first, far)) / (last - since)

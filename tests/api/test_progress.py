@@ -17,7 +17,7 @@ def test_the_estimate_grows_with_the_depth_of_the_prompt():
     for start in range(0, total, 64):
         stop = min(start + 64, total)
         clock.take(start, stop, work_of(start, far) / speed, work_of(stop, far) / speed)
-        told = clock.look(total, 0, far, work_of(stop, far) / speed)
+        told = clock.look(total, 0, far, 0.0, work_of(stop, far) / speed)
         left = (work_of(total, far) - work_of(stop, far)) / speed
         assert told.left_s == pytest.approx(left) and told.done == stop
         if start == 9_408:
@@ -29,15 +29,21 @@ def test_the_estimate_grows_with_the_depth_of_the_prompt():
 def test_cached_tokens_are_in_no_rate():
     clock = PrefillClock()
     clock.take(900, 950, 10.0, 11.0)
-    told = clock.look(1_000, 900, 2**63, 11.0)
+    told = clock.look(1_000, 900, 2**63, 10.0, 11.0)
     assert told == Prefill(950, 1_000, 900, 1.0, 50.0, 1.0)
 
 
 def test_the_estimate_counts_down_while_a_chunk_is_under_way():
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 10.0)
-    assert clock.look(100, 0, 2**63, 14.0).left_s == pytest.approx(6.0)
-    assert clock.look(100, 0, 2**63, 99.0).left_s == 0.0
+    assert clock.look(100, 0, 2**63, 0.0, 14.0).left_s == pytest.approx(6.0)
+    assert clock.look(100, 0, 2**63, 0.0, 99.0).left_s == 0.0
+
+
+def test_a_first_chunk_that_takes_long_is_shown_before_it_is_done():
+    told = PrefillClock().look(100, 0, 2**63, 5.0, 8.0)
+    assert told.is_long and told.words == "0 of 100 tokens"
+    assert not PrefillClock().look(100, 0, 2**63, 5.0, 6.0).is_long
 
 
 def test_a_prompt_that_begins_again_is_measured_again():
@@ -45,7 +51,7 @@ def test_a_prompt_that_begins_again_is_measured_again():
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 1.0)
     clock.take(0, 10, 100.0, 101.0)
-    assert clock.look(100, 0, 2**63, 101.0) == Prefill(10, 100, 0, 1.0, 10.0, 9.0)
+    assert clock.look(100, 0, 2**63, 100.0, 101.0) == Prefill(10, 100, 0, 1.0, 10.0, 9.0)
 
 
 @pytest.mark.parametrize(

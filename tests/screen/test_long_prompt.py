@@ -59,7 +59,7 @@ def test_the_chart_returns_to_the_tokens_of_answers():
     "prefill, wide, narrow",
     [
         (Prefill(11_339, 18_813, 0, 60, 182.3, 355), "11,339/18,813 6 min    182", "6 min left"),
-        (Prefill(101_339, 118_813, 0, 60, 182.3, 735), "12 min left    182", "12 min left"),
+        (Prefill(101_339, 118_813, 0, 60, 182.3, 735), "13 min left    182", "13 min left"),
         (Prefill(0, 18_813, 0, 60), "0/18,813      –", "18,813"),
     ],
 )
