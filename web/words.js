@@ -30,7 +30,8 @@ export function about(seconds) {
 export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }) {
   const words = `${done.toLocaleString("en")} of ${count(total, "token")}`;
   if (!Number.isFinite(rate)) return words;
-  return `${words}, ${Math.round(rate).toLocaleString("en")} tokens/s, about ${about(left)}`;
+  const pace = rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
+  return `${words}, ${pace} tokens/s, about ${about(left)}`;
 }
 
 // Is it being read, and does that take longer than two seconds?

@@ -47,7 +47,8 @@ class Prefill(NamedTuple):
         """ "182 tokens/s, about 6 min"; nothing before the first chunk is done."""
         if self.tokens_per_s is None:
             return ""
-        return f"{self.tokens_per_s:,.0f} tokens/s, about {self.left}"
+        digits = 1 if self.tokens_per_s < 10 else 0
+        return f"{self.tokens_per_s:,.{digits}f} tokens/s, about {self.left}"
 
     @property
     def left(self) -> str:

@@ -75,6 +75,7 @@ def test_words():
     told = Prefill(11_339, 18_813, 0, 100.0, 182.3, 355.0)
     assert told.words == "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
     assert Prefill(0, 18_813).words == "0 of 18,813 tokens"
+    assert Prefill(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
 
 
 def test_a_snapshot_tells_how_far_a_long_prompt_is():
