@@ -28,6 +28,7 @@ from parts.checks import one_line, printable
 from parts.files import read_some
 from parts.model import find
 from parts.program import say
+from parts.terminal import StatusLine, WordWrap, wait_for_text
 from parts.text.speech import Speech
 
 
@@ -145,9 +146,12 @@ def show_models() -> int:
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    speech = text.speech if sys.stdout.isatty() else Speech()
-    for _, shown in dialogue.spoken(handle, speech):
-        print(shown, end="", flush=True)
+    width = dialogue.columns()
+    wrap = WordWrap(width) if width else None
+    wait_for_text(handle, StatusLine().show)
+    for _, shown in dialogue.spoken(handle, text.speech if width else Speech()):
+        print(wrap.push(shown) if wrap else shown, end="", flush=True)
+    print(wrap.flush() if wrap else "", end="")
     result = handle.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"

@@ -122,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with AccessLog(args.log) as log:
         door.log = log.add
+        door.hint = say
         return serve(door, args)
 
 

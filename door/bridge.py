@@ -39,6 +39,7 @@ from door.protocol import (
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.handle import Handle
+from parts.api.progress import UNREAD, Prefill
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
 from parts.text.speech import Parser, Speech, grammar, loads
@@ -50,6 +51,7 @@ PIECES = 64  # of a stream that are written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
 WORST = ("error", "cancelled", "length", "stop")  # of the reasons why several choices ended
+LOG_S = 10.0  # seconds between two lines of the log about one long prompt
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
@@ -82,6 +84,7 @@ class Answer:
         self._came = time.perf_counter()
         self._read_s = 0.0  # so long the body took to be understood, and to come into line
         self._is_read = False  # has the client been told how far its prompt is read?
+        self._logged = -math.inf  # when the log was told last how far the prompt is
         self._is_over = False  # nobody waits for this answer any more
         self._has_output = asyncio.Event()
 
@@ -270,15 +273,22 @@ class Answer:
     @property
     def _progress(self) -> Progress:
         """Of the first prompt."""
-        request = self.choices[0].handle.request
+        handle = self.choices[0].handle
+        request = handle.request
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
         return Progress(
-            total=len(request.prompt),
-            cached=request.own,
-            read=request.prefilled,
+            prefill=handle.prefill._replace(cached=request.own),
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
         )
+
+    def prefill_to_log(self, now: float) -> Prefill | None:
+        """How far the first prompt is, if it is long and the log was not told of it lately."""
+        prefill = self.choices[0].handle.prefill if self.choices else UNREAD
+        if not prefill.is_long or now - self._logged < LOG_S:
+            return None
+        self._logged = now
+        return prefill
 
     def progress(self) -> bytes:
         """While the prompt is read: how far that is."""

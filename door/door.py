@@ -39,7 +39,7 @@ from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Served, count
 from door.fields import Refusal, check_model
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
-from door.journal import DoorView, Figures, Journal
+from door.journal import DoorView, Figures, HangUps, Journal, impatient
 from door.protocol import Speaks, ending
 from door.watch import WATCHERS, watch
 from door.wire import Frame
@@ -76,6 +76,8 @@ class Door:
         self.served: Served | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
         self.log: Callable[[str], None] | None = None  # takes a line for each request
+        self.hint: Callable[[str], None] = lambda words: None  # takes advice for the owner
+        self._hang_ups = HangUps()
         self.draining = False
         self.watchers = 0
         self._socket = http.listen(options.host, options.port)
@@ -222,6 +224,7 @@ class Door:
     async def _listen(self) -> None:
         self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._visits))
+        logger = asyncio.ensure_future(self._log_prefills())
         connect = partial(Connection, self._serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
         await self._is_over.wait()
@@ -235,6 +238,20 @@ class Door:
                     connection.transport.close()
             await asyncio.sleep(0.01)
         sweeper.cancel()
+        logger.cancel()
+
+    async def _log_prefills(self) -> None:
+        """A line for each long prompt when it is known to be long, then one every `LOG_S`."""
+        while True:
+            await asyncio.sleep(1)
+            self._log_prefills_once(time.monotonic())
+
+    def _log_prefills_once(self, now: float) -> None:
+        # A function of its own, because a sleeping loop would keep the last visit in memory
+        for visit in list(self._visits) if self.log else ():
+            prefill = visit.answer and visit.answer.prefill_to_log(now)
+            if prefill and visit.call.id:
+                self.log(visit.call.prefill_line(prefill))
 
     async def _serve(self, connection: Connection, request: h11.Request) -> None:
         """Each request comes through here: a visit begins, and its outcome is written down."""
@@ -396,9 +413,24 @@ class Door:
             if answer.wish.stream:
                 return await answer.stream(visit)
             return await answer.whole()
+        except (Gone, asyncio.CancelledError):
+            self._note_hang_up(visit, answer)
+            raise
         finally:
             answer.cancel()
             answer.forget()
             if visit.call.requests:
                 answer.account(visit, self.figures)
             visit.answer = None
+
+    def _note_hang_up(self, visit: Visit, answer: Answer) -> None:
+        """Advise the owner when a client hangs up on the same long prompt for the second time."""
+        if self.draining or not answer.choices:
+            return
+        handle = answer.choices[0].handle
+        prefill = handle.prefill
+        if not prefill.is_long:
+            return
+        client = visit.call.client
+        if self._hang_ups.add(client, handle.request.prompt) == 2:
+            self.hint(impatient(client, time.time() - visit.call.at, prefill))

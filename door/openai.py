@@ -275,13 +275,17 @@ class Completion(Speaks):
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
-        """In llama.cpp's form."""
+        """In llama.cpp's form; of a long prompt, two more figures."""
+        prefill = progress.prefill
         told = {
-            "total": progress.total,
-            "cache": progress.cached,
-            "processed": progress.read,
+            "total": prefill.total,
+            "cache": prefill.cached,
+            "processed": prefill.done,
             "time_ms": round(progress.seconds * 1000),
         }
+        if prefill.is_long and prefill.tokens_per_s is not None:
+            told["tokens_per_second"] = round(prefill.tokens_per_s, 1)
+            told["left_ms"] = round(prefill.left_s * 1000)
         return self._chunk(0, self.silence, prompt_progress=told)
 
     def last(self, index: int, choice: Choice) -> bytes:

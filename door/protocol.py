@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from door.choice import Choice
 from door.fields import Refusal
+from parts.api.progress import Prefill
 from parts.text.tokens import Chat
 
 SCORES = 200_000  # log probabilities in one answer, over all choices
@@ -89,17 +90,17 @@ class Usage(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a prompt has been read."""
+    """How far a prompt has been read, for the client that waits for it."""
 
-    total: int
-    cached: int
-    read: int
+    prefill: Prefill
     before: int  # so many requests stand in line before this one
     seconds: float  # since the request came
 
     @property
     def comment(self) -> bytes:
-        words = f"prompt {self.read}/{self.total}"
+        words = f"prompt {self.prefill.done}/{self.prefill.total}"
+        if self.prefill.is_long and self.prefill.pace:
+            words += f", {self.prefill.pace}"
         if self.before:
             words += f", {self.before} before you"
         return f": {words}\n\n".encode()

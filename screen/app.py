@@ -408,21 +408,12 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Does this key begin a text, though the prompt box has not got the keyboard?
-
-        So do letters that are no keys, and at the start the keys that would do nothing yet.
-        """
-        state = self.state
-        if self.focused or state.view.stage == "failed":
+        """Does this letter begin a text, though the prompt box has not got the keyboard? So do
+        letters that are no keys."""
+        if self.focused or self.state.view.stage == "failed":
             return False
-        actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
-        is_letter = event.is_printable and event.character.isalpha()
-        others = state.view.door or state.view.watches or state.tracebacks
-        is_idle = not (self.session.room.posted or others)
-        # A page without an example shows the past
-        page = keys.page_of(actions[0]) if actions else None
-        is_empty = page and not (page.example or page.is_strip)
-        return is_letter and bool(not actions or (is_idle and is_empty))
+        is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
+        return event.is_printable and event.character.isalpha() and not is_key
 
     # --- actions
 

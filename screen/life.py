@@ -265,8 +265,9 @@ def outcomes(
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
+    # Those that still stand in line have had no part in any step
     company = [
-        r for r in company_of(request, requests) if r.metrics.output_tokens or is_cut_short(r)
+        r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)

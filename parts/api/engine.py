@@ -28,6 +28,7 @@ class AnyEngine(Protocol):
 
     text: Any  # makes tokens of text, and text of tokens (`parts/text/tokens.py`)
     sched: Scheduler
+    clock: Callable[[], float]  # seconds; stands still while the engine is paused
     runner: Any  # the device half
     steps: int  # that have been run
     summary: str

@@ -5,8 +5,8 @@ The problem. An engine has two kinds of readers. The owner of a request wants it
 and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
 Neither may make the engine wait.
 
-What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine:
-to make text of tokens, to cancel, and to wait.
+What this file keeps. Nothing here refers to an array, and a handle asks few things of its engine:
+to make text of tokens, to cancel, to wait, and what time it is.
 
 Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from parts.api.progress import Prefill, PrefillClock
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView, percentile
 from sched import Request
@@ -96,7 +97,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: Any,  # its `text`, `cancel` and `wait` are used (`engine.py`)
+        engine: Any,  # its `text`, `cancel`, `wait`, `clock` and `sched` are used (`engine.py`)
         request: Request,
         sampling: Sampling,
         prompt: str,  # as a person would read it
@@ -120,6 +121,7 @@ class Handle:
         # What was raised, if the request failed by an exception
         self.exception: BaseException | None = None
         self._engine = engine
+        self.prefill_clock = PrefillClock()
         self._ends = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
@@ -164,6 +166,12 @@ class Handle:
                 return
             yield self.pieces[seen]
             seen += 1
+
+    def wait_for_text(self, timeout: float | None = None) -> bool:
+        """Wait for the first piece of text, or for the end. False if the time runs out."""
+        return self._engine.wait(
+            lambda: bool(self.pieces) or self.finish_reason is not None, timeout
+        )
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
@@ -216,7 +224,19 @@ class Handle:
             right=r.right,
         )
 
+    @property
+    def prefill(self) -> Prefill:
+        """How far the prompt has been read by now."""
+        return self.prefill_at(self._engine.clock(), self._engine.sched.far)
+
     # --- what the engine and its ledger call
+
+    def prefill_at(self, now: float, far: int) -> Prefill:
+        r = self.request
+        admitted = now if r.admitted is None else r.admitted
+        told = self.prefill_clock.look(len(r.prompt), r.reused, far, admitted, now)
+        # The first token is handed out a moment before its step is recorded
+        return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
     def view(self) -> RequestView:
         """This request as those see it who watch."""

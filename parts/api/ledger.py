@@ -20,6 +20,7 @@ from typing import Any
 
 from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle, TokenLogprob
+from parts.api.progress import UNREAD
 from parts.api.views import (
     Limits,
     ModelView,
@@ -84,6 +85,7 @@ class Ledger:
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
         self.output_tokens = 0
+        self.prompt_tokens = 0
         self.steps_s = 0.0
 
     def deliver(
@@ -111,6 +113,10 @@ class Ledger:
     def record(self, step: StepView) -> None:
         self.steps.add(step)
         self.steps_s += step.seconds
+        self.prompt_tokens += step.prompt_tokens
+        for _, id, start, stop in step.prefill:
+            if handle := self.open.get(id):  # else it has ended meanwhile
+                handle.prefill_clock.take(start, stop, step.began, step.ended)
 
     def retire(self, id: int) -> None:
         """Forget a request that has ended: its owner has the handle, and those who watch get a view
@@ -146,6 +152,11 @@ class Ledger:
             came = list(islice(sched.waiting, self.QUEUE))
         else:
             came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        slots = []
+        for slot in range(sched.slots):
+            owner = owners.get(slot)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            slots.append(SlotView.of(slot, owner, sched, slot in shut, prefill))
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))
@@ -154,10 +165,7 @@ class Ledger:
             limits=limits,
             policy=sched.policy.name,
             draining_to=sched.draining_to.name if sched.draining_to else None,
-            slots=tuple(
-                SlotView.of(slot, owners.get(slot), sched, slot in shut)
-                for slot in range(sched.slots)
-            ),
+            slots=tuple(slots),
             waiting=len(sched.waiting),
             queue=tuple(
                 (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
@@ -172,6 +180,7 @@ class Ledger:
             submitted=sched.submitted,
             finished=sched.submitted - len(sched.waiting) - len(sched.running),
             output_tokens=self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
             steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
             ranks=ranks,

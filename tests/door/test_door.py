@@ -36,6 +36,7 @@ from door.messages import Message
 from door.openai import ChatCompletion
 from door.protocol import Wish
 from door.responses import Response
+from parts.api import progress
 from parts.api.handle import TokenLogprob
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
@@ -66,6 +67,47 @@ class Here(Server):
 def here(engine):
     with Here(engine) as here:
         yield here
+
+
+def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
+    """Its only line came at its end: for ten minutes nobody knew what the server did."""
+    monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
+    lines = queue.Queue()
+    here.door.log = lines.put
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    told = lines.get(timeout=60)
+    assert re.search(r"request_id=cmpl-\d+-\w+ client=\S+ event=prefill prefilled=0", told), told
+    assert "prompt_tokens=" in told and "Hello" not in told
+    time.sleep(1.5)
+    assert lines.empty(), "one line in ten seconds"
+    here.loop.resume()
+    line.until(b"[DONE]")
+    assert "status=200" in lines.get(timeout=60)
+
+
+def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, monkeypatch):
+    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    hints = []
+    here.door.hint = hints.append
+    here.loop.pause()
+    for count, prompt in enumerate(("Hello", "Other", "Hello", "Hello"), 1):
+        line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
+        line.until(b": prompt 0/")
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
+        assert len(hints) == (count > 2), hints
+    assert re.match(r"127.0.0.1 hung up twice on the same prompt, after \d+ s, with 0 of", hints[0])
+    here.loop.resume()
+
+
+def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
+    here.door.hint = pytest.fail
+    for _ in range(2):
+        line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+        line.until(b'"text"')
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

@@ -1054,6 +1054,9 @@ def test_metrics_count_what_came(server):
     assert grew('nanobatch_http_requests_total{reason="length",status="200"}') == 1
     assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
     assert grew("nanobatch_generated_tokens_total") == 3
+    read = grew("nanobatch_prompt_tokens_total") - grew("nanobatch_cached_prompt_tokens_total")
+    assert grew("nanobatch_prefill_tokens_total") == read > 0
+    assert value(after, "nanobatch_prompt_tokens_per_second") == 0, "nothing is being read"
     assert grew("nanobatch_time_to_first_token_seconds_count") == 1
     assert (
         grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3

@@ -136,9 +136,43 @@ def test_a_file_that_is_no_conversation_is_refused_in_one_line(engine, tmp_path,
     assert len(dialogue.talk.turns) == 2  # what was said before is still there
 
 
-def test_an_unknown_command_shows_which_there_are(engine):
-    dialogue, said = talk(engine, "/what", "/help", "/drop", "/bye", "Why batch?")
-    assert said.count("/system TEXT") == 3 and not dialogue.talk.turns
+def test_a_command_that_is_wrong_is_named(engine):
+    """The help came, and did not say what was wrong."""
+    dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
+    assert "nanobatch: '/what' is no command; /help names them" in said
+    assert "nothing to forget" in said and "nothing to ask again" in said
+    assert "/save needs a file: /save FILE" in said
+    assert said.count("/system TEXT") == 1 and not dialogue.talk.turns
+
+
+def test_retry_asks_the_last_question_again(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?", "/set seed=4", "/retry")
+    questions = [turn["content"] for turn in dialogue.talk.turns[::2]]
+    assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
+
+
+def test_a_retry_that_fails_leaves_the_answer_as_it_was(engine, monkeypatch):
+    typed = iter(["Count from 3 to 5.", "/retry"])
+    dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
+    with engine.serving():
+        dialogue.take(next(typed))
+        before = dialogue.talk.messages()
+        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
+        with pytest.raises(ValueError, match="no"):
+            dialogue.take("/retry")
+    assert dialogue.talk.messages() == before
+
+
+def test_set_changes_how_answers_are_sampled(engine):
+    dialogue, said = talk(
+        engine, "/set temperature=0.7 seed=3 max_tokens=5", "/set", "/set seed=none"
+    )
+    assert dialogue.sampling.temperature == 0.7 and dialogue.sampling.seed is None
+    assert said.count("temperature=0.7 top_p=1.0 top_k=0 min_p=0.0") == 3
+    _, said = talk(engine, "/set heat=1", "/set seed", "/set temperature=hot", "/set top_p=0")
+    assert "/set 'heat=1': give NAME=NUMBER; the names are temperature, top_p" in said
+    assert "/set 'seed'" in said and "temperature = 'hot', but it must be a number" in said
+    assert "top_p = 0 keeps no token" in said and "temperature=0.0" not in said
 
 
 def test_a_thought_is_kept_apart_from_the_answer():

@@ -894,21 +894,32 @@ def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
     show(scenario)
 
 
-def test_text_that_is_typed_at_the_start_opens_no_page_and_stands_in_the_box():
-    """`hello there` and Enter opened the clients, then wrote into the settings. Later it was refused,
-    with the advice to press `i` first."""
+def test_a_letter_that_is_no_key_begins_a_prompt():
+    """It was refused, with the advice to press `i` first."""
 
     async def scenario(it):
         assert "press i to type" in it.text()
-        await it.press(*"hello there", "enter", turns=2)
-        assert it.stage.prompt(1) == "hello there"
-        assert it.app.focused is it.app.prompt and not it.stage.state.view.load
+        await it.press(*"my name", "enter", turns=2)
+        assert it.stage.prompt(1) == "my name"
+        assert it.app.focused is it.app.prompt
         await it.press("escape", turns=0)
         assert "temp 0" in it.text() and "press i to type · temp" not in it.text()
-        await it.press("h")
-        assert "Clients" in it.text().split("\n")[0]
 
     show(scenario, size=(120, 40))
+
+
+@pytest.mark.parametrize("key", ["E", "t", "h", "f"])
+def test_on_a_fresh_screen_the_keys_of_pages_open_them(key):
+    """They went into the prompt box, and so did `o`, until something had run."""
+
+    async def scenario(it):
+        await it.press(key, turns=0)
+        assert it.app.page.key == key and it.app.focused is None
+        await it.press("escape", turns=0)
+        await it.press("o", turns=0)
+        assert it.stage.state.talking and it.app.focused is None
+
+    show(scenario)
 
 
 def test_tab_completes_commands_and_what_may_stand_behind_them():
