@@ -393,7 +393,7 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
         answer=answer,
         is_single=wish.is_single,
         is_thinking=prompt.is_thinking,
-        special=engine.text.special_marks,
+        marks=engine.text.marks,
     )
     return {"lark": text}
 

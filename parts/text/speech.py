@@ -228,27 +228,31 @@ def grammar(
     answer: Mapping[str, Any] | None = None,
     is_single: bool = False,
     is_thinking: bool = False,
-    special: Mapping[str, int] = {},
+    marks: Mapping[str, int] = {},
 ) -> str:
     """In the notation of `grammar.py`: an answer that calls these tools, behind a thought if the
     model thinks.
 
     `answer`: a JSON schema of what may be said instead.
-    `special`: the ids of marks that are special tokens.
+    `marks`: the ids of those that are tokens. They are written as tokens, as in the model's training.
     """
 
-    spelled = partial(spell, special)
+    spelled = partial(spell, marks)
     rules = {}
 
     def up_to(name: str, opens: str, closes: str, form: str = ANY) -> None:
-        """A rule for a text of this form between two marks. The first that closes ends it."""
-        if any(mark in closes for mark in special):
+        """A rule for a text of this form between two marks. The first that closes ends it, be it
+        written as a token or in letters: the parser reads text, and sees no difference."""
+        tokens = [mark for mark in marks if mark in closes]
+        if tokens:
             rules[name] = f"{spelled(opens)} {name.upper()} {spelled(closes)}"
-            rules[name.upper()] = as_regex(form)
+            without = "".join(f" & ~{as_regex(ANY + re.escape(mark) + ANY)}" for mark in tokens)
+            rules[name.upper()] = as_regex(form) + without
         else:
+            rules[name] = f"{spelled(opens)} {name}_end"
             end = re.escape(closes)
-            text = as_regex(re.escape(opens) + form + end)
-            rules[f"{name}[lazy]"] = f"{text} & ~{as_regex(f'{ANY}{end}(?s:.+)')}"
+            beyond = as_regex(f"{ANY}{end}(?s:.+)")
+            rules[f"{name}_end[lazy]"] = f"{as_regex(form + end)} & ~{beyond}"
 
     if answer is not None:
         rules["answer"] = as_json(answer)
@@ -283,12 +287,13 @@ def grammar(
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def spell(special: Mapping[str, int], text: str) -> str:
-    """A text in the grammar's notation, with its special tokens by their ids."""
-    marks = "|".join(map(re.escape, special))
-    pieces = re.split(f"({marks})", text) if marks else [text]
-    known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
+def spell(marks: Mapping[str, int], text: str) -> str:
+    """A text in the grammar's notation, with the marks in it by their ids."""
+    inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
+    known = {mark: f"<[{marks[mark]}]>" for mark in inside}
     return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
+
 
 
 def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:

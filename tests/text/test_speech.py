@@ -563,19 +563,33 @@ TEMPLATE_WRITES = (
 )
 
 
-@pytest.mark.parametrize("are_special", [False, True])
+def with_marks(texts, kind: str):
+    """A small tokenizer whose tokens include these texts, as special tokens or as added ones that
+    are not special; its grammars; and the ids that a grammar has to know."""
+    tokenizer = make_tokenizer()
+    if kind != "letters":
+        is_special = kind == "special"
+        tokens = [AddedToken(text, special=is_special, normalized=False) for text in sorted(texts)]
+        tokenizer.add_tokens(tokens)
+    grammars = Grammars(tokenizer, 300, [257])
+    added = {each.content: id for id, each in tokenizer.get_added_tokens_decoder().items()}
+    special = grammars.special(added.values())
+    marks = {text: id for text, id in added.items() if text in MARKS or id in special}
+    return tokenizer, grammars, marks
+
+
+KINDS = ["letters", "special", "added"]  # how a tokenizer knows marks
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REQUIRED)
-def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(name, are_special):
-    """Held to another form, a model goes on with what is unlikely, and may call with nonsense."""
+def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(name, kind):
+    """Held to another form, a model goes on with what is unlikely, and may call with nonsense.
+    Qwen's <tool_call> is an added token that is not special, and no call could be required."""
     template, *pieces = REQUIRED[name]
     speech = learn("", lambda messages, tools: "Tools: is_listed. " + TEMPLATE_WRITES[template])
-    tokenizer = make_tokenizer()
-    marks = sorted(MARKS & set(pieces)) if are_special else []
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    special = {mark: tokenizer.token_to_id(mark) for mark in marks}
-    held = Grammars(tokenizer, 272, [257]).grammar(
-        {"lark": grammar(speech, LISTED, special=special)}
-    )
+    tokenizer, grammars, marks = with_marks(MARKS & set(pieces), kind)
+    held = grammars.grammar({"lark": grammar(speech, LISTED, marks=marks)})
     text = "".join(pieces)
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         bits = int.from_bytes(held.mask(), "little")
@@ -587,15 +601,43 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
     ]
 
 
-@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("marks", [marks for marks in THOUGHTS], ids="".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thought_under_a_grammar_ends_at_its_mark_however_it_is_written(kind, marks):
+    """The token </think> was forbidden where it is an added one that is not special, so the thought
+    went on until max_tokens. And in letters the mark went on as a thought for the grammar, while
+    the parser took what followed for the answer."""
+    tokenizer, grammars, ids = with_marks(marks, kind)
+    opens, closes = marks
+    pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
+    for is_thinking in (False, True):
+        rules = grammar(
+            Speech(marks), [], answer={"enum": ["yes"]}, is_thinking=is_thinking, marks=ids
+        )
+        tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
+        assert allows(grammars, rules, tokens)
+        # The mark in letters: the thought cannot go on behind it
+        letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
+        before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
+        assert not allows(grammars, rules, [*before, *letters, *letters])
+
+
+def allows(grammars, rules: str, tokens: list[int]) -> bool:
+    """Whether these tokens may come, and then the end."""
+    held = grammars.grammar({"lark": rules})
+    for token in tokens:
+        if not int.from_bytes(held.mask(), "little") >> token & 1:
+            return False
+        held.accept(token)
+    return held.is_complete or bool(int.from_bytes(held.mask(), "little") >> 257 & 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
-def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format, are_special):
+def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format, kind):
     """Where the arguments are JSON, a pattern was kept. In tags any text could be written."""
-    tokenizer = make_tokenizer()
-    marks = sorted(mark for mark in MARKS if are_special and mark in str(format.tags))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    special = {mark: tokenizer.token_to_id(mark) for mark in marks}
-    grammars = Grammars(tokenizer, 272, [257])
+    texts = {mark for mark in MARKS if mark in str(format.tags)}
+    tokenizer, grammars, marks = with_marks(texts, kind)
     start, _, end = format.layout
     start += "pay" + format.tags.behind_name
     end = format.tags.end + end
@@ -603,7 +645,7 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
     def can_be(pattern: str, text: str) -> bool:
         parameters = {"properties": {"a": {"type": "string", "pattern": pattern}}}
         tool = {"function": {"name": "pay", "parameters": {**parameters, "required": ["a"]}}}
-        rules = grammar(Speech(format=format), [tool], is_single=True, special=special)
+        rules = grammar(Speech(format=format), [tool], is_single=True, marks=marks)
         held = grammars.grammar({"lark": rules})
         before = f"{start}{format.tags.before_key}a{format.tags.behind_key}"
         whole = f"{before}{text}{format.tags.behind_value}{end}"
