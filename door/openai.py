@@ -166,9 +166,9 @@ def read_chat(asked: Given) -> Wish:
     options = asked.read("chat_template_kwargs", dict, {})
     hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
     tools, must_call = choose_tools(asked, read_tools(asked, "function"), "function")
-    parallel = asked.read("parallel_tool_calls", bool, True)
+    is_single = not asked.read("parallel_tool_calls", bool, False) and bool(tools)
     chat = Chat(messages, tools, options, hints)
-    return Wish([chat], must_call=must_call, is_single=not parallel)
+    return Wish([chat], must_call=must_call, is_single=is_single)
 
 
 def read_message(message: Given) -> dict[str, Any]:
