@@ -547,6 +547,7 @@ class Engine:
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        ends: Callable[[str], bool] | None = None,
         reuse: bool = True,
         guesses: bool = True,
     ) -> Handle:
@@ -556,6 +557,7 @@ class Engine:
         `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: it is shown to those who watch.
         `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
+        `ends`: is called with each piece of the answer, and says whether it is the last one.
         `reuse`: whether it may take over the rows of others, and give its own.
         `guesses`: whether its tokens may be guessed, as the engine guesses.
         """
@@ -582,7 +584,7 @@ class Engine:
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), reuse, client)
             request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
-            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
+            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
             self.changed.notify_all()

@@ -154,7 +154,9 @@ class Answer:
     def _begin(self, prompt: Prompt, sampling: Sampling) -> None:
         engine = self._served.engine
         grammar = self._grammar and self._grammar.copy()
-        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
+        # A second parser, in the engine's thread: it stops the answer behind the one call
+        ends = self._parser(prompt).ends if self.wish.is_single else None
+        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
         self.choices.append(Choice(handle, self._parser(prompt), words))
         self._open[handle.id] = self
@@ -170,7 +172,8 @@ class Answer:
         functions = [tool["function"] for tool in chat.tools]
         tools = {function["name"]: function["parameters"] for function in functions}
         speech = self._served.engine.text.speech
-        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single)
+        is_strict = "grammar" in self.wish.settings  # the answer may be JSON that is no call
+        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single, is_strict)
 
     # --- in the engine's thread
 
@@ -395,7 +398,7 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
         answer=answer,
         is_single=wish.is_single,
         is_thinking=prompt.is_thinking,
-        special=engine.text.special_marks,
+        marks=engine.text.marks,
     )
     return {"lark": text}
 

@@ -83,7 +83,8 @@ class Choice:
         """Why the answer has ended."""
         reason = self.handle.finish_reason
         has_called = any(item.kind == "call" for item in self.items)
-        return "tool_calls" if has_called and reason == "stop" else reason
+        is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
+        return "tool_calls" if has_called and is_over else reason
 
     @property
     def thought(self) -> int:
@@ -105,7 +106,8 @@ class Choice:
     def grow(self, piece: str | None) -> Iterator[Change]:
         """The changes of the items by a piece of text. None: the answer is complete."""
         words = self._release(piece)
-        parts = self._parser.push(piece)
+        is_cut = self.handle.finish_reason == "length"
+        parts = self._parser.push(piece, piece is None and is_cut)
         for kind, text in parts:
             if kind == "call":
                 yield from self._start(kind, text)
@@ -120,8 +122,8 @@ class Choice:
         if words:  # of tokens of a mark, such as <think>: no item has their text
             yield Change("delta", Item("answer"), "", words)
         if piece is None:
-            is_cut = self.handle.finish_reason == "length"
-            yield from self._stop("incomplete" if is_cut else "completed")
+            is_whole = not is_cut or self._parser.is_over
+            yield from self._stop("completed" if is_whole else "incomplete")
 
     def _start(self, kind: str, name: str = "") -> Iterator[Change]:
         yield from self._stop("completed")

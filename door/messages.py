@@ -92,7 +92,7 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
         max_tokens=asked.whole("max_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=choice.read("disable_parallel_tool_use", bool, False),
+        is_single=choice.read("disable_parallel_tool_use", bool, True) and bool(tools),
     )
     asked.refuse_rest(NEUTRAL)
     return wish

@@ -65,7 +65,7 @@ FIELDS = {
 CHAT_FIELDS = FIELDS | {
     "logprobs": Field(bool, False),
     "top_logprobs": Field(int, 0, 0, TOP),
-    "parallel_tool_calls": Field(bool, True),
+    "parallel_tool_calls": Field(bool, False),
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
 }
@@ -186,8 +186,9 @@ def read_chat(asked: Given, given: Mapping[str, Any]) -> Wish:
     messages = [read_message(message) for message in conversation(asked, "messages")]
     hints = {"enable_thinking": False} if given["reasoning_effort"] == "none" else {}
     tools, must_call = choose_tools(asked, read_tools(asked, "function"), "function")
+    is_single = not given["parallel_tool_calls"] and bool(tools)
     chat = Chat(messages, tools, given["chat_template_kwargs"], hints)
-    return Wish([chat], must_call=must_call, is_single=not given["parallel_tool_calls"])
+    return Wish([chat], must_call=must_call, is_single=is_single)
 
 
 def read_message(message: Given) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
         max_tokens=asked.whole("max_output_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=not asked.read("parallel_tool_calls", bool, True),
+        is_single=not asked.read("parallel_tool_calls", bool, False) and bool(tools),
         asked=asked.fields,
     )
     asked.refuse_rest(NEUTRAL)
@@ -140,7 +140,7 @@ ECHO = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
-    "parallel_tool_calls": True,
+    "parallel_tool_calls": False,
     "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
     "store": False,

@@ -47,6 +47,7 @@ class AnyEngine(Protocol):
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        ends: Callable[[str], bool] | None = None,
         reuse: bool = True,
         guesses: bool = True,
     ) -> Handle: ...

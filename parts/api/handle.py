@@ -17,7 +17,7 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -104,6 +104,7 @@ class Handle:
         origin: Any = None,  # shown to those who watch
         grammar: Any = None,  # where the answer stands in it (`parts/text/grammar.py`)
         is_thinking: bool = False,  # the prompt has opened a thought
+        ends: Callable[[str], bool] | None = None,  # says of each piece whether it is the last one
     ):
         self.id = request.id
         self.request = request
@@ -112,6 +113,7 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
+        self._ends_with = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
@@ -307,7 +309,8 @@ class Handle:
         self.lengths.append(len(piece))
         self._show(piece)
         is_whole = self.grammar is not None and self.grammar.is_complete
-        stops = is_whole or self.stop is not None
+        is_over = bool(piece) and self._ends_with is not None and self._ends_with(piece)
+        stops = is_whole or is_over or self.stop is not None
         if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
         return "stop" if stops else None

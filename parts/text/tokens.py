@@ -94,9 +94,7 @@ class Text:
             )
         self.vocabulary = vocabulary
         # Marks of calls and thoughts are shown, even where they are special tokens
-        marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS}
-        self.special_marks = {mark: id for mark, id in marks.items() if id in silent}
-        self._silent = silent - {*self.special_marks.values()}
+        self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
         self.end_tokens = self._end_tokens()
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
 
@@ -257,6 +255,15 @@ class Text:
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """What a request's answer must be, from `Sampling.grammar`. It may take a second."""
         return self._grammars.grammar(source)
+
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The tokens that a grammar has to name by their ids: marks of calls and thoughts, and every
+        other added token that the grammar library takes for special."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        added = {token.content: id for id, token in decoder.items()}
+        special = self._grammars.special(added.values())
+        return {text: id for text, id in added.items() if text in MARKS or id in special}
 
     @property
     def has_template(self) -> bool:

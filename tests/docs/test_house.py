@@ -44,12 +44,8 @@ MAY_IMPORT = {
     "course/overlay": "",
     "parts/clock": "parts/api/views parts/replay policies sched",
     "parts/checks": "",
-<<<<<<< HEAD
-    "parts/dialogue": "parts/text/speech",
-    "parts/fingerprint": "parts/api/*",
-=======
     "parts/dialogue": "parts/terminal parts/text/speech",
->>>>>>> progress
+    "parts/fingerprint": "parts/api/*",
     "parts/files": "",
     "parts/guess": "sched",
     "parts/program": "",
@@ -93,15 +89,9 @@ SCREEN = """
 """
 SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/dialogue parts/replay
     parts/device/cores parts/text/speech door/journal door/wire sched policies"""
-<<<<<<< HEAD
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill course/overlay parts/checks parts/clock
-    parts/dialogue parts/files parts/guess parts/program parts/replay parts/text/* door/*
-    screen/* serve tui"""
-=======
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
     parts/dialogue parts/files parts/guess parts/program parts/replay parts/terminal
     parts/text/* door/* screen/* serve tui"""
->>>>>>> progress
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",

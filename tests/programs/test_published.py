@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from checkpoints import Reference
 from doors import CHAT, Server
 from parity import CLOSE
 from stage import Stage, show
+from tooluse import check, random_ask
 
 import tui
 from nanobatch import Engine, Sampling, Text
@@ -38,6 +41,7 @@ PROMPTS = [
     "Say hello in Chinese and in Hebrew.",
 ]
 TOKENS = 60
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # with tools, each twice
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -223,6 +227,19 @@ def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy)
     if published.name == "qwen":
         assert "lantern" in text.lower()
     assert usage["prompt_tokens_details"]["cached_tokens"] >= read - CHUNK
+
+
+def test_random_requests_with_tools_are_kept(published, engine):
+    """For a model whose template takes tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required,
+    named, several and single calls, and tools with a schema, in three protocols, whole and streamed."""
+    if not engine.text.speech.format:
+        pytest.skip(engine.text.speech.why)
+    with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:
+        server.patience = 1200.0
+        with ThreadPoolExecutor(4) as pool:
+            asks = [random_ask(seed, max_tokens=100) for seed in range(ASKS)]
+            found = list(pool.map(partial(check, server), asks))
+    assert sum(len(each.calls) for each in found) > ASKS // 3
 
 
 def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
