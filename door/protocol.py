@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from door.choice import Choice
 from door.fields import Given, Refusal, bad, check_count, read_json
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 from parts.checks import shown
 from parts.program import command
 from parts.text.speech import loads
@@ -101,7 +101,7 @@ class Usage(NamedTuple):
 class Progress(NamedTuple):
     """How far a prompt has been read, for the client that waits for it."""
 
-    prefill: Prefill
+    prefill: PrefillProgress
     before: int  # so many requests stand in line before this one
     seconds: float  # since the request came
 
