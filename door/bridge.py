@@ -39,7 +39,7 @@ from door.protocol import (
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.handle import Handle
-from parts.api.progress import UNREAD, Prefill
+from parts.api.progress import UNREAD, PrefillProgress
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
 from parts.text.speech import Parser, Speech, grammar, loads
@@ -285,7 +285,7 @@ class Answer:
             seconds=time.perf_counter() - self._came,
         )
 
-    def prefill_to_log(self, now: float) -> Prefill | None:
+    def prefill_to_log(self, now: float) -> PrefillProgress | None:
         """How far the first prompt is, if it is long and the log was not told of it lately."""
         prefill = self.choices[0].handle.prefill if self.choices else UNREAD
         if not prefill.is_long or now - self._logged < LOG_S:

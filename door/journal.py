@@ -39,7 +39,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from parts.api.ledger import Log
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 from parts.api.views import Snapshot, percentile
 from parts.checks import one_line
 from parts.program import say
@@ -109,7 +109,7 @@ class Call:
         values["latency"] = self.latency_s
         return logfmt(values)
 
-    def prefill_line(self, prefill: Prefill) -> str:
+    def prefill_line(self, prefill: PrefillProgress) -> str:
         """In logfmt: how far a long prompt has been read. The request goes on."""
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
@@ -212,7 +212,7 @@ class HangUps:
         return count
 
 
-def impatient(client: str, seconds: float, prefill: Prefill) -> str:
+def impatient(client: str, seconds: float, prefill: PrefillProgress) -> str:
     """What the owner of the server can do about a client that hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "

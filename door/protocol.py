@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from door.choice import Choice
 from door.fields import Refusal
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 from parts.text.tokens import Chat
 
 SCORES = 200_000  # log probabilities in one answer, over all choices
@@ -92,7 +92,7 @@ class Usage(NamedTuple):
 class Progress(NamedTuple):
     """How far a prompt has been read, for the client that waits for it."""
 
-    prefill: Prefill
+    prefill: PrefillProgress
     before: int  # so many requests stand in line before this one
     seconds: float  # since the request came
 

@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from parts.api.progress import UNREAD, Prefill
+from parts.api.progress import UNREAD, PrefillProgress
 from parts.api.views import RequestView, SlotView
 from parts.text.speech import marked
 from screen import ink
@@ -221,7 +221,7 @@ def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequenc
     pen.put(right, hue, *how)
 
 
-def prefill_figures(prefill: Prefill, widths: Sequence[int]) -> str:
+def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
     """In the place of a slot's figures, while a long prompt is read: how far, how long, how fast."""
     first, *rest = widths
     left = f"{prefill.left} left" if prefill.left else f"{prefill.total:,}"

@@ -82,7 +82,7 @@ export class LiveLane {
   // How far each long prompt has been read, by request.
   #prefillsOf({ slots }) {
     const known = slots.map((values) => named(this.shape.SlotView, values));
-    const told = known.map(({ request, prefill }) => [request, named(this.shape.Prefill, prefill)]);
+    const told = known.map(({ request, prefill }) => [request, named(this.shape.PrefillProgress, prefill)]);
     return new Map(told.filter(([, prefill]) => isLong(prefill)));
   }
 

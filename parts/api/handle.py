@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from parts.api.progress import Prefill, PrefillClock
+from parts.api.progress import PrefillClock, PrefillProgress
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView, percentile
 from sched import Request
@@ -227,13 +227,13 @@ class Handle:
         )
 
     @property
-    def prefill(self) -> Prefill:
+    def prefill(self) -> PrefillProgress:
         """How far the prompt has been read by now."""
         return self.prefill_at(self._engine.clock(), self._engine.sched.far)
 
     # --- what the engine and its ledger call
 
-    def prefill_at(self, now: float, far: int) -> Prefill:
+    def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
         admitted = now if r.admitted is None else r.admitted
         told = self.prefill_clock.look(len(r.prompt), r.reused, far, admitted, now)

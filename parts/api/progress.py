@@ -21,7 +21,7 @@ LONG_S = 2.0  # a prompt that takes longer than this is shown
 RECENT = 16  # chunks: the rate is measured over the newest ones
 
 
-class Prefill(NamedTuple):
+class PrefillProgress(NamedTuple):
     """How far one prompt has been read."""
 
     done: int = 0  # prompt tokens with rows in the slot, cached ones included
@@ -65,7 +65,7 @@ class Prefill(NamedTuple):
         return f"{math.ceil(seconds / 360) / 10} h"
 
 
-UNREAD = Prefill()
+UNREAD = PrefillProgress()
 
 
 class PrefillClock:
@@ -81,19 +81,21 @@ class PrefillClock:
             self._marks.append((began, start))
         self._marks.append((ended, stop))
 
-    def look(self, total: int, cached: int, far: int, admitted: float, now: float) -> Prefill:
+    def look(
+        self, total: int, cached: int, far: int, admitted: float, now: float
+    ) -> PrefillProgress:
         """`far`: at this row attention costs a token as much as everything else in its layer.
         `admitted`: when the request got its slot."""
         seconds = max(0.0, now - admitted)
         if not self._marks:
-            return Prefill(cached, total, cached, seconds)
+            return PrefillProgress(cached, total, cached, seconds)
         (since, first), (last, done) = self._marks[0], self._marks[-1]
         if last <= since:
-            return Prefill(done, total, cached, seconds)
+            return PrefillProgress(done, total, cached, seconds)
         work_per_s = (work_of(done, far) - work_of(first, far)) / (last - since)
         left = (work_of(total, far) - work_of(done, far)) / work_per_s
         left = max(0.0, left - max(0.0, now - last))  # a chunk is under way since then
-        return Prefill(done, total, cached, seconds, (done - first) / (last - since), left)
+        return PrefillProgress(done, total, cached, seconds, (done - first) / (last - since), left)
 
 
 def work_of(rows: int, far: int) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
 
-from parts.api.progress import UNREAD, Prefill
+from parts.api.progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Plan, Request, Scheduler
 
 
@@ -194,7 +194,7 @@ class SlotView:
     reused: int = 0  # rows that were taken over from an earlier prompt and its answer
     # Rows that a free slot still holds: of the last prompt in it, and of the answer
     remembered: int = 0
-    prefill: Prefill = UNREAD  # how far the prompt has been read, and how fast
+    prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
 
     @staticmethod
     def of(
@@ -202,7 +202,7 @@ class SlotView:
         owner: Request | None,
         sched: Scheduler,
         blocked: bool,
-        prefill: Prefill = UNREAD,
+        prefill: PrefillProgress = UNREAD,
     ) -> SlotView:
         if owner is None:
             phase = "blocked" if blocked else "free"

@@ -4,7 +4,7 @@ import pytest
 from words import Clock, word_engine
 
 from nanobatch import Engine, Sampling
-from parts.api.progress import Prefill, PrefillClock, work_of
+from parts.api.progress import PrefillClock, PrefillProgress, work_of
 
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
@@ -30,7 +30,7 @@ def test_cached_tokens_are_in_no_rate():
     clock = PrefillClock()
     clock.take(900, 950, 10.0, 11.0)
     told = clock.look(1_000, 900, 2**63, 10.0, 11.0)
-    assert told == Prefill(950, 1_000, 900, 1.0, 50.0, 1.0)
+    assert told == PrefillProgress(950, 1_000, 900, 1.0, 50.0, 1.0)
 
 
 def test_the_estimate_counts_down_while_a_chunk_is_under_way():
@@ -51,7 +51,7 @@ def test_a_prompt_that_begins_again_is_measured_again():
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 1.0)
     clock.take(0, 10, 100.0, 101.0)
-    assert clock.look(100, 0, 2**63, 100.0, 101.0) == Prefill(10, 100, 0, 1.0, 10.0, 9.0)
+    assert clock.look(100, 0, 2**63, 100.0, 101.0) == PrefillProgress(10, 100, 0, 1.0, 10.0, 9.0)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_prompt_that_begins_again_is_measured_again():
     ],
 )
 def test_the_time_left_is_as_coarse_as_the_estimate(left, words):
-    assert Prefill(1, 2, left_s=left).left == words
+    assert PrefillProgress(1, 2, left_s=left).left == words
 
 
 def test_words():
-    told = Prefill(11_339, 18_813, 0, 100.0, 182.3, 355.0)
+    told = PrefillProgress(11_339, 18_813, 0, 100.0, 182.3, 355.0)
     assert told.words == "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
-    assert Prefill(0, 18_813).words == "0 of 18,813 tokens"
-    assert Prefill(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
+    assert PrefillProgress(0, 18_813).words == "0 of 18,813 tokens"
+    assert PrefillProgress(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
 
 
 def test_a_snapshot_tells_how_far_a_long_prompt_is():

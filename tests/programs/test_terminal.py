@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 from parts.terminal import StatusLine, WordWrap, wait_for_text
 
 
@@ -74,8 +74,8 @@ class Waiting:
         return self.looks > 3
 
     @property
-    def prefill(self) -> Prefill:
-        return Prefill(100 * self.looks, 400, 0, 5.0 * self.looks, 20.0, 5.0)
+    def prefill(self) -> PrefillProgress:
+        return PrefillProgress(100 * self.looks, 400, 0, 5.0 * self.looks, 20.0, 5.0)
 
 
 def test_while_a_long_prompt_is_read_a_line_says_how_far():

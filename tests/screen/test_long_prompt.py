@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 from screen import charts, panes
 from screen.pages import talk
 
@@ -58,9 +58,13 @@ def test_the_chart_returns_to_the_tokens_of_answers():
 @pytest.mark.parametrize(
     "prefill, wide, narrow",
     [
-        (Prefill(11_339, 18_813, 0, 60, 182.3, 355), "11,339/18,813 6 min    182", "6 min left"),
-        (Prefill(101_339, 118_813, 0, 60, 182.3, 735), "13 min left    182", "13 min left"),
-        (Prefill(0, 18_813, 0, 60), "0/18,813      –", "18,813"),
+        (
+            PrefillProgress(11_339, 18_813, 0, 60, 182.3, 355),
+            "11,339/18,813 6 min    182",
+            "6 min left",
+        ),
+        (PrefillProgress(101_339, 118_813, 0, 60, 182.3, 735), "13 min left    182", "13 min left"),
+        (PrefillProgress(0, 18_813, 0, 60), "0/18,813      –", "18,813"),
     ],
 )
 def test_the_figures_of_a_slot_find_room(prefill, wide, narrow):

@@ -11,7 +11,7 @@ from words import Clock, word_engine
 from door import page, wire
 from door.journal import DoorView
 from nanobatch import Sampling
-from parts.api.progress import Prefill
+from parts.api.progress import PrefillProgress
 
 
 def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
@@ -221,4 +221,4 @@ tell(asked.map(about));
 def test_the_page_rounds_the_time_left_as_the_engine_does():
     seconds = [n / 8 for n in range(1_000)] + [60 * n / 4 for n in range(800)]
     said = in_node(ROUNDED, seconds)
-    assert said == [Prefill(left_s=each).left for each in seconds]
+    assert said == [PrefillProgress(left_s=each).left for each in seconds]
