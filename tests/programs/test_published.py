@@ -32,9 +32,10 @@ from nanobatch import Engine, Sampling, Text
 from parts.api.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
+POEM = "Write a short poem about the sea in four lines."  # each model breaks lines there
 PROMPTS = [
     "List three colours, one per line.",
-    "Write a short poem about the sea in four lines.",
+    POEM,
     "Write a Python function that adds two numbers.",
     "What is a KV cache?",
     "Give me a recipe with numbered steps.",
@@ -101,7 +102,7 @@ def test_ask_prints_its_answers_as_they_are(results, published):
 def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
     """Streamed in pieces and whole, and given back as the turn before."""
     turns = []
-    for said in (PROMPTS[0], "Now only the first of them, and say why."):
+    for said in (POEM, "Now only the first line, and say why."):
         turns.append({"role": "user", "content": said})
         fields = {"messages": turns, "max_tokens": TOKENS, "temperature": 0}
         streamed = server.ask("/v1/chat/completions", fields | {"stream": True})
@@ -111,7 +112,7 @@ def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
         (alone,) = engine.generate([engine.text.encode_chat(turns)], Sampling(max_tokens=TOKENS))
         assert text == whole == alone.text
         turns.append({"role": "assistant", "content": text})
-    assert "\n" in turns[1]["content"] and len(turns[3]["content"]) > 10
+    assert "\n" in turns[1]["content"] and turns[3]["content"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -250,10 +251,10 @@ def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
 
     async def scenario(it):
         stage.session.obey(f"/set max={TOKENS}")
-        stage.session.obey(PROMPTS[0])
+        stage.session.obey(POEM)
         while not stage.session.settled or not stage.state.ended:
             await it.turns()
-        lines = results[0].text.split("\n")
+        lines = results[PROMPTS.index(POEM)].text.split("\n")
         _, found, below = it.text().partition(f"\n {lines[0]} ")
         assert found and len(lines) > 2, it.text()
         rows = below.split("\n")[1:]
