@@ -73,7 +73,11 @@ MISTAKES = [
         7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "One whole chunk is let in"
     ),
     Mistake(
-        8, "sched.Scheduler.commit", "if request.finish_reason:", "if False:", "A ghost's token"
+        6,
+        "sched.Scheduler.commit",
+        "if request.finish_reason:",
+        "if False:",
+        "A commit hands out tokens",
     ),
     Mistake(8, "nanobatch.Engine._may_fly", "else 1", "else 0", "starts before the last one is"),
     Mistake(
