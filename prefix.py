@@ -99,15 +99,16 @@ class Prefixes:
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
         among = set(slots)
-        usable = trail.nodes[: (len(trail.tokens) - 1) // self.segment]
+        nodes = trail.nodes
+        usable = min(len(nodes), (len(trail.tokens) - 1) // self.segment)
         # A slot that holds a node holds all before it, so the last common one is found by halving.
-        count = bisect_left(usable, True, key=lambda node: among.isdisjoint(node.slots))
+        count = bisect_left(nodes, True, hi=usable, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
             return 0, None
         most = 0
         best = None
         for slot in slots:
-            if slot in usable[count - 1].slots:
+            if slot in nodes[count - 1].slots:
                 rows = self._common(trail.tokens, slot, count * self.segment)
                 if rows > most:
                     most = rows

@@ -811,6 +811,13 @@ class Tale(Story):
             said[member.slot] = [-1 if request.id in self.fails else token]
         return said
 
+    def finite(self, plan: sched.Plan) -> list[int]:
+        return [
+            chunk.slot
+            for chunk in plan.chunks
+            if not chunk.emits and chunk.request.id not in self.fails
+        ]
+
     def accept(self, request: sched.Request, token: int) -> str | None:
         if token < 0:
             equal(

@@ -9,6 +9,10 @@ from policies import POLICIES
 from sched import Plan, Request, Scheduler
 
 
+BAD = -2  # a token whose row is not finite, and so is no row behind it
+NAN = None, "not finite"
+
+
 class Story(Replay):
     """A replay that writes down what happens: P prefill, p the chunk that ends a prompt, d decode.
 
@@ -96,7 +100,13 @@ class Story(Replay):
                 token = self.says(request, index + i)
                 said[slot].append(token if is_right else guessed or 0)  # behind it nonsense
                 is_right = is_right and token == guessed
+            if BAD in request.prompt:
+                said[slot] = [-1] * (1 + len(guess))
         return said
+
+    def finite(self, plan: Plan) -> list[int]:
+        good = {c.slot for c in plan.chunks if NAN not in rows_of(c.request)[: c.stop]}
+        return [slot for slot in super().finite(plan) if slot in good]
 
     def write(self, plan: Plan) -> None:
         """What the device would do. All that a sequence looks back on must have been written for
@@ -105,13 +115,18 @@ class Story(Replay):
             self.rows[slot][start:stop] = [None] * (min(stop, self.sched.max_len) - start)
         for chunk in plan.chunks:
             rows = self.rows[chunk.slot]
-            prompt = chunk.request.prompt
+            prompt = rows_of(chunk.request)
             if chunk.source is not None:
                 rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
-            assert rows[: chunk.start] == list(prompt[: chunk.start]), (chunk, rows)
+            assert rows[: chunk.start] == prompt[: chunk.start], (chunk, rows)
             rows[chunk.start : chunk.stop] = prompt[chunk.start : chunk.stop]
+            assert NAN in prompt or NAN not in rows, "0 x NaN is NaN, even behind a mask"
         for request, slot, position, guess in plan.decodes:
             rows = self.rows[slot]
+            if BAD in request.prompt:
+                rows[position] = NAN
+                continue
+            assert NAN not in rows, "0 x NaN is NaN, even behind a mask"
             assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
             rows[position + 1 : position + 1 + len(guess)] = guess
             count = position - len(request.prompt) + 1
@@ -120,6 +135,9 @@ class Story(Replay):
             assert rows[: position + 1] == [*request.prompt, *answer], (request, rows)
 
     def accept(self, request: Request, token: int) -> str | None:
+        if token < 0:
+            assert BAD in request.prompt
+            return "error"
         said = self.tokens[request.id]
         assert token == self.says(request, len(said)), "a token went to the wrong request"
         said.append(token)
@@ -147,6 +165,15 @@ class Story(Replay):
 
     def lines(self) -> list[str]:
         return [f"{plan.step:2} | {' '.join(sorted(cells(plan)))}" for plan in self.plans]
+
+
+def rows_of(request: Request) -> list:
+    """What a prompt writes into its slot."""
+    prompt = list(request.prompt)
+    if BAD not in prompt:
+        return prompt
+    good = prompt.index(BAD)
+    return [*prompt[:good], *[NAN] * (len(prompt) - good)]
 
 
 def cells(plan: Plan) -> list[str]:
