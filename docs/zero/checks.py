@@ -1037,7 +1037,7 @@ def _() -> None:
     tale = Tale(slots=3, chunk=4, budget=4)
     tale.submit_all((6, 2), (3, 2), (3, 2))
     held = [name(request) for request in tale.sched.plan(0.0).held]
-    equal("those in prefill without a chunk", held, ["B", "C"])
+    equal("those in prefill without a chunk", held, ["C"])
     equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
 
 
@@ -1201,19 +1201,48 @@ def _() -> None:
     try_cuts([(2, 5), (11, 2)], wanted, "chunks of 4, a budget of 8", slots=2, chunk=4, budget=8)
 
 
-@check(7, "the last chunk is cut where the budget ends, and nobody overtakes")
+@check(7, "the last chunk is cut where the budget ends", "_cut, _chunks")
 def _() -> None:
     wanted = """
          1 | A[0:4] B[0:2]
          2 | A[4:6] B[2:6]
          3 | B[6:7] C[0:4] A:d
-         4 | C[4:5] B:d
-         5 | C:d
+         4 | C[4:7] A:d B:d
+         5 | A:d B:d C:d
+         6 | B:d
     """
-    asks = [(6, 2), (7, 2), (5, 2)]
+    asks = [(6, 4), (7, 4), (7, 2)]
     tale = try_cuts(asks, wanted, "chunks of 4, a budget of 6", slots=3, chunk=4, budget=6)
     held = [[name(r) for r in plan.held] for plan in tale.plans]
-    equal("who has no chunk in a step", held, [["C"], ["C"], [], [], []])
+    equal("who has no chunk in a step", held, [["C"], ["C"], [], [], [], []])
+
+
+@check(7, "a short prompt does not wait for a long one, and leaves half to the oldest", "_chunks")
+def _() -> None:
+    wanted = """
+         1 | A[0:8]
+         2 | B[0:4] A[8:12]
+         3 | B[4:6] A[12:18]
+         4 | A[18:24] B:d
+    """
+    tale = Tale(slots=2, chunk=8, budget=8)
+    tale.submit(24, 1)
+    tale.step()
+    tale.submit(6, 2)
+    tale.drawn()
+    beside(cuts(tale), timeline(wanted), "chunks of 8, a budget of 8; B comes in step 2")
+
+
+@check(7, "what the oldest cannot use is not kept for it", "_chunks")
+def _() -> None:
+    wanted = """
+         1 | C[0:4] A[0:4]
+         2 | C[4:8] A[4:8]
+         3 | C[8:9] A[8:10] B[0:5]
+         4 | B[5:12]
+    """
+    asks = [(10, 1), (12, 1), (9, 1)]
+    try_cuts(asks, wanted, "chunks of 8, a budget of 8", slots=3, chunk=8, budget=8)
 
 
 @check(7, "one whole chunk is let in, however many decode")
@@ -1246,23 +1275,6 @@ def _() -> None:
     tale = try_cuts([(64, 1), (64, 1)], wanted, "at row 64 a token costs 2", **options)
     costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
     equal("what the chunks cost", costs, [[32, 32], [32, 32], [21, 21]])
-
-
-@check(7, "a cheap prompt does not overtake a dear one")
-def _() -> None:
-    wanted = """
-         1 | A[0:32] B[0:1]
-         2 | A[32:48]
-         3 | A[48:64]
-         4 | B[1:17] C[0:1]
-         5 | B[17:33]
-         6 | B[33:48] C[1:2]
-         7 | C[2:18]
-         8 | C[18:24]
-    """
-    options = {"slots": 3, "chunk": 32, "budget": 33, "far": 1}
-    asks = [(64, 1), (48, 1), (24, 1)]
-    try_cuts(asks, wanted, "a token costs 2 from row 1 on", **options)
 
 
 @check(7, "a long prompt in chunks says what it says as a whole")

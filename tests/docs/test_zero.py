@@ -90,7 +90,7 @@ MISTAKES = [
         6, "sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"
     ),
     Mistake(6, "sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
-    Mistake(7, "sched.Scheduler._chunks", "left -= cost", "pass", "costs"),
+    Mistake(7, "sched.Scheduler._chunks", "left -= chunk.cost", "pass", "costs"),
     Mistake(
         7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "one whole chunk is let in"
     ),
@@ -124,7 +124,11 @@ MISTAKES = [
     Mistake(
         6, "sched.Scheduler.plan", "r.planned < r.max_tokens", "True", "steps planned for 2 tokens"
     ),
-    Mistake(7, "sched.Scheduler._chunks", "break", "continue", "does not overtake"),
+    Mistake(7, "sched.Scheduler._chunks", "(left + 1) // 2", "0", "leaves half to the oldest"),
+    Mistake(
+        7, "sched.Scheduler._chunks", "(left + 1) // 2", "left", "does not wait for a long one"
+    ),
+    Mistake(7, "sched.Scheduler._chunks", "kept = 0", "pass", "is cut into chunks"),
     Mistake(
         1,
         "llama.forward",
@@ -207,7 +211,7 @@ def test_the_blank_book_is_ours_but_for_the_bodies_that_are_to_be_written():
 def test_a_later_stage_can_be_begun_with():
     written = start.blank_book(first=6)
     left = [stage for text in written.values() for stage in book.blanks(text).values()]
-    assert sorted(left) == [6] * 5 + [7] + [8] * 3
+    assert sorted(left) == [6] * 5 + [7] * 2 + [8] * 3
 
 
 def test_every_function_that_is_to_be_written_has_three_hints_and_a_check():
