@@ -8,7 +8,6 @@ from parts.replay import Replay
 from policies import POLICIES
 from sched import Plan, Request, Scheduler
 
-
 BAD = -2  # a token whose row is not finite, and so is no row behind it
 NAN = None, "not finite"
 
