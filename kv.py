@@ -95,6 +95,17 @@ class Slab:
         for array in self.arrays:
             array[slot, :, start:stop] = 0
 
+    def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
+        """0 if these rows are finite in every layer, else NaN: 0 x NaN is NaN, and so is 0 x inf.
+
+        The last layer is enough. A token's key there is computed from its own keys and values in
+        all layers before, and from those of all tokens before it: if one of them is not finite, the
+        key is not.
+        """
+        k = self.k[-1][slot, :, start:stop]  # (Hkv, rows, Dh)
+        v = self.v[-1][slot, :, start:stop]
+        return (k * 0).sum() + (v * 0).sum()
+
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) each
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""

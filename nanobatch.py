@@ -200,6 +200,7 @@ class Begun(NamedTuple):
     states: list[mx.array]  # (n, D): one for each pass that asks
     logits: list[mx.array]  # (n, V)
     slots: list[int]  # whose rows of logits follow each other
+    proofs: dict[int, mx.array]  # (), by slot: of each chunk that asks for no token
     began: float
     took: float
 
@@ -216,12 +217,18 @@ class Flight(NamedTuple):
     build_s: float  # Python built the graph
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float  # Python waited for the pass before (`Runner._start`)
+    proofs: Mapping[int, mx.array] = {}  # (), by slot: 0 if the rows of a chunk are finite
+
+    @property
+    def finite(self) -> list[int]:
+        """Once the step is read: the slots of chunks that asked for no token, and are finite."""
+        return [slot for slot, proof in self.proofs.items() if proof.item() == 0]
 
     def read(self) -> tuple[list[list[int]], dict[tuple[int, int], TokenLogprob | array]]:
         """Wait for the step: the tokens by slot, and by slot and index the log probabilities that
         were asked for, or the vector."""
         # Here, in `_start` and in `_enqueue` Python waits
-        mx.eval(self.tokens, self.logprobs, self.vectors)
+        mx.eval(self.tokens, self.logprobs, self.vectors, self.proofs)
         found = {}
         for part in self.logprobs:
             for pick, logprob, top, free in part.read():
@@ -281,7 +288,8 @@ class Runner:
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         states, logits, slots = self._forward(order)
-        return Begun(order, states, logits, slots, began, took=self.clock() - began)
+        proofs = self._prove(order.prefills)
+        return Begun(order, states, logits, slots, proofs, began, took=self.clock() - began)
 
     def finish(self, begun: Begun, picks: Picks) -> Flight:
         """The second half: choose a token for each row, and start that, too."""
@@ -301,6 +309,7 @@ class Runner:
             build_s=took - self._device_s - self._wait_s,
             device_s=self._device_s,
             wait_s=self._wait_s,
+            proofs=begun.proofs,
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[mx.array], list[int]]:
@@ -341,6 +350,19 @@ class Runner:
             else:  # the states are never computed: we start what has been written
                 self._start(self.slab.written())
         return states, logits, slots
+
+    def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
+        """Are the rows of each chunk finite? Of a chunk that asks for a token, the token tells."""
+        proofs = {}
+        for prefill in prefills:
+            if not prefill.asked:
+                stop = prefill.start + len(prefill.ids)
+                proof = self.slab.proof(prefill.slot, prefill.start, stop)
+                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has heads of its own
+        if proofs:
+            self._enqueue(*proofs.values())
+            self._reading = [*self._reading, *proofs.values()]  # they read the slab, too
+        return proofs
 
     def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
@@ -687,6 +709,7 @@ class Engine:
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         said = self._ledger.output_tokens
         with self.changed:
+            self.sched.prove(plan, flight.finite)
             done = self.sched.commit(plan, tokens, accept, read)
             for request in done.ended:
                 self._ledger.retire(request.id)

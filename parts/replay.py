@@ -181,6 +181,10 @@ class Replay:
         """In place of a device: by slot, a token for each row that yields one."""
         return {member.slot: [SAID] * (1 + len(member.guess)) for member in plan.emitters}
 
+    def finite(self, plan: Plan) -> list[int]:
+        """In place of a device: the slots of the chunks that were seen to be finite."""
+        return [chunk.slot for chunk in plan.chunks if not chunk.emits]
+
     def accept(self, request: Request, token: int) -> str | None:
         """Why an answer ends with this token; None if it goes on."""
         return "stop" if request.committed >= self._tokens[request.id] else None
@@ -197,6 +201,7 @@ class Replay:
         self._look(plan.step, is_read=True)
         began = self.now
         self.now += self.seconds(plan)
+        self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
         return Ran(plan, began, self.now, done.ghosts, done.tried)
 

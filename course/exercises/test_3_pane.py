@@ -73,7 +73,7 @@ def truth(slots, max_len: int, past: bool = False) -> dict[str, int]:
 def stage() -> Stage:
     """Some requests have ended, others run."""
     stage = Stage(slots=4).load()
-    stage.session.obey("/burst 9")
+    stage.session.obey("/burst 12")
     stage.turns(60)
     assert stage.engine.sched.running and stage.state.history
     return stage

@@ -477,31 +477,42 @@ if request.prefilled:
     Stage(
         7,
         "chunks under a budget",
-        45,
+        60,
         "a long prompt no longer stops the others: L in the screen shows it",
         (
             Task(
+                "sched.Scheduler._cut",
+                """Cut the next chunk from a prompt: from `request.prefilled` on, to the prompt's end at most.
+                A token takes `price_of(start, self.far, self.chunk)` of the budget, and the chunk may
+                cost no more than `left` and than `self.chunk`; its cost is rounded up. If not even one
+                token fits, the chunk is empty: `start` is `stop`. `source` is None.""",
+                (
+                    "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
+                    "down.",
+                    "The chunk ends where the prompt does, if that comes first.",
+                    """start = request.prefilled
+price = price_of(start, self.far, self.chunk)
+stop = min(start + int(min(left, self.chunk) / price), ...)
+return Chunk(request, request.slot, start, stop, math.ceil(... * price), source=None)""",
+                ),
+            ),
+            Task(
                 "sched.Scheduler._chunks",
-                """Go through the requests in order, and cut from each prompt the next chunk: from
-                `request.prefilled` on, to the prompt's end at most. A token takes
-                `price_of(start, self.far, self.chunk)` of the budget, and a chunk may cost no more than
-                `self.chunk` and than what is left; its cost is rounded up. However little is left
-                (`left` may be below 0), there is an allowance of `self.chunk` for all of them together.
-                Where the budget ends, the last chunk is cut, and no later request overtakes.
-                Tell `self._note(request, start, stop, None)` of each chunk: it moves `prefilled`.
-                `source` is None.""",
+                """Share what is left of the budget among prompts; the first in `requests` is the oldest.
+                However little is left (`left` may be below 0), there is an allowance of `self.chunk` for
+                all of them together. The prompt with the fewest tokens left (`self._rest`) has its
+                chunk first. But those before the oldest leave half of the allowance for it, rounded
+                up, or as much as the oldest can use, if that is less. Tell `self._note(chunk)` of each
+                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
-                    "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
-                    "down. If that is less than 1, it is over: break.",
-                    """for request in requests:
-    start = request.prefilled
-    price = price_of(start, self.far, self.chunk)
-    fitting = int(min(left, self.chunk) / price)
-    if fitting < 1: break
-    stop = min(start + fitting, ...); cost = math.ceil(... * price); left -= cost
-    self._note(request, start, stop, None)
-    chunks.append(Chunk(request, request.slot, start, stop, cost, source=None))""",
+                    "What the oldest can use of half is the cost of a chunk of it, cut with half of "
+                    "`left`. When it is the oldest's turn, nothing is kept any more.",
+                    """kept = self._cut(oldest, left - left // 2).cost
+for request in sorted(requests, key=self._rest):
+    if request is oldest: kept = 0
+    chunk = self._cut(request, left - kept)
+    if it has tokens: left -= chunk.cost; self._note(chunk); chunks.append(chunk)""",
                 ),
             ),
         ),

@@ -69,7 +69,7 @@ def test_held():
     """Who is in prefill and has no chunk is held."""
     tale = Tale(slots=3, chunk=4, budget=4)
     tale.submit_all((6, 2), (3, 2), (3, 2))
-    assert [name(request) for request in tale.sched.plan(0.0).held] == ["B", "C"]
+    assert [name(request) for request in tale.sched.plan(0.0).held] == ["C"]
 
 
 @pytest.mark.about("plan")

@@ -1,4 +1,4 @@
-"""Stage 7: chunks under a budget. You write `_chunks` in sched.py.
+"""Stage 7: chunks under a budget. You write `_cut` and `_chunks` in sched.py.
 
 In the drawings, A[0:4] means rows 0 to 3 of A's prompt, and d a decode.
 """
@@ -33,18 +33,45 @@ def test_chunks():
 
 
 def test_budget():
-    """The last chunk is cut where the budget ends, and nobody overtakes."""
+    """The last chunk is cut where the budget ends."""
     tale = Tale(slots=3, chunk=4, budget=6)
-    tale.submit_all((6, 2), (7, 2), (5, 2))
+    tale.submit_all((6, 4), (7, 4), (7, 2))
     assert cuts(tale) == timeline("""
          1 | A[0:4] B[0:2]
          2 | A[4:6] B[2:6]
          3 | B[6:7] C[0:4] A:d
-         4 | C[4:5] B:d
-         5 | C:d
+         4 | C[4:7] A:d B:d
+         5 | A:d B:d C:d
+         6 | B:d
     """)
     held = [[name(request) for request in plan.held] for plan in tale.plans]
-    assert held == [["C"], ["C"], [], [], []]
+    assert held == [["C"], ["C"], [], [], [], []]
+
+
+def test_short_first():
+    """A short prompt does not wait for a long one, and leaves half to the oldest."""
+    tale = Tale(slots=2, chunk=8, budget=8)
+    tale.submit(24, 1)
+    tale.step()
+    tale.submit(6, 2)
+    assert cuts(tale) == timeline("""
+         1 | A[0:8]
+         2 | B[0:4] A[8:12]
+         3 | B[4:6] A[12:18]
+         4 | A[18:24] B:d
+    """)
+
+
+def test_nothing_is_kept_in_vain():
+    """What the oldest cannot use is not kept for it."""
+    tale = Tale(slots=3, chunk=8, budget=8)
+    tale.submit_all((10, 1), (12, 1), (9, 1))
+    assert cuts(tale) == timeline("""
+         1 | C[0:4] A[0:4]
+         2 | C[4:8] A[4:8]
+         3 | C[8:9] A[8:10] B[0:5]
+         4 | B[5:12]
+    """)
 
 
 def test_allowance():
@@ -72,22 +99,6 @@ def test_price():
     """)
     costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
     assert costs == [[32, 32], [32, 32], [21, 21]]
-
-
-def test_nobody_overtakes():
-    """A cheap prompt does not overtake a dear one: with far=1, a token costs 2 from row 1 on."""
-    tale = Tale(slots=3, chunk=32, budget=33, far=1)
-    tale.submit_all((64, 1), (48, 1), (24, 1))
-    assert cuts(tale) == timeline("""
-         1 | A[0:32] B[0:1]
-         2 | A[32:48]
-         3 | A[48:64]
-         4 | B[1:17] C[0:1]
-         5 | B[17:33]
-         6 | B[33:48] C[1:2]
-         7 | C[2:18]
-         8 | C[18:24]
-    """)
 
 
 def test_a_long_prompt():

@@ -68,7 +68,7 @@ MISTAKES = [
         6, "sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"
     ),
     Mistake(6, "sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
-    Mistake(7, "sched.Scheduler._chunks", "left -= cost", "pass", "costs"),
+    Mistake(7, "sched.Scheduler._chunks", "left -= chunk.cost", "pass", "costs"),
     Mistake(
         7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "One whole chunk is let in"
     ),
@@ -112,7 +112,11 @@ MISTAKES = [
         "True",
         "No token is planned behind the last one",
     ),
-    Mistake(7, "sched.Scheduler._chunks", "break", "continue", "does not overtake"),
+    Mistake(7, "sched.Scheduler._chunks", "(left + 1) // 2", "0", "leaves half to the oldest"),
+    Mistake(
+        7, "sched.Scheduler._chunks", "(left + 1) // 2", "left", "does not wait for a long one"
+    ),
+    Mistake(7, "sched.Scheduler._chunks", "kept = 0", "pass", "is cut into chunks"),
     Mistake(
         1,
         "llama.forward",
@@ -209,7 +213,7 @@ def test_the_blank_book_is_ours_but_for_the_bodies_that_are_to_be_written():
 def test_a_later_stage_can_be_begun_with():
     written = start.blank_book(first=6)
     left = [stage for text in written.values() for stage in overlay.blanks(text).values()]
-    assert sorted(left) == [6] * 5 + [7] + [8] * 3
+    assert sorted(left) == [6] * 5 + [7] * 2 + [8] * 3
 
 
 def about(test: Callable) -> list[str]:

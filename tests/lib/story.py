@@ -11,6 +11,7 @@ from sched import Plan, Request, Scheduler
 
 NAN = math.nan  # this object: a list contains it, though it equals nothing
 MOST_STEPS = 2_000  # a story that has not ended by then will not end
+BAD = -2  # a token whose row is not finite, and so is no row behind it
 
 
 class Story(Replay):
@@ -70,7 +71,7 @@ class Story(Replay):
 
     def says(self, request: Request, index: int) -> int:
         """A token that no other request says, and no prompt holds, unless it goes on from there."""
-        return -1 if request.id in self.fails else 1_000 * (request.id + 1) + index
+        return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
 
     def guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
         guesses = {}
@@ -109,6 +110,10 @@ class Story(Replay):
                 is_right = is_right and token == guessed
         return said
 
+    def finite(self, plan: Plan) -> list[int]:
+        good = {c.slot for c in plan.chunks if c.stop <= self.good_rows(c.request)}
+        return [slot for slot in super().finite(plan) if slot in good]
+
     def write(self, plan: Plan) -> None:
         """What the device would do. All that a sequence looks back on must have been written for
         its own tokens."""
@@ -121,14 +126,14 @@ class Story(Replay):
                 rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
             self.look_back(plan, chunk.request, chunk.slot, prompt[: chunk.start])
             new = prompt[chunk.start : chunk.stop]
-            rows[chunk.start : chunk.stop] = self.kept(chunk.request, new)
+            rows[chunk.start : chunk.stop] = self.kept(chunk.request, chunk.start, new)
         for request, slot, position, guess in plan.decodes:
             rows = self.rows[slot]
             assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
             rows[position + 1 : position + 1 + len(guess)] = guess
             count = request.planned - 1 - len(guess)
             answer = [self.says(request, index) for index in range(count)]
-            rows[position] = self.kept(request, answer)[-1]
+            rows[position] = self.kept(request, position, answer[-1:])[0]
             self.look_back(plan, request, slot, [*request.prompt, *answer])
             last = len(request.prompt) + count - 1
             assert position == last, (
@@ -136,14 +141,21 @@ class Story(Replay):
                 f"and should go into row {last}"
             )
 
-    def kept(self, request: Request, tokens: Sequence[int]) -> list[int | float]:
-        """What stands in the rows of these tokens."""
-        return [NAN] * len(tokens) if request.id in self.fails else list(tokens)
+    def good_rows(self, request: Request) -> float:
+        """How many of its first rows are finite."""
+        if request.id in self.fails:
+            return 0
+        return request.prompt.index(BAD) if BAD in request.prompt else math.inf
+
+    def kept(self, request: Request, start: int, tokens: Sequence[int]) -> list[int | float]:
+        """What the rows of these tokens hold, from row `start` on."""
+        good = self.good_rows(request)
+        return [token if start + i < good else NAN for i, token in enumerate(tokens)]
 
     def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
         """Are these the tokens in a slot's first rows, and is nowhere in it another's NaN? Attention
         multiplies the rows that it must not see by 0, but 0 x NaN is NaN."""
-        if request.id in self.fails:
+        if self.good_rows(request) < math.inf:
             return
         rows = self.rows[slot]
         who = f"step {plan.step}, {name(request)}"
