@@ -3,6 +3,7 @@
 In the drawings, A[0:4] means rows 0 to 3 of A's prompt, and d a decode.
 """
 
+import pytest
 from story import name, timeline
 
 from course.from_zero.helpers import ANSWERS, SUM, Tale, ask, new_engine, run_all
@@ -19,6 +20,7 @@ def cuts(tale: Tale) -> list[str]:
     return lines
 
 
+@pytest.mark.about("_cut", "_chunks")
 def test_chunks():
     """A prompt is cut into chunks, and the others decode next to it."""
     tale = Tale(slots=2, chunk=4, budget=8)
@@ -32,6 +34,7 @@ def test_chunks():
     """)
 
 
+@pytest.mark.about("_cut", "_chunks")
 def test_budget():
     """The last chunk is cut where the budget ends."""
     tale = Tale(slots=3, chunk=4, budget=6)
@@ -48,6 +51,7 @@ def test_budget():
     assert held == [["C"], ["C"], [], [], [], []]
 
 
+@pytest.mark.about("_chunks")
 def test_short_first():
     """A short prompt does not wait for a long one, and leaves half to the oldest."""
     tale = Tale(slots=2, chunk=8, budget=8)
@@ -62,6 +66,7 @@ def test_short_first():
     """)
 
 
+@pytest.mark.about("_chunks")
 def test_nothing_is_kept_in_vain():
     """What the oldest cannot use is not kept for it."""
     tale = Tale(slots=3, chunk=8, budget=8)
@@ -74,6 +79,7 @@ def test_nothing_is_kept_in_vain():
     """)
 
 
+@pytest.mark.about("_cut", "_chunks")
 def test_allowance():
     """One whole chunk is let in, however many decode."""
     tale = Tale(slots=4, chunk=3, budget=2)
@@ -88,6 +94,7 @@ def test_allowance():
     """)
 
 
+@pytest.mark.about("_cut", "_chunks")
 def test_price():
     """A token takes its price of the budget: with far=64, a token at row 64 costs 2."""
     tale = Tale(slots=2, chunk=32, budget=64, far=64)
@@ -101,6 +108,7 @@ def test_price():
     assert costs == [[32, 32], [32, 32], [21, 21]]
 
 
+@pytest.mark.about("_cut", "_chunks")
 def test_a_long_prompt():
     """A long prompt in chunks says what it says as a whole."""
     story = "Once there was a fox. The fox was kind, and went to the lake with a lantern. " * 8

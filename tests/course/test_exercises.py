@@ -209,4 +209,4 @@ def test_every_exercise_has_its_command_and_says_where_to_look():
 def test_the_exercises_are_no_part_of_the_suite():
     """`python -m pytest` must pass in a fresh clone, where no exercise is done."""
     text = (ROOT / "pyproject.toml").read_text()
-    assert 'testpaths = ["tests"]' in text
+    assert 'testpaths = ["tests", "course/from_zero"]' in text

@@ -15,17 +15,23 @@ SHOWN = re.compile(r"(?:\]\(|src=\"|srcset=\"|`)([\w./-]+\.(?:svg|png))")
 
 def test_every_picture_of_a_page_is_made_by_a_program():
     """Each file is named in the docstring of pictures.py, or is a plot of a benchmark that is kept."""
-    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")]
     shown = {
         (page.parent / name).resolve()
         for page in pages
         for name in SHOWN.findall(page.read_text())
         if (page.parent / name).exists()
     }
-    made = {ROOT / name for name in re.findall(r"docs/[\w/-]+\.\w{3}\b", pictures.__doc__)}
+    made = {
+        ROOT / name for name in re.findall(r"(?:docs|course)/[\w/-]+\.\w{3}\b", pictures.__doc__)
+    }
     plots = {path.with_suffix(".svg") for path in ROOT.glob("docs/bench*.json")}
     plots.add(ROOT / "docs" / "bench.svg")
-    there = {*ROOT.glob("docs/**/*.svg"), *ROOT.glob("docs/**/*.png")}
+    there = {
+        *ROOT.glob("docs/**/*.svg"),
+        *ROOT.glob("docs/**/*.png"),
+        *ROOT.glob("course/**/*.svg"),
+    }
     assert len(shown) >= 8
     assert shown <= made | plots, shown - made - plots
     assert there == {path for path in made | plots if path.exists()}, "nobody makes this one"
