@@ -6,7 +6,8 @@ moment, and their answers end at any moment. *Serial* serving answers one reques
 *Static* batching admits as many as it has slots, and admits no more until the slowest of them has
 ended. *Continuous* batching decides anew in every step: a request that has ended leaves its slot,
 the next in line takes it, and a long prompt is cut into chunks, so that the requests that are
-already decoding never wait for more than a chunk of it.
+already decoding never wait for more than a chunk of it. Prompts that are read at the same time
+share a step's budget: the shortest goes first, and the oldest keeps half.
 
     step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
        1 | A:p       B:p            d  decode: one row, one new token
@@ -28,7 +29,8 @@ one is right, too. So a step yields several tokens, and not one of them differs:
 was said until it differs from the guess. A wrong guess costs its row, which the right token writes
 over. A step with guesses is committed before the next one is planned.
 
-A slot remembers its last prompt and the answer. A new prompt that begins alike goes on from there,
+A slot remembers its last prompt and the answer, as far as the rows are proven to be finite: also
+of a prompt that was cancelled. A new prompt that begins alike goes on from there,
 or has the common rows copied from a slot that holds them. That is prefix reuse (`prefix.py`): a
 system prompt is computed once, and a chat's next message reads only what is new.
 

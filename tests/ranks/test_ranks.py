@@ -251,7 +251,7 @@ def test_orders_survive_the_wire(parts, budget):
         engine.runner.ranks = wire
         begin = engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)
-        run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
+        run_schedule(engine, random_asks(rng, 80, 100, 12, cancels=0.8, alike=0.6), rng)
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
