@@ -1,6 +1,6 @@
 """Build the wheel, look into it, and try it. A line says the wheel's name, or each thing that is wrong.
 
-    python .ci/release.py            builds dist/nanobatch-0.5.0-py3-none-any.whl
+    python .ci/release.py            builds dist/nanobatch-0.5.0-py3-none-linux_x86_64.whl
     python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
 
 `pyproject.toml` alone holds the version. The wheel must have that version, and carry what git knows,
@@ -47,14 +47,19 @@ def wrong_with_changelog(text: str, number: str, tag: str | None) -> list[str]:
 
 
 def wrong_with_wheel(wheel: Path, number: str, tracked: set[str]) -> list[str]:
+    """A wheel for one platform carries the compiled libraries, too."""
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
     carried = {name.removeprefix(FOLDER) for name in names if name.startswith(FOLDER)}
+    libraries = {name for name in carried if re.fullmatch(r"kernels/matmul_\w+\.so", name)}
+    carried -= libraries
     beside = {name for name in names if not name.startswith((FOLDER, "nanobatch-"))}
     found = [f"git knows {name}, and the wheel lacks it" for name in sorted(tracked - carried)]
     found += [f"it carries {name}, unknown to git" for name in sorted(carried - tracked)]
     found += [f"it puts {name} into site-packages" for name in beside - {"nanobatch.py"}]
+    if not libraries and not wheel.stem.endswith("-any"):
+        found.append("it is for one platform and carries no compiled library")
     if f"\nVersion: {number}\n" not in metadata:
         found.append(f"it is not of version {number}")
     return [f"{wheel.name}: {line}" for line in found]

@@ -8,7 +8,7 @@ this applies.
 
 The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers
 it. A library that is loaded *before* `mlx.core`, with its names made global, therefore takes the
-place of the slow one. Ours is `matmul.c`, which `kernels/matmul.py` compiles. Where that cannot be, OpenBLAS
+place of the slow one. Ours is `matmul.c`, which is compiled at install. Where that could not be, OpenBLAS
 takes its place: the tokens are right as before, but nothing is promised about their last bits. So
 this module must come first: every file of ours takes its `mx` from `mlx.py`, which asks here, and
 no other file has to think of it.
