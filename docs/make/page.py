@@ -185,6 +185,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
 
 def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
     """The page of files that anybody may have written: a seal is no proof of their shape."""
+    addresses()  # what is wrong with these is no fault of a recording
     try:
         return make(recordings, talk=talk)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:

@@ -276,7 +276,7 @@ def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A copy of what `ask.py` needs."""
-    for name in ("kernels", "parts", "demo/model"):
+    for name in ("kernels", "parts", "course", "demo/model"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):

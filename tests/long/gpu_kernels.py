@@ -1,7 +1,7 @@
 """How many operations has the graph of a decode step on a GPU? Counted for us and for mlx-lm, on
 any machine.
 
-    python tests/long/kernels.py
+    python tests/long/gpu_kernels.py
 
 A step of a few tokens takes the time to read the weights, and some microseconds for each kernel.
 The step's graph tells how many operations there are, without a GPU. Each node that computes is one,
