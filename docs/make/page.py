@@ -122,10 +122,12 @@ def read(path: str) -> dict:
 
 
 def record_demo() -> dict:
-    """A race of the demo model, in a process of its own."""
+    """A race of the demo model, in a process of its own. Without draft tokens, since when those are
+    tried depends on the clock, and readers of the page plan each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
-        command = [sys.executable, "tui.py", "--plain", "--script", "race24", "--record", file]
+        command = [sys.executable, "tui.py", "--plain", "--guesses", "0", "--script", "race24"]
+        command += ["--record", file]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         return read(file)
 

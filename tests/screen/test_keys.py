@@ -312,7 +312,7 @@ def test_the_charts_cover_the_same_time():
     rate, batch = (
         plain(drawn(draw, stage.state, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
     )
-    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.31", "s", "0", "s"]
     assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, (
         "the same moment stood in other columns"
     )
@@ -811,8 +811,8 @@ def test_cancelling_what_is_not_there_says_so():
 def test_set_alone_prints_the_settings():
     """It said "set "."""
     stage = Stage().load()
-    assert stage.session.obey("/set") == "temperature=0 max=320 seed=none burst=12 rate=2"
-    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=0")
+    assert stage.session.obey("/set") == "temperature=default max=320 seed=none burst=12 rate=2"
+    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=default")
 
 
 def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
@@ -846,7 +846,7 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
 
     async def scenario(it):
         await it.press("e", turns=0)
-        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=0")
+        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=default")
         await it.press("escape", turns=0)
         assert it.app.query_one(app.PromptBox).value == "" and it.app.focused is None
         await it.press("i", *"draft", "escape", turns=0)
