@@ -312,7 +312,7 @@ def test_the_charts_cover_the_same_time():
     rate, batch = (
         plain(drawn(draw, stage.state, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
     )
-    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.31", "s", "0", "s"]
     assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, (
         "the same moment stood in other columns"
     )
