@@ -8,6 +8,7 @@ are, how many kernels a GPU makes of them, or that those do what MLX says.
 from functools import partial
 from unittest import mock
 
+import gpu_kernels
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from harness import random_asks, run_schedule
 from parity import CONFIGS, LLAMA3, compare, whole
 from soak import soak
 
-import gpu_kernels
 import kv
 import llama
 from kv import Slab, Window

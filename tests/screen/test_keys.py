@@ -812,7 +812,9 @@ def test_set_alone_prints_the_settings():
     """It said "set "."""
     stage = Stage().load()
     assert stage.session.obey("/set") == "temperature=default max=320 seed=none burst=12 rate=2"
-    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=default")
+    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith(
+        "set temperature=default"
+    )
 
 
 def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():

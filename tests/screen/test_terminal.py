@@ -233,13 +233,11 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
-@pytest.mark.parametrize("given", ["< /dev/null", "<&-"])
-def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model, given):
-    """Eight prompts of its own were answered, on any model, however slow; a closed input was a
-    traceback."""
-    words = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
-    command = ["sh", "-c", f'exec "$@" {given}', "sh", *words]
-    done = subprocess.run(command, capture_output=True, timeout=120, cwd="/")
+def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model):
+    """Eight prompts of its own were answered, on any model, however slow."""
+    command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, stdin=nothing, capture_output=True, timeout=120, cwd="/")
     assert done.returncode == 2 and b" waits: " not in done.stdout
     (line,) = done.stderr.decode().splitlines()
     assert (
