@@ -55,8 +55,8 @@ def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_
 
 
 def test_a_step_says_who_did_what_and_what_it_cost(parts):
-    """Chunks of 32 and a budget of 40: A decodes while 32 of B's 70 tokens go in. C's chunk is cut
-    to the 7 that are left, D waits in its slot for its turn, and E in line."""
+    """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
+    the oldest, keeps 20. E waits in line."""
     with Engine(
         *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
     ) as engine:
@@ -70,9 +70,10 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
         assert (
             step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
         )
-        assert step.prefill == ((b.request.slot, b.id, 0, 32), (c.request.slot, c.id, 0, 7))
-        assert step.decode == ((a.request.slot, a.id),) and step.held == ((d.request.slot, d.id),)
-        assert (step.tokens, step.cost) == (1, 40)
+        chunks = [(h.request.slot, h.id, 0, stop) for h, stop in ((d, 6), (c, 13), (b, 20))]
+        assert step.prefill == tuple(chunks)
+        assert step.decode == ((a.request.slot, a.id),) and step.held == ()
+        assert (step.tokens, step.cost) == (2, 40)
         assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
         settle(engine)
         assert e.result().finish_reason == "length"

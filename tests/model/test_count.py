@@ -197,7 +197,7 @@ def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, chang
             seen["silent"] += not asked_of(step)
             seen["both"] += bool(step.prefill and step.decode)
             seen["ghosts"] += len(step.ghosts)
-    assert seen["steps"] > 15 and seen["silent"] > 2 and seen["ghosts"] >= 1, seen
+    assert seen["steps"] > 15 and seen["silent"] >= 2 and seen["ghosts"] >= 1, seen
     assert slots == 1 or seen["both"] > 2, seen
 
 
@@ -219,7 +219,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
     ) as engine:
-        for length in (70, 5, 40):
+        for length in (200, 5, 40):
             engine.submit(prompt(length), Sampling(max_tokens=4, ignore_eos=True))
         seen = Counter()
         engine.run_ahead = False
