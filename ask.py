@@ -14,11 +14,8 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import sys
@@ -26,11 +23,12 @@ from dataclasses import fields
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
 from parts import dialogue
-from parts.api.settings import GRAMMAR
+from parts.api.settings import ADVICE, GRAMMAR
 from parts.checks import one_line, printable
 from parts.files import read_some
 from parts.model import find
 from parts.program import say
+from parts.terminal import StatusLine, WordWrap, wait_for_text
 from parts.text.speech import Speech
 
 
@@ -50,25 +48,23 @@ def options() -> program.CommandLine:
     add("--raw", action="store_true", help=plain)
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
     parser.add_engine(POLICIES, "one for each prompt, up to 8", "1024, or what fits")
-    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    advice = "(default: as generation_config.json advises"
+    add("--temperature", type=float, help=f"0 is greedy {advice}, else 0)")
     add(
         "--top-p",
         type=float,
-        default=1.0,
-        help="keep the likeliest tokens that reach this probability together",
+        help=f"keep the likeliest tokens that reach this probability together {advice})",
     )
-    add("--top-k", type=int, default=0, help="keep the k likeliest tokens")
+    add("--top-k", type=int, help=f"keep the k likeliest tokens {advice})")
     add(
         "--min-p",
         type=float,
-        default=0.0,
-        help="keep tokens at least this fraction as likely as the likeliest",
+        help=f"keep tokens at least this fraction as likely as the likeliest {advice})",
     )
     add(
         "--repetition-penalty",
         type=float,
-        default=1.0,
-        help="above 1, recent tokens become less likely",
+        help=f"above 1, recent tokens become less likely {advice})",
     )
     add("--seed", type=int, help="the same seed gives the same tokens")
     add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
@@ -101,14 +97,17 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = args.slots or (1 if talks else min(len(prompts), 8))
-        sampling = Sampling(
-            **{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
-        )
+        asked = {f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
+        for name in ADVICE:
+            if asked[name] is None:  # left to the model
+                del asked[name]
+        Sampling(**asked)  # a mistake is told before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
                 return engine.follow()
+            sampling = Sampling(**engine.text.advice | asked)
             if talks:
                 return dialogue.begin(engine, sampling, prompts)
             for prompt in prompts:
@@ -147,9 +146,12 @@ def show_models() -> int:
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    speech = text.speech if sys.stdout.isatty() else Speech()
-    for _, shown in dialogue.spoken(handle, speech):
-        print(shown, end="", flush=True)
+    width = dialogue.columns()
+    wrap = WordWrap(width) if width else None
+    wait_for_text(handle, StatusLine().show)
+    for _, shown in dialogue.spoken(handle, text.speech if width else Speech()):
+        print(wrap.push(shown) if wrap else shown, end="", flush=True)
+    print(wrap.flush() if wrap else "", end="")
     result = handle.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"

@@ -1,66 +1,52 @@
-"""The benchmark: what does nanobatch do in a second, and where does the second go?
+"""The benchmark: how fast is nanobatch, and what does it spend its time on?
 
-The question. An engine has several speeds. A user feels the time to the first token (TTFT) and the
-gaps between the next ones; the owner of the machine counts the tokens of all users. Both depend on
-how many requests there are, and when they come. (Here, a row is one sequence of the batch.)
+An engine has several speeds. A user feels the time to the first token (TTFT) and the gaps between
+tokens; the owner of the machine counts the tokens of all users. Both depend on how many requests
+there are, and when they arrive. (Here, a row is one sequence of the batch.)
 
     decode    B rows decode, and nothing else happens: how fast is a step?
-    closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
-    open      prompts come at random times, however many are waiting: from which load on does the line grow for ever?
-    steps     one decode step taken apart, beside the time that the machine would need at best
+    closed    c users, each of whom sends a prompt when the last answer has ended
+    open      prompts arrive at random times, however many are waiting: at which load does the queue grow without end?
+    steps     one decode step taken apart, and the time that the machine needs for it at best (roofline)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
-    chat      a conversation's fifth turn: how long does it take to read what was said before, if a slot remembers it?
-    idle      one request runs: how much longer are its steps in an engine of 32 slots than in an engine of one?
-    growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
-    sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
-    guesses   answers that are dictated, in which much has stood before or little: what do guesses gain, or cost?
-    busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
-    door      the same prompts by `generate`, through HTTP, and beside one who watches: what does the door cost?
-    screen    a burst without the screen and with it: what does the screen cost?
-    fair      one client's 20 prompts come among another's 100: how many steps does each policy let them wait?
-    same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
+    chat      the fifth turn of a conversation: what does the prefix cache save?
+    guesses   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
+    same      how many of a peer's tokens equal ours: a peer that computes something else is no peer
 
-How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can
-do. Each of them has a column, and its figures have their ratio to ours:
+`--vs` measures others, too, in all parts that they can do. Each has a column, and its figures have
+their ratio to ours:
 
-    --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`measure/peers.py`)
-    --vs llama.cpp         with products of its own, and a thread for each core
-    --vs ../before         another checkout of nanobatch, on the BLAS that it chooses: is the new version faster?
+    --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`benchmarks/peers.py`)
+    --vs llama.cpp         with its own products, and a thread for each core
+    --vs ../before         another checkout of nanobatch: is the new version faster?
+    --vs mine              a folder with chapters of the core, such as a student's
     --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
     --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas
-    --vs mlx-lm@off        as it is installed, on the slow BLAS that MLX's wheel for Linux brings
+    --vs mlx-lm@off        mlx-lm on the BLAS of MLX's wheel for Linux, which is slow
     --vs mlx-lm,llama.cpp  several
 
-This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights
-in the same precision; of packed ones llama.cpp makes its own form (`GGUF_FORMS` in
-`measure/peers.py`). All get the same prompts at the same times, answer greedily, and never stop
-early. One loop (`drive`) talks to all engines in the same words. Each sample has a process of its
-own, so it inherits no other sample's memory, caches or threads; it warms up on a burst of the same
-shapes. Columns take turns (A B, B A, A B), so a machine that slows down slows all of them. A table
-shows the median of the samples, and in brackets the lowest and the highest. One thing differs:
-nanobatch turns its tokens into text on the way, while a peer leaves that to its caller. Nothing is
-guessed, since peers guess nothing; `--guesses auto` is for comparing with oneself.
+How the comparison is fair. All have the same weights in the same precision; of packed ones llama.cpp
+gets its own format. All get the same prompts at the same times, answer greedily, and never stop
+early. One loop (`drive` in `benchmarks/driver.py`) sends requests to all engines. Each sample has a
+process of its own, and warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so
+a machine that slows down slows all of them. A table shows the median of the samples, and in brackets
+the lowest and the highest. One thing differs: nanobatch turns its tokens into text, a peer leaves that
+to its caller. Nothing is drafted, because the peers draft nothing, unless `--guesses auto` says so.
 
 A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the
-prompt was due, not when a busy loop got round to sending it; otherwise a slow engine would make its
-own examination easier.
+prompt was due, and not when a busy loop got round to sending it. Otherwise a slow engine would be
+measured more kindly.
 
     python bench.py                                          about a minute, on the demo model
     python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json
     python bench.py --from run.json                          the tables again; nothing is measured
     python docs/make/plot.py run.json run.svg                `decode` and `open` as curves
-
-Read `drive` in `measure/sample.py` first, then `Sample`. Where next: `sched.py`, whose three
-policies `open` compares, and `Engine.step` in `nanobatch.py`, whose stages `steps` measures.
 """
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import json
@@ -73,8 +59,10 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-from measure.peers import PEERS, make_gguf, obstacle
-from measure.plan import (
+from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample
+from benchmarks.peers import PEERS, make_gguf, obstacle
+from benchmarks.plan import (
+    OF_ANY_CLOCK,
     PARTS,
     ROWS,
     SHAPES,
@@ -84,8 +72,7 @@ from measure.plan import (
     our_column,
     read_rivals,
 )
-from measure.report import load_data, show
-from measure.sample import Failure, describe_machine, take_all, take_sample
+from benchmarks.report import load_data, show
 from parts.checks import one_line, read_whole, shown
 from parts.files import check_writable, write_whole
 from parts.model.config import read_config
@@ -110,18 +97,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--policy",
         default=DEFAULT,
         choices=POLICIES,
-        help="for all parts but open and fair, which compare them",
+        help="for all parts but open, which compares them",
     )
     add("--guesses", default="0", metavar="N", help="as in `ask` (default: 0, as in peers)")
-    add(
-        "--rows",
-        default="1,4,8,16",
-        help="rows of decode, users of closed and door (default: 1,4,8,16)",
-    )
+    add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     whole = parser.add_whole
     whole("--prompt", 1, 100_000, "tokens of a prompt (default: 128)", default=128)
     whole("--output", 2, 100_000, "tokens of an answer (default: 64)", default=64)
     whole("--samples", 1, 100_000, "processes for each figure (default: 3)", default=3)
+    add(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="'processor': seconds are processor time of all threads, for a busy machine",
+    )
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
     add(
         "--from",
@@ -148,7 +137,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What stands in the way of measuring is said before anything is measured."""
+    """Raise ValueError for what cannot be measured, before anything is."""
     if args.bits != 32 and not args.shape:
         raise ValueError(f"--bits {args.bits} is for --shape; a model has the bits that it has")
     if args.model is not None and args.shape:
@@ -158,15 +147,17 @@ def check(args: argparse.Namespace) -> None:
         if part not in PARTS:
             words = f"--parts: {shown(part)} is no part"
             raise ValueError(f"{words}; choose among {','.join(PARTS)}")
+        if args.clock != "wall" and part not in OF_ANY_CLOCK:
+            words = f"--clock {args.clock} is for {' and '.join(OF_ANY_CLOCK)}"
+            raise ValueError(f"{words}; leave {part} out of --parts")
     peers = [rival.engine for rival in args.rivals if rival.engine in PEERS]
     for peer in peers:
         if why := obstacle(peer):
             raise ValueError(f"{why}; leave out --vs {peer}")
     if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    alone = [part for part in ("idle", "door", "screen") if part in args.parts]
-    if program.backend() and (args.rivals or alone):
-        raise ValueError(f"ranks measure one engine; leave out {alone[0] if alone else '--vs'}")
+    if program.backend() and args.rivals:
+        raise ValueError("ranks measure one engine; leave out --vs")
 
 
 def measure_all(args: argparse.Namespace) -> dict:
@@ -193,6 +184,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             rows=ROWS,
             prompt=args.prompt,
             output=args.output,
+            clock=args.clock,
         )
         ours = our_column(args.policy, args.guesses)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
@@ -205,8 +197,8 @@ def measure_all(args: argparse.Namespace) -> dict:
 
 
 def progress(total: int) -> Callable[[str], None]:
-    """A function that is told before each sample what the sample measures, and says so on standard
-    error: a line a sample, and on a terminal the newest in place of the last one."""
+    """A function that is called before each sample with what it measures. It writes a line to standard
+    error; on a terminal each line replaces the one before."""
     began = time.perf_counter()
     number = count(1)
     is_terminal = sys.stderr.isatty()

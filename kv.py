@@ -95,6 +95,17 @@ class Slab:
         for array in self.arrays:
             array[slot, :, start:stop] = 0
 
+    def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
+        """0 if these rows are finite in every layer, else NaN: 0 x NaN is NaN, and so is 0 x inf.
+
+        The last layer is enough. A token's key there is computed from its own keys and values in
+        all layers before, and from those of all tokens before it: if one of them is not finite, the
+        key is not.
+        """
+        k = self.k[-1][slot, :, start:stop]  # (Hkv, rows, Dh)
+        v = self.v[-1][slot, :, start:stop]
+        return (k * 0).sum() + (v * 0).sum()
+
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) each
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""
@@ -146,10 +157,13 @@ class Window:
         L: int,
     ):
         # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
-        # there.
-        assert len(slots) == len(starts) == len(set(slots)), (slots, starts, L)
-        assert all(0 <= slot < slab.slots for slot in slots), slots
-        assert all(0 <= start <= slab.length - L for start in starts), (starts, L)
+        # there. So these are no asserts, which `python -O` removes.
+        if not len(slots) == len(starts) == len(set(slots)):
+            raise IndexError(f"{len(starts)} starts for slots {slots}, which must differ")
+        if not all(0 <= slot < slab.slots for slot in slots):
+            raise IndexError(f"slots {slots} of a slab with {slab.slots}")
+        if not all(0 <= start <= slab.length - L for start in starts):
+            raise IndexError(f"{L} rows from {starts} in slots of {slab.length} rows")
         self.slab = slab
         self.slots = slots
         self.starts = starts
@@ -216,7 +230,7 @@ class Window:
         Neighbours whose lengths fall into the same bucket share one product, and read as far as the
         longest of them. If all sequences did, the short ones would wait for the longest. How far a
         sequence reads does not show in its numbers: the rows that it must not see have the weight
-        0, and in a product of our own (`rows.c`) adding 0 changes no sum.
+        0, and in a product of our own (`matmul.c`) adding 0 changes no sum.
         """
         if span not in self._looks:
             self._looks[span] = list(self._make_looks(span, mask_of))

@@ -200,6 +200,7 @@ class Begun(NamedTuple):
     states: list[mx.array]  # (n, D): one for each pass that asks
     logits: list[mx.array]  # (n, V)
     slots: list[int]  # whose rows of logits follow each other
+    proofs: dict[int, mx.array]  # (), by slot: of each chunk that asks for no token
     began: float
     took: float
 
@@ -216,12 +217,18 @@ class Flight(NamedTuple):
     build_s: float  # Python built the graph
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float  # Python waited for the pass before (`Runner._start`)
+    proofs: Mapping[int, mx.array] = {}  # (), by slot: 0 if the rows of a chunk are finite
+
+    @property
+    def finite(self) -> list[int]:
+        """Once the step is read: the slots of chunks that asked for no token, and are finite."""
+        return [slot for slot, proof in self.proofs.items() if proof.item() == 0]
 
     def read(self) -> tuple[list[list[int]], dict[tuple[int, int], TokenLogprob | array]]:
         """Wait for the step: the tokens by slot, and by slot and index the log probabilities that
         were asked for, or the vector."""
         # Here, in `_start` and in `_enqueue` Python waits
-        mx.eval(self.tokens, self.logprobs, self.vectors)
+        mx.eval(self.tokens, self.logprobs, self.vectors, self.proofs)
         found = {}
         for part in self.logprobs:
             for pick, logprob, top, free in part.read():
@@ -281,7 +288,8 @@ class Runner:
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         states, logits, slots = self._forward(order)
-        return Begun(order, states, logits, slots, began, took=self.clock() - began)
+        proofs = self._prove(order.prefills)
+        return Begun(order, states, logits, slots, proofs, began, took=self.clock() - began)
 
     def finish(self, begun: Begun, picks: Picks) -> Flight:
         """The second half: choose a token for each row, and start that, too."""
@@ -301,6 +309,7 @@ class Runner:
             build_s=took - self._device_s - self._wait_s,
             device_s=self._device_s,
             wait_s=self._wait_s,
+            proofs=begun.proofs,
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[mx.array], list[int]]:
@@ -341,6 +350,19 @@ class Runner:
             else:  # the states are never computed: we start what has been written
                 self._start(self.slab.written())
         return states, logits, slots
+
+    def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
+        """Are the rows of each chunk finite? Of a chunk that asks for a token, the token tells."""
+        proofs = {}
+        for prefill in prefills:
+            if not prefill.asked:
+                stop = prefill.start + len(prefill.ids)
+                proof = self.slab.proof(prefill.slot, prefill.start, stop)
+                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has heads of its own
+        if proofs:
+            self._enqueue(*proofs.values())
+            self._reading = [*self._reading, *proofs.values()]  # they read the slab, too
+        return proofs
 
     def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
@@ -442,9 +464,9 @@ class Engine:
     it is, no token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
     `exact` says whether a request's logits have the same bits beside any neighbours.
-    `on_commit` is yours to set: a function that is called after each commit, and after each end
-    from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
-    anything but wait in a loop's own thread.
+    `on_commit` is yours to set: a function that is called after each commit with tokens, and after
+    each end from elsewhere (cancel, close, a failed step), with the handles that have new output. No
+    lock is held then, so the function may do anything but wait in a loop's own thread.
     """
 
     def __init__(
@@ -479,8 +501,7 @@ class Engine:
         self.ranks = model.ranks
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
-        self.on_commit: Callable[[], None] | None = None
-        self._has_news = False  # something was committed, or has ended, since the last `on_commit`
+        self.on_commit: Callable[[list[Handle]], None] | None = None
         self._ledger = Ledger(model.view)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
@@ -535,7 +556,7 @@ class Engine:
         source = Source(str(model), dtype, report or (lambda stage: None), options)
         checked = source.check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
-        engine._source = source
+        engine._source = checked.source
         return engine
 
     # --- submit -> plan -> run -> commit
@@ -548,6 +569,7 @@ class Engine:
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        ends: Callable[[str], bool] | None = None,
         reuse: bool = True,
         guesses: bool = True,
     ) -> Handle:
@@ -557,6 +579,7 @@ class Engine:
         `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: it is shown to those who watch.
         `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
+        `ends`: is called with each piece of the answer, and says whether it is the last one.
         `reuse`: whether it may take over the rows of others, and give its own.
         `guesses`: whether its tokens may be guessed, as the engine guesses.
         """
@@ -583,7 +606,7 @@ class Engine:
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), reuse, client)
             request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
-            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
+            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
             self.changed.notify_all()
@@ -686,6 +709,7 @@ class Engine:
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         said = self._ledger.output_tokens
         with self.changed:
+            self.sched.prove(plan, flight.finite)
             done = self.sched.commit(plan, tokens, accept, read)
             for request in done.ended:
                 self._ledger.retire(request.id)
@@ -704,7 +728,6 @@ class Engine:
             )
             self._ledger.record(view)
             self.guesser.learn(plan, read)
-            self._has_news = True
             self.changed.notify_all()
         self._flights.popleft()
 
@@ -720,18 +743,17 @@ class Engine:
             self._tell()
 
     def _tell(self) -> None:
-        """Call `on_commit`, if there is news since its last call. No lock is held here.
+        """Call `on_commit` with the handles that have new output, if any. No lock is held here.
 
         What the function raises is noted, and disturbs no request. Ctrl-C goes to the program.
         """
         with self.changed:
-            has_news = self._has_news
-            self._has_news = False
+            news = self._ledger.take_news()
         on_commit = self.on_commit
-        if on_commit is None or not has_news:
+        if on_commit is None or not news:
             return
         try:
-            on_commit()
+            on_commit(news)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -794,7 +816,6 @@ class Engine:
                 show_fault(f"the last text of request {handle.id} is lost", fault)
             self.sched.finish(handle.request, reason, self.clock())
         self._ledger.retire(handle.id)
-        self._has_news = True
         self.changed.notify_all()
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
@@ -991,7 +1012,7 @@ class Engine:
             self._let_go(is_reloading=True)
             try:
                 self._take(checked)
-                self._source = source
+                self._source = checked.source
             except BaseException:
                 self._come_back()
                 raise
@@ -1032,7 +1053,7 @@ class Engine:
     def _come_back(self) -> None:
         """Read the same model again, for a slab of the same sizes."""
         source = self._source._replace(asked=self._sizes._asdict())
-        self._take(source.check(0, self.model.config, self.text))
+        self._take(source.check(text=self.text))
 
     def _take(self, checked: Checked) -> None:
         """Read what has been checked, and serve it from here on."""

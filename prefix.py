@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -64,7 +64,8 @@ class Prefixes:
         self.segment = segment
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the slot unused for longest stands first
-        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of the rows, or more
+        self.clients = [""] * slots  # by slot: whose prompt it holds
+        self._trails = [Trail()] * slots  # by slot: the text of these rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
         self._root = Node()
         # (a node, the tokens of the next segment) -> the next node. The
@@ -99,15 +100,16 @@ class Prefixes:
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
         among = set(slots)
-        usable = trail.nodes[: (len(trail.tokens) - 1) // self.segment]
+        nodes = trail.nodes
+        usable = min(len(nodes), (len(trail.tokens) - 1) // self.segment)
         # A slot that holds a node holds all before it, so the last common one is found by halving.
-        count = bisect_left(usable, True, key=lambda node: among.isdisjoint(node.slots))
+        count = bisect_left(nodes, True, hi=usable, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
             return 0, None
         most = 0
         best = None
         for slot in slots:
-            if slot in usable[count - 1].slots:
+            if slot in nodes[count - 1].slots:
                 rows = self._common(trail.tokens, slot, count * self.segment)
                 if rows > most:
                     most = rows
@@ -116,7 +118,7 @@ class Prefixes:
 
     def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
         """How many rows a prompt and a slot have in common, if the first `rows` are known to be."""
-        tokens = self._tokens[slot]
+        tokens = self._trails[slot].tokens
         limit = min(self.rows[slot], len(prompt) - 1)
         while rows < limit and prompt[rows] == tokens[rows]:
             rows += 1
@@ -154,37 +156,55 @@ class Prefixes:
             return near, None
         return most, source
 
-    def begin_alike(self, one: Trail, other: Trail, rows: int) -> bool:
-        """Do two prompts begin with the same `rows` rows, as far as whole segments tell?"""
+    def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
+        """Does a prompt begin with the same `rows` rows as one of the others, as far as whole
+        segments tell?"""
         n = rows // self.segment
         assert n > 0, (rows, self.segment)
-        if n * self.segment >= len(one.tokens) or n > min(len(one.nodes), len(other.nodes)):
+        if n * self.segment >= len(one.tokens) or n > len(one.nodes):
             return False
-        return one.nodes[n - 1] is other.nodes[n - 1]
+        node = one.nodes[n - 1]
+        return any(node in other.nodes[n - 1 : n] for other in others)
 
-    def begin(self, slot: int, source: int | None) -> None:
-        """The slot gets a new prompt. `source`: the slot to copy the first rows from."""
+    def begin(self, slot: int, source: int | None, rows: int = 0, client: str = "") -> int:
+        """The slot gets a new prompt. `source`: the slot to copy the first rows from.
+
+        Returns how many of these rows the client may be told of: none that another one wrote, since
+        that would confirm a guess at the other's prompt.
+        """
+        is_own = self.clients[slot if source is None else source] == client
+        self.clients[slot] = client
         self.forget(slot)
         if source is not None:
             self.use(source)
+        return rows if is_own else 0
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
-        """The slot's first `rows` rows are those of this prompt. (Some it may have held before.)"""
+        """The slot holds the first `rows` rows of this text, of which it may have held some before,
+        and no others."""
         known = self._nodes[slot]
-        for node in trail.nodes[len(known) : rows // self.segment]:
+        count = rows // self.segment
+        for node in known[count:]:
+            node.slots.discard(slot)
+        del known[count:]
+        for node in trail.nodes[len(known) : count]:
             node.slots.add(slot)
             known.append(node)
-        self._tokens[slot] = trail.tokens
+        self._trails[slot] = trail
         self.rows[slot] = rows
 
-    def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
-        """Behind this prompt, the slot holds the rows of these tokens of its answer."""
-        tokens = [*trail.tokens, *answer]
-        rest = tokens[len(trail.nodes) * self.segment :]
-        last = trail.nodes[-1] if trail.nodes else self._root
-        longer = self._walk(rest, last)
-        whole = Trail(tokens, [*trail.nodes, *longer])
-        self.hold(slot, whole, len(tokens))
+    def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int], rows: int) -> None:
+        """The slot holds the first `rows` rows of this prompt and what was answered."""
+        if answer:
+            tokens = [*trail.tokens, *answer]
+            rest = tokens[len(trail.nodes) * self.segment :]
+            last = trail.nodes[-1] if trail.nodes else self._root
+            trail = Trail(tokens, [*trail.nodes, *self._walk(rest, last)])
+        self.hold(slot, trail, rows)
+
+    def is_held_by(self, slot: int, trail: Trail) -> bool:
+        """Are this slot's rows those of this very prompt, and not of another one like it?"""
+        return self._trails[slot] is trail
 
     def use(self, slot: int) -> None:
         """The slot was used just now: of all slots, this one is written over last."""
@@ -193,11 +213,7 @@ class Prefixes:
 
     def forget(self, slot: int) -> None:
         """What was noted of this slot no longer counts."""
-        for node in self._nodes[slot]:
-            node.slots.discard(slot)
-        self._nodes[slot] = []
-        self._tokens[slot] = ()
-        self.rows[slot] = 0
+        self.hold(slot, Trail(), 0)
 
     def clear(self) -> None:
         """No slot remembers anything, and none was used before another."""

@@ -6,7 +6,8 @@ moment, and their answers end at any moment. *Serial* serving answers one reques
 *Static* batching admits as many as it has slots, and admits no more until the slowest of them has
 ended. *Continuous* batching decides anew in every step: a request that has ended leaves its slot,
 the next in line takes it, and a long prompt is cut into chunks, so that the requests that are
-already decoding never wait for more than a chunk of it.
+already decoding never wait for more than a chunk of it. Prompts that are read at the same time
+share a step's budget: the shortest goes first, and the oldest keeps half.
 
     step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
        1 | A:p       B:p            d  decode: one row, one new token
@@ -28,7 +29,8 @@ one is right, too. So a step yields several tokens, and not one of them differs:
 was said until it differs from the guess. A wrong guess costs its row, which the right token writes
 over. A step with guesses is committed before the next one is planned.
 
-A slot remembers its last prompt and the answer. A new prompt that begins alike goes on from there,
+A slot remembers its last prompt and the answer, as far as the rows are proven to be finite: also
+of a prompt that was cancelled. A new prompt that begins alike goes on from there,
 or has the common rows copied from a slot that holds them. That is prefix reuse (`prefix.py`): a
 system prompt is computed once, and a chat's next message reads only what is new.
 
@@ -45,7 +47,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -75,7 +77,9 @@ class Request:
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
     reused: int = 0  # prompt tokens with rows taken over
+    own: int = 0  # of these, the tokens whose rows came from its own client
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
+    proven: int = 0  # rows of its slot, from the first on, that are known to be finite
     planned: int = 0  # output tokens of all planned steps, the guesses of the newest included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
     guessed: int = 0  # so many tokens were guessed so far
@@ -87,6 +91,39 @@ class Request:
     @property
     def committed(self) -> int:
         return len(self.answer)
+
+    def take(self, token: int) -> None:
+        """Add a token to the answer. It proves that all rows before it are finite.
+
+        -1: the logits were not finite. Some row is to blame, so none is trusted any more.
+        """
+        if token < 0:
+            self.proven = 0
+            return
+        self.answer.append(token)
+        self.proven = len(self.prompt) + self.committed - 1
+
+    def settle(self, guessed: int, right: int) -> None:
+        """All tokens of a step with a guess have been read: none is planned any more."""
+        self.guessed += guessed
+        self.right += right
+        self.planned = self.committed
+
+    def requeue(self) -> None:
+        """Back to the line: the slab is new. A request that has yielded a token cannot go back."""
+        assert self.committed == 0, self
+        self.slot = self.admitted = None
+        self.policy = ""
+        self.reused = self.prefilled = self.proven = self.planned = 0
+
+    def check(self) -> None:
+        """Assert the invariants of a request in a slot."""
+        assert self.finish_reason is None, self
+        assert 0 <= self.reused <= self.prefilled <= len(self.prompt), self
+        assert 0 <= self.committed <= self.planned <= self.max_tokens, self
+        assert self.planned <= self.committed + 2 or self.guessed, self
+        assert self.planned == 0 or self.prefilled == len(self.prompt), self
+        assert 0 <= self.proven <= self.prefilled + self.committed, self
 
     @property
     def next_row(self) -> int:
@@ -315,10 +352,8 @@ class Scheduler:
         guesses = self.guess(decoding, left)
         decodes = [Decode(r, r.slot, r.next_row, guesses.get(r.id, ())) for r in decoding]
         self.steps += 1
-        scrubs = []
-        for r in running:
-            if r.slot in self._to_scrub:
-                scrubs.append((r.slot, *self._to_scrub.pop(r.slot)))
+        dirty = [r.slot for r in running if r.prefilled and r.slot in self._to_scrub]
+        scrubs = [(slot, *self._to_scrub.pop(slot)) for slot in dirty]
         chunked = {chunk.request.id for chunk in chunks}
         plan = Plan(
             step=self.steps,
@@ -362,53 +397,87 @@ class Scheduler:
         """The requests in slots whose prompts are not read to their ends, the oldest first."""
         return [r for r in self.running.values() if r.phase == "prefill"]
 
-    def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
-        """Cut prompts into chunks, oldest first, until the rest of the step's budget is spent.
+    def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
+        """Share the rest of the step's budget among prompts, given oldest first.
 
-        A long prompt makes its neighbours wait for one chunk at a time, and short prompts share a
-        step. The last chunk of a step is cut where the budget ends. But one whole chunk is always
-        let in: however many rows decode, some prompt moves on in every step. So no request starves,
-        and no step costs more than max(budget, decoding rows + chunk).
+        The prompt with the fewest tokens left goes first, so a short prompt does not wait for a
+        long one. But half is kept for the oldest, as far as the oldest can use it. So the oldest
+        moves on in every step. Each prompt is the oldest in the end, and none starves.
+
+            step | budget 8 for L, a prompt of 24 tokens, and S, of 6, which comes in step 2
+               1 | L[0:8]
+               2 | S[0:4] L[8:12]
+               3 | S[4:6] L[12:18]
+               4 | L[18:24]
+
+        Where the budget ends, a chunk is cut. However many rows decode, there is enough for one
+        whole chunk. So no step costs more than max(budget, decoding rows + chunk).
+
+        A new prompt waits while another one is read that begins alike, if it could take over a
+        chunk or more. So of eight prompts that arrive together and begin alike, the oldest writes
+        the common part, and seven copy the rows.
         """
+        if not requests:
+            return []
         left = max(left, self.chunk)
+        oldest = requests[0]
+        kept = self._cut(oldest, left - left // 2).cost
+        reads = [oldest.trail]
         chunks: list[Chunk] = []
-        for request in requests:
-            start = request.prefilled
-            source = None
-            if start == 0:
-                start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
-                if self._is_being_written(request, start, chunks):
-                    continue  # the request waits for rows, not for budget: later prompts go on
-            price = price_of(start, self.far, self.chunk)
-            fitting = int(min(left, self.chunk) / price)
-            if fitting < 1:
-                break  # later requests do not overtake
-            stop = min(start + fitting, len(request.prompt))
-            cost = math.ceil((stop - start) * price)
-            left -= cost
-            self._note(request, start, stop, source)
-            chunks.append(Chunk(request, request.slot, start, stop, cost, source))
+        for request in sorted(requests, key=self._rest):
+            if request is oldest:
+                kept = 0
+            chunk = self._cut(request, left - kept)
+            is_new = request.prefilled == 0 and request is not oldest
+            if is_new and self.prefixes.begin_alike(request.trail, reads, chunk.start + self.chunk):
+                continue
+            if chunk.stop > chunk.start:
+                left -= chunk.cost
+                reads.append(request.trail)
+                self._note(chunk)
+                chunks.append(chunk)
         return chunks
 
-    def _is_being_written(self, request: Request, start: int, chunks: Sequence[Chunk]) -> bool:
-        """Does this step write a chunk that the request could take over, behind row `start`?
+    def _cut(self, request: Request, left: int) -> Chunk:
+        """The next chunk of a prompt, as wide as `left` of the budget allows. It may be empty."""
+        start = request.prefilled
+        source = None
+        if start == 0:
+            start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
+        price = price_of(start, self.far, self.chunk)
+        tokens = min(len(request.prompt) - start, int(min(left, self.chunk) / price))
+        cost = math.ceil(tokens * price)
+        return Chunk(request, request.slot, start, start + tokens, cost, source)
 
-        Then the request waits, and is looked at again in the next step. So of eight prompts that
-        arrive together and begin alike, the first writes the common part, and seven copy the rows.
-        """
-        trail = request.trail
-        rows = start + self.chunk
-        return any(self.prefixes.begin_alike(trail, chunk.request.trail, rows) for chunk in chunks)
+    def _rest(self, request: Request) -> int:
+        """How many tokens of a prompt are left to be read."""
+        return len(request.prompt) - self._cut(request, 0).start
 
-    def _note(self, request: Request, start: int, stop: int, source: int | None) -> None:
-        """After this step, the slot holds the first `stop` rows of the prompt."""
+    def _note(self, chunk: Chunk) -> None:
+        """After this step, the slot holds the prompt up to the end of this chunk."""
+        request = chunk.request
         if request.prefilled == 0:
-            request.reused = start
-            self.prefixes.begin(request.slot, source)
-        request.prefilled = stop
-        self.prefixes.hold(request.slot, request.trail, stop)
+            request.reused = chunk.start
+            # What is copied from another slot may be in flight itself.
+            request.proven = chunk.start if chunk.source is None else 0
+            told = (chunk.source, chunk.start, request.client)
+            request.own = self.prefixes.begin(chunk.slot, *told)
+        request.prefilled = chunk.stop
+        self.prefixes.hold(chunk.slot, request.trail, chunk.stop)
 
     # --- commit
+
+    def prove(self, plan: Plan, finite: Collection[int]) -> None:
+        """The chunks in these slots are finite, and so is all that they looked back on.
+
+        Who was cancelled meanwhile leaves these rows, too, unless the slot has been given away.
+        """
+        for chunk in plan.chunks:
+            request = chunk.request
+            if chunk.slot in finite and self.prefixes.is_held_by(chunk.slot, request.trail):
+                request.proven = chunk.stop
+                if request.finish_reason:
+                    self._leave_slot(request)
 
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
         """Hand out the tokens, and free the slots of requests that end.
@@ -433,8 +502,7 @@ class Scheduler:
                 self._begin_again(member)
                 said = []
             for token, guessed in zip(said, (*guess, None), strict=False):
-                if token >= 0:  # -1: the logits were not finite
-                    request.answer.append(token)
+                request.take(token)
                 reason = accept(request, token)
                 if reason is None and request.committed == request.max_tokens:
                     reason = "length"
@@ -447,9 +515,7 @@ class Scheduler:
                 # The last of its tokens is new. Those before were guessed.
                 right = max(0, request.committed - before - 1)
                 tried.append((member.slot, len(guess), right))
-                request.guessed += len(guess)
-                request.right += right
-                request.planned = request.committed
+                request.settle(len(guess), right)
         return Committed(ended, tuple(ghosts), tuple(tried))
 
     def _begin_again(self, decode: Decode) -> None:
@@ -481,44 +547,31 @@ class Scheduler:
     def _leave_slot(self, request: Request) -> None:
         """Note what the slot holds, and which of its rows are to be zeroed.
 
-        Which rows may hold NaN? Logits are computed from all rows before them, so each finite token
-        proves that the prompt and the answer before it are finite. (A token is -1 if its logits
-        were not, and ends the request with an error.) Rows that no token has proven are zeroed
-        before the next owner: all of them after an error or before the first token; the rows of a
-        ghost, or of guesses behind the end of the answer, while `planned` still counts them.
+        The slot remembers the rows that are proven to be finite (`prove`, `Request.take`). All
+        others may hold NaN, and are zeroed before the next owner: the rows of a chunk in flight, of
+        a ghost, or of guesses behind the end of the answer.
         """
         slot = request.slot
+        if request.prefilled == 0:
+            return  # nothing was written: the slot is as it was before
         self.prefixes.use(slot)
-        if request.finish_reason == "error" or request.committed == 0:
-            proven = 0
-            self.prefixes.forget(slot)  # no other prompt may take these rows over
-        else:
-            # The newest token has no row that is proven.
-            proven = len(request.prompt) + request.committed - 1
-            if request.reuse:
-                self.prefixes.hold_answer(slot, request.trail, request.answer[:-1])
-        has_ghost = request.planned > request.committed
-        if request.prefilled and (proven == 0 or has_ghost):
-            written = len(request.prompt) + request.planned
+        if request.reuse:
+            self.prefixes.hold_answer(slot, request.trail, request.answer, request.proven)
+        if request.committed == 0 or request.next_row > request.proven:
             # A GPU pads a chunk, and writes rows behind it: less than a chunk more.
-            self._to_scrub[slot] = (proven, written + self.chunk)
+            written = request.prefilled + request.planned
+            self._to_scrub[slot] = (request.proven, written + self.chunk)
 
     # --- beginning again, and checking
 
     def start_over(self) -> None:
-        """Begin with a new slab. All requests stand in line, in the order of their arrival.
-
-        None of them has yielded a token. A request that has one cannot begin again.
-        """
+        """Begin with a new slab. All requests stand in line, in the order of their arrival."""
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
-            assert request.committed == 0, request
-            request.slot = request.admitted = None
-            request.policy = ""
-            request.reused = request.prefilled = request.planned = 0
+            request.requeue()
             request.trail = self.prefixes.trail(request.prompt, request.reuse)
         self._end_drain()
 
@@ -527,12 +580,8 @@ class Scheduler:
         owned = [r.slot for r in self.running.values()]
         assert sorted([*owned, *self.free]) == list(range(self.slots)), self.running
         for r in self.running.values():
-            assert r.finish_reason is None, r
-            assert 0 <= r.reused <= r.prefilled <= len(r.prompt), r
             assert r.prefilled in (0, self.prefixes.rows[r.slot]), r
-            assert 0 <= r.committed <= r.planned <= r.max_tokens, r
-            assert r.planned <= r.committed + 2 or r.guessed, r
-            assert r.planned == 0 or r.prefilled == len(r.prompt), r
+            r.check()
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r
         assert list(self.waiting) == sorted(self.waiting), "the line is not in the order of arrival"

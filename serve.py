@@ -15,11 +15,8 @@ request.
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import gc
@@ -40,9 +37,9 @@ from door.journal import AccessLog
 from parts.api import faults
 from parts.api.idle import Idle
 from parts.api.loop import Loop
-from parts.checks import one_line
+from parts.checks import one_line, printable
 from parts.device import blas
-from parts.files import check_writable
+from parts.text.trials import BusyError
 from policies import POLICIES
 
 
@@ -71,9 +68,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         if args.unload_after and program.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
+        args.log = sys.stderr
         if args.log_file:
-            check_writable(args.log_file)
-        args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
+            args.log = open(args.log_file, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
@@ -82,7 +79,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def say(words: str, is_last: bool = True) -> None:
     """A line on standard error. On a terminal, the next one takes the place of what was said while
     the model was loading."""
-    line = f"nanobatch: {words}"
+    line = f"nanobatch: {printable(words)}"
     end = "\n"
     if sys.stderr.isatty():
         if not is_last:  # a line that is broken could not be taken back
@@ -125,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with AccessLog(args.log) as log:
         door.log = log.add
+        door.hint = say
         return serve(door, args)
 
 
@@ -183,7 +181,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     """An `Engine`. This is the first code to import MLX. The screen gives a clock and a report."""
     if report:
         report("starting MLX")
-        blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+        blas.say = report  # what it has to say belongs among the stages of loading
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
@@ -196,7 +194,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
     # The library reads the tokenizer anew, and holds Python's lock: with 152,000 tokens for a second
-    with suppress(ValueError):
+    with suppress(ValueError, BusyError):  # a request with a grammar is told why
         engine.text.grammar({"json": "{}"})
     gc.collect()
     # What loading has left is never garbage, so the collector need not search it in mid-step

@@ -36,11 +36,8 @@ engine of words.
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import os
@@ -48,17 +45,17 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from parts import book
+from course import overlay
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
-from parts.device import rows
-from parts.dialogue import History, history_file
-from parts.files import LineFile, check_writable, read_some, write_whole
+from parts.dialogue import History, history_file, state_folder
+from parts.files import check_writable, read_some, write_whole
 from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
 from screen import record
@@ -156,10 +153,13 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_note() -> Path | None:
-    """A file from the moment when the tour was taken or declined. The place is beside the compiled
-    product; None if nothing can be kept there."""
-    folder, _ = rows.cache_folder()
-    return folder and folder / "tour"
+    """A file from the moment when the tour was taken or declined; None if it cannot be kept."""
+    folder = state_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder / "tour"
 
 
 def read_prompts(file: str | None) -> list[str]:
@@ -181,7 +181,7 @@ def load_engine(
     report("starting MLX")
     from parts.device import blas
 
-    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+    blas.say = report  # what it has to say belongs among the stages of loading
     from nanobatch import Engine
     from parts.device import mlx as device
 
@@ -282,7 +282,7 @@ def command_of(args: argparse.Namespace) -> str:
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
     if args.policy != next(iter(POLICIES)):
         words += ["--policy", args.policy]
-    if own := book.opened():
+    if own := overlay.opened():
         words += ["--book", own.folder.name]
     if args.script:
         words += ["--script", args.script]
@@ -309,11 +309,16 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     return code or failed(session.state), app.picture
 
 
+def print_if_possible(line: str) -> None:
+    """A server goes on without the log."""
+    with suppress(program.Unwritten):
+        print(line, flush=True)
+
+
 def run_log(args: argparse.Namespace, session: Session) -> int:
     """The same as a plain log."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A server goes on without the log
-    write = LineFile(sys.stdout).write if args.serve else partial(print, flush=True)
+    write = print_if_possible if args.serve else partial(print, flush=True)
     try:
         if args.tour:
             return run_plain_tour(session)
@@ -332,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.record:
         program.say(f"{shown(args.record)} will hold {record.HOLDS}")
     most = Settings().max_tokens if args.model == "demo" else TALK
-    settings = Settings(0.0, most, args.seed)
+    settings = Settings(max_tokens=most, seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
         room = open_room(args)
@@ -341,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         program.say(error)
         return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
-    if own := book.opened():
+    if own := overlay.opened():
         session.state.book = own.folder.name
         program.say(own)
     if args.asks:

@@ -13,20 +13,22 @@ ways: among neighbours that come, go and are cancelled, in other chunks, with ot
 threads and weights. An answer is its tokens, their log probabilities, and those of the likeliest
 tokens beside them. All of these numbers have to be the same to the last bit.
 
+A fault shows only where it is reached. So two prompts are longer than 256 rows, answers have up to
+48 tokens, one question makes the model repeat what it has read (so that draft tokens are right for
+a while, and then wrong), and between them the questions use every kind of sampling: greedy, drawn,
+filtered, with penalties and under two grammars.
+
 What this file keeps: nothing is compared with its own cache. Each way has an engine of its own, and
 only the one that tries reuse may take over rows. All random choices come from one seed, so a second
 run asks the same.
 
-Where next: `parts/api/answer.py`, which compares; `parts/device/rows.c`, the reason why it holds.
+Where next: `parts/api/answer.py`, which compares; `kernels/matmul.c`, the reason why it holds.
 """
 
 from __future__ import annotations
 
-try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-    from parts import program
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
+# First, because it opens the chapters of `--book` in the place of ours
+from parts import program  # isort: split
 
 import argparse
 import json
@@ -42,23 +44,33 @@ from hashlib import file_digest, sha256
 from typing import Any, NamedTuple
 
 from nanobatch import POLICIES, Engine, Handle, Sampling
+from parts import fingerprint
 from parts.api.answer import Bits, difference
 from parts.checks import one_line
 from parts.device import mlx as device
 from parts.model import find
+from parts.text.trials import BusyError
 from policies import DEFAULT
 
-EVENING = "One evening, when the lamps were lit and the rain had ended, " * 12
-QUESTIONS = (
-    "Count from 3 to 12.",
-    "What is 17 + 6?",
-    "Why batch?",
-    "Spell the word lantern.",
-    "Tell me a story about a fox and a lantern.",
-    f"{EVENING}Tell me a long story about a fox.",
-    f"{EVENING}Say the alphabet from f.",
-)
-TOKENS = 24  # of each answer
+EVENING = "One evening, when the lamps were lit and the rain had ended, " * 20
+ANIMALS = ", ".join(["owl, cat, fox, bee"] * 3)
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 9}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.9},
+    "filtered": {"temperature": 1.1, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3},
+    "regex": {"grammar": {"regex": "[A-Z][a-z]+( [a-z]{1,12}){14}[.]"}},
+    "json": {"temperature": 0.9, "grammar": {"json": NUMBERS}},
+}
+QUESTIONS = {  # each with some of the settings
+    "Count from 3 to 12.": "greedy penalties regex",
+    "Tell me a story about a fox and a lantern.": "drawn penalties json",
+    f"Repeat: {ANIMALS}.": "greedy drawn penalties",
+    f"{EVENING}Tell me a long story about a fox.": "greedy filtered regex",
+    f"{EVENING}Say the alphabet from f.": "drawn filtered json",
+}
+TOKENS = 48  # of an answer at most: a grammar may end it
 LIKELIEST = 10  # so many tokens are compared at each place, beside the one that was chosen
 LENGTH = 512  # of a slot
 SLOTS = 8
@@ -70,7 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
     "no run-ahead": {"run_ahead": False},
     "reuse": {"reuse": True},
-    "guesses": {"guesses": 4},
+    "guesses": {"guesses": 15},
     "widened": {"dtype": "float32"},  # where they are packed
     "threads": {},  # other processes, with 1 thread and with 3
     "prefill": {},  # each answer is read as a prompt
@@ -79,6 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
 
 class Case(NamedTuple):
     question: str
+    setting: str
     prompt: Any
     sampling: Sampling
     alone: Bits | None = None
@@ -95,12 +108,13 @@ class Tally(NamedTuple):
     first: str = ""  # the first of these, as a sentence
     note: str = ""  # what else ran, or why nothing was compared
 
-    def add(self, question: str, right: Bits, other: Bits) -> Tally:
+    def add(self, ask: Case, right: Bits, other: Bits, error: str | None = None) -> Tally:
         sums = self._replace(answers=self.answers + 1, numbers=self.numbers + right.numbers)
         found = difference(right, other)
         if not found:
             return sums
-        first = f"{self.way}: “{question[-40:]}”: {found.words}"
+        words = f"it failed: {error}" if error else found.words
+        first = f"{self.way}: “{ask.question[-40:]}” ({ask.setting}): {words}"
         place = min(found.place + 1, self.place or math.inf)
         return sums._replace(differ=self.differ + 1, place=place, first=self.first or first)
 
@@ -109,14 +123,23 @@ class Tally(NamedTuple):
 
 
 def asks(engine: Engine) -> list[Case]:
-    """Each question twice: greedy, and drawn at random."""
+    """Each question with each of its settings that the model can keep to."""
     found = []
-    for seed, question in enumerate(QUESTIONS):
-        for temperature in (0.0, 0.9):
-            settings = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": LIKELIEST}
-            sampling = Sampling(temperature=temperature, seed=seed, **settings)
-            found.append(Case(question, engine.text.ask(question), sampling))
+    for seed, (question, settings) in enumerate(QUESTIONS.items()):
+        for setting in settings.split():
+            options = SETTINGS[setting] | {"max_tokens": TOKENS, "logprobs": LIKELIEST}
+            sampling = Sampling(seed=seed, ignore_eos="grammar" not in options, **options)
+            if can_keep(engine, sampling):
+                found.append(Case(question, setting, engine.text.ask(question), sampling))
     return found
+
+
+def can_keep(engine: Engine, sampling: Sampling) -> bool:
+    """The library of grammars does not know every kind of tokenizer."""
+    try:
+        return not sampling.grammar or bool(engine.text.grammar(sampling.grammar))
+    except (ValueError, BusyError):
+        return False
 
 
 def ended(handle: Handle) -> Bits:
@@ -127,7 +150,7 @@ def ended(handle: Handle) -> Bits:
 
 
 def ask_alone(model: str) -> list[Case]:
-    with Engine.load(model, slots=1, max_len=LENGTH, reuse=False) as engine:
+    with Engine.load(model, slots=1, max_len=LENGTH, reuse=False, guesses=0) as engine:
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)
@@ -147,7 +170,7 @@ def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -
             handles[number] = engine.submit(ask.prompt, ask.sampling, client=dice.choice("ab"))
         others = [other for other in others if other.finish_reason is None]
         if len(others) < engine.sched.slots and dice.random() < 0.3:
-            words = dice.choice(QUESTIONS).split()
+            words = dice.choice([*QUESTIONS]).split()
             prompt = " ".join(words[: dice.randint(1, len(words))])
             settings = {"temperature": dice.choice((0.0, 1.0)), "seed": dice.getrandbits(31)}
             sampling = Sampling(max_tokens=dice.randint(1, 40), **settings)
@@ -165,7 +188,8 @@ def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
             yield compare_one(args.model, way, args.rounds, asked)
-        except ValueError as error:  # such as weights that do not fit the memory when widened
+        # Such as weights that do not fit the memory when widened
+        except (ValueError, BusyError) as error:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
 
@@ -183,7 +207,7 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tal
             handles = ask_in_company(engine, asked, dice)
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
-                tally = tally.add(ask.question, ask.alone, ended(handle))
+                tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
         if way == "reuse":  # conversations go on, too, from rows that were decoded
             tally = compare_prefill(engine, tally, asked)
             tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
@@ -197,14 +221,14 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tal
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
     """A token that was decoded one by one has the bits of one that follows a prompt."""
     for ask in asked:
-        if ask.sampling.temperature:  # what is drawn depends on the place in an answer
+        if ask.setting != "greedy":  # any other choice depends on the place in an answer
             continue
         ids = engine.text.read(ask.prompt)[0]
-        for place in range(1, len(ask.alone.tokens), 4):
+        for place in range(1, len(ask.alone.tokens), 7):
             prompt = [*ids, *ask.alone.tokens[:place]]
             sampling = Sampling(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)
             read = ended(engine.submit(prompt, sampling))
-            tally = tally.add(ask.question, ask.alone.only(place), read)
+            tally = tally.add(ask, ask.alone.only(place), read)
     return tally
 
 
@@ -220,7 +244,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
         if done.returncode:
             raise RuntimeError(f"the process with {threads} threads ended with {done.returncode}")
         for ask, again in zip(asked, pickle.loads(done.stdout), strict=True):
-            tally = tally.add(ask.question, ask.alone, again)
+            tally = tally.add(ask, ask.alone, again)
     return tally
 
 
@@ -237,6 +261,12 @@ def hash_of(model: str) -> str:
     return digest.hexdigest()
 
 
+def hash_of_the_demo() -> str:
+    """What the demo answers here, compared with what it answers on any processor."""
+    with Engine.load("demo", max_len=LENGTH) as engine:
+        return fingerprint.compared(fingerprint.fingerprint(engine), device.mx.__version__)
+
+
 def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:
     return {
         "model": model,
@@ -245,8 +275,10 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "product": device.named(),
         "promises": device.is_exact(),
         "version": program.version(),
+        "demo": hash_of_the_demo(),
         "answers": sum(tally.answers for tally in tallies),
         "numbers": sum(tally.numbers for tally in tallies),
+        "settings": sorted({ask.setting for ask in asked}),
         "differ": sum(tally.differ for tally in tallies),
         "first": next((tally.first for tally in tallies if tally.first), ""),
         "answers_sha256": sha256(" ".join(ask.alone.digest for ask in asked).encode()).hexdigest(),
@@ -259,14 +291,18 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     if found["differ"]:
         yield f"{found['differ']:,} differ, of {compared}. The first:"
         yield f"  {found['first']}"
-    else:
+    elif found["numbers"]:
         yield f"Not one bit differs: {compared}."
+    else:
+        yield "No numbers were compared, so nothing is known."
     if not found["promises"]:
         yield "  Nothing is promised here: this product may sum in another order beside others."
     yield f"  model      {found['model']}, sha256 {found['model_sha256'][:16]}"
     yield f"  product    {found['product']}"
     yield f"  processor  {found['processor']}"
     yield f"  version    {found['version']}"
+    yield f"  settings   {', '.join(found['settings'])}"
+    yield f"  demo       {found['demo']}"
     yield f"  answers    sha256 {found['answers_sha256'][:16]}"
 
 
@@ -288,8 +324,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     parser.add_model()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
-    says = "so often each question is asked in company (default: 3)"
-    parser.add_whole("--rounds", 1, 1000, says, default=3)
+    says = "so often each question is asked in company (default: 1)"
+    parser.add_whole("--rounds", 1, 1000, says, default=1)
     add("--json", action="store_true", help="write the receipt as JSON")
     add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
     args = parser.parse_args(arguments)
@@ -307,7 +343,8 @@ def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
     asked = ask_alone(args.model)
     say(f"nanobatch: {args.model}; {device.named()}")
     say(
-        f"{len(asked)} answers of {TOKENS} tokens alone, in one slot. In company, or in other ways:"
+        f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
+        "other ways:"
     )
     tallies = []
     for tally in compare(args, asked):
@@ -328,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
         program.say(one_line(error))
         return 2
     print(json.dumps(found, indent=1) if args.json else "\n".join(shown(found)))
-    return 1 if found["differ"] or not found["answers"] else 0
+    return 1 if found["differ"] or not found["numbers"] else 0
 
 
 if __name__ == "__main__":

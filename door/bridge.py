@@ -5,8 +5,8 @@ lock of the door's. The door's thread serves all clients at once, so it must not
 long prompt takes a second to turn into tokens.
 
     a few threads    understand, turn into tokens, submit
-    the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
-    the door's       look at the choices of the open answers; events as the pieces come, or one JSON at the end
+    the engine's     after each commit: wake the door once, if a request of its has new output
+    the door's       take what each of these requests has gained; send it as events, or as one JSON at the end
 
 The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
 
@@ -38,11 +38,12 @@ from door.protocol import (
 )
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
+from parts.api.handle import Handle
+from parts.api.progress import UNREAD, PrefillProgress
 from parts.api.settings import Sampling
 from parts.checks import GrammarError
-from parts.files import read_json_if_any
 from parts.text.speech import Parser, Speech, grammar, loads
-from parts.text.tokens import Chat, Prompt
+from parts.text.tokens import Chat, Prompt, TooLongError
 from parts.text.trials import BusyError
 from sched import QueueFull
 
@@ -50,6 +51,7 @@ PIECES = 64  # of a stream that are written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
 WORST = ("error", "cancelled", "length", "stop")  # of the reasons why several choices ended
+LOG_S = 10.0  # seconds between two lines of the log about one long prompt
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
@@ -63,33 +65,18 @@ class Served(NamedTuple):
     defaults: dict[str, float]  # settings that a request may leave out
 
 
-def defaults_of(engine: AnyEngine) -> dict[str, float]:
-    """The settings of a request without any: OpenAI's temperature of 1, or the advice of the model's
-    makers."""
-    path = engine.text.folder / "generation_config.json"
-    advice = read_json_if_any(path)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {"temperature": 1.0} | {
-        name: advice[name] for name in names if advice.get(name) is not None
-    }
-    if advice.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    try:
-        Sampling(**defaults)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return defaults
-
-
 class Answer:
     """One request's choices, as they come from the engine."""
 
-    def __init__(self, served: Served, protocol: type[Speaks], client: str):
-        """`client`: who asks, for the policy `fair`."""
+    def __init__(
+        self, served: Served, protocol: type[Speaks], client: str, open: dict[int, Answer]
+    ):
+        """`client`: who asks, for the policy `fair`. `open`: the answers by request id."""
         self.choices: list[Choice] = []
         self._served = served
         self._protocol = protocol
         self._client = client
+        self._open = open
         # Prompts and settings that have been understood, and are not in line yet
         self._later: deque[tuple[Prompt, Sampling]] = deque()
         self._grammar: Any = None
@@ -97,8 +84,9 @@ class Answer:
         self._came = time.perf_counter()
         self._read_s = 0.0  # so long the body took to be understood, and to come into line
         self._is_read = False  # has the client been told how far its prompt is read?
+        self._logged = -math.inf  # when the log was told last how far the prompt is
         self._is_over = False  # nobody waits for this answer any more
-        self._news = asyncio.Event()
+        self._has_output = asyncio.Event()
 
     # --- in a thread beside the door's
 
@@ -150,7 +138,7 @@ class Answer:
     def _put_in_line(self) -> int:
         """The next prompts. Of many texts only some at a time: others need not wait for them all.
         Returns how many choices have not ended yet."""
-        running = sum(not choice.look() for choice in self.choices)
+        running = sum(choice.handle.finish_reason is None for choice in self.choices)
         at_once = 2 * self._served.engine.sched.slots if self.wish.is_many else math.inf
         while self._later and running < at_once:
             try:
@@ -166,11 +154,16 @@ class Answer:
     def _begin(self, prompt: Prompt, sampling: Sampling) -> None:
         engine = self._served.engine
         grammar = self._grammar and self._grammar.copy()
-        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
+        # A second parser, in the engine's thread: it stops the answer behind the one call
+        ends = self._parser(prompt).ends if self.wish.is_single else None
+        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
-        self.choices.append(Choice(handle, self._parser(prompt), words, self.wish.stream))
+        self.choices.append(Choice(handle, self._parser(prompt), words))
+        self._open[handle.id] = self
+        self.wake()  # a commit before this line was not for us
         if self._is_over:  # meanwhile
-            handle.cancel()
+            self.cancel()
+            self.forget()
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.chat
@@ -179,36 +172,31 @@ class Answer:
         functions = [tool["function"] for tool in chat.tools]
         tools = {function["name"]: function["parameters"] for function in functions}
         speech = self._served.engine.text.speech
-        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single)
+        is_strict = "grammar" in self.wish.settings  # the answer may be JSON that is no call
+        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single, is_strict)
 
     # --- in the engine's thread
 
-    @property
-    def has_news(self) -> bool:
-        """Is there anything new, of which the door's thread has not been told?
-
-        Without streaming, the door is woken once for each choice, and not for each token.
-        """
-        return not self._news.is_set() and any(choice.has_news for choice in list(self.choices))
+    def waits_for(self, handle: Handle) -> bool:
+        """Whether new output of this request is to be sent now: a whole answer is sent at its
+        end."""
+        return self.wish.stream or handle.finish_reason is not None
 
     # --- in the door's thread
 
     def wake(self) -> None:
-        if self.has_news:
-            self._news.set()
+        self._has_output.set()
 
-    async def _rest(self) -> None:
-        """Until there is something new. At least, let others have a turn."""
-        self._news.clear()  # at first: from here on, another commit sets it again
-        if any(choice.has_news for choice in self.choices):
-            await asyncio.sleep(0)
-        else:
-            await self._news.wait()
+    async def _output(self) -> None:
+        await self._has_output.wait()
+        self._has_output.clear()  # before the output is taken: the next commit sets it again
 
     @property
     def lag(self) -> int:
         """How many bytes wait for a client that reads too slowly, about."""
-        waiting = sum(choice.waiting for choice in self.choices)
+        if not self.wish.stream:
+            return 0
+        waiting = sum(choice.handle.pending for choice in self.choices)
         if not waiting:
             return 0
         wanted = self.choices[0].handle.sampling
@@ -220,7 +208,7 @@ class Answer:
     async def whole(self) -> Reply:
         """One JSON. It may have megabytes, so another thread makes it."""
         while self._put_in_line():
-            await self._rest()
+            await self._output()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         body = await asyncio.to_thread(self._body)
@@ -241,13 +229,15 @@ class Answer:
         while left:
             if said:
                 await visit.write(said)
-            await self._rest()
+            await self._output()
             said = b""
             for index, choice in list(left.items()):
-                choice.look()
-                if choice.waiting:  # some at a time, because other answers wait
-                    said += self._events(index, choice.take(PIECES))
-                if choice.waiting or not choice.has_ended:
+                text, is_last = choice.handle.take_delta(PIECES)
+                if text:
+                    said += self._events(index, text)
+                if choice.handle.pending:
+                    self.wake()
+                if not is_last:
                     continue
                 if failure := self._failure():
                     visit.note(reason=failure.code, message=failure.message)
@@ -255,6 +245,8 @@ class Answer:
                     return
                 said += self._events(index, None)
                 del left[index]
+            if self._has_output.is_set():  # the rest later, because other answers wait
+                await asyncio.sleep(0)
         await visit.write(said + self.shape.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:
@@ -275,7 +267,8 @@ class Answer:
         prompts = metrics[:: self.wish.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            cached=sum(m.cached_tokens for m in prompts),
+            # Of its own rows alone: others' would confirm a guess at their prompts
+            cached=sum(choice.handle.request.own for choice in self.choices[:: self.wish.n]),
             answer=sum(m.output_tokens for m in metrics),
             thought=sum(choice.thought for choice in self.choices),
         )
@@ -283,15 +276,22 @@ class Answer:
     @property
     def _progress(self) -> Progress:
         """Of the first prompt."""
-        request = self.choices[0].handle.request
+        handle = self.choices[0].handle
+        request = handle.request
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
         return Progress(
-            total=len(request.prompt),
-            cached=request.reused,
-            read=request.prefilled,
+            prefill=handle.prefill._replace(cached=request.own),
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
         )
+
+    def prefill_to_log(self, now: float) -> PrefillProgress | None:
+        """How far the first prompt is, if it is long and the log was not told of it lately."""
+        prefill = self.choices[0].handle.prefill if self.choices else UNREAD
+        if not prefill.is_long or now - self._logged < LOG_S:
+            return None
+        self._logged = now
+        return prefill
 
     def progress(self) -> bytes:
         """While the prompt is read: how far that is."""
@@ -338,6 +338,11 @@ class Answer:
         for choice in list(self.choices):
             choice.handle.cancel()
 
+    def forget(self) -> None:
+        """No output of its requests is sent any more."""
+        for choice in list(self.choices):
+            self._open.pop(choice.handle.id, None)
+
     def account(self, visit: Visit, figures: Figures) -> None:
         """Write this answer into the journal and the figures. Times are the engine's, and the time
         before a prompt came into line counts, too."""
@@ -353,7 +358,7 @@ class Answer:
         visit.note(
             reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
-            cached_tokens=total.cached,
+            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.wish.n]),
             tokens=total.answer,
             guessed=sum(m.guessed for m in metrics),
             right=sum(m.right for m in metrics),
@@ -393,7 +398,7 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
         answer=answer,
         is_single=wish.is_single,
         is_thinking=prompt.is_thinking,
-        special=engine.text.special_marks,
+        marks=engine.text.marks,
     )
     return {"lark": text}
 
@@ -417,7 +422,10 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # A prompt that is surely too long is not read: reading would take long
-        read = text.read(prompt) if least < max_len else None
+        read = text.read(prompt, max_len) if least < max_len else None
+    except TooLongError as error:
+        read = None
+        least = error.tokens
     except ValueError as error:
         raise invalid(param, str(error)) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception

@@ -64,7 +64,6 @@ class Choice:
     """One answer to one prompt. A request may ask for several.
 
     `words`: only if the request wants log probabilities.
-    `is_streamed`: else only the end is news.
     """
 
     def __init__(
@@ -72,23 +71,20 @@ class Choice:
         handle: Handle,
         parser: Parser,
         words: Words | None,
-        is_streamed: bool = True,
     ):
         self.handle = handle
         self.items: list[Item] = []
         self.words: list[Word] | None = None if words is None else []
-        self.has_ended = False  # `look` has seen the end
         self._parser = parser
         self._new_words = words
-        self._is_streamed = is_streamed
-        self._taken = 0  # so many pieces have been taken
 
     @property
     def reason(self) -> str:
         """Why the answer has ended."""
         reason = self.handle.finish_reason
         has_called = any(item.kind == "call" for item in self.items)
-        return "tool_calls" if has_called and reason == "stop" else reason
+        is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
+        return "tool_calls" if has_called and is_over else reason
 
     @property
     def thought(self) -> int:
@@ -100,28 +96,6 @@ class Choice:
         """All items of a kind as one."""
         return "".join(item.text for item in self.items if item.kind == kind)
 
-    @property
-    def has_news(self) -> bool:
-        """Has anything come since the last `look` and `take`?"""
-        is_over = self.handle.finish_reason is not None
-        return bool(self.waiting) or (is_over and not self.has_ended)
-
-    def look(self) -> bool:
-        """Has the answer ended? Then no piece is missing."""
-        self.has_ended = self.handle.finish_reason is not None
-        return self.has_ended
-
-    @property
-    def waiting(self) -> int:
-        """So many pieces have come and are not taken."""
-        return len(self.handle.pieces) - self._taken if self._is_streamed else 0
-
-    def take(self, most: int) -> str:
-        """The next pieces as one text."""
-        pieces = self.handle.pieces[self._taken : self._taken + most]
-        self._taken += len(pieces)
-        return "".join(pieces)
-
     def read(self) -> None:
         """Read a complete answer at once."""
         for piece in (self.handle.text, None):
@@ -132,7 +106,8 @@ class Choice:
     def grow(self, piece: str | None) -> Iterator[Change]:
         """The changes of the items by a piece of text. None: the answer is complete."""
         words = self._release(piece)
-        parts = self._parser.push(piece)
+        is_cut = self.handle.finish_reason == "length"
+        parts = self._parser.push(piece, piece is None and is_cut)
         for kind, text in parts:
             if kind == "call":
                 yield from self._start(kind, text)
@@ -147,8 +122,8 @@ class Choice:
         if words:  # of tokens of a mark, such as <think>: no item has their text
             yield Change("delta", Item("answer"), "", words)
         if piece is None:
-            is_cut = self.handle.finish_reason == "length"
-            yield from self._stop("incomplete" if is_cut else "completed")
+            is_whole = not is_cut or self._parser.is_over
+            yield from self._stop("completed" if is_whole else "incomplete")
 
     def _start(self, kind: str, name: str = "") -> Iterator[Change]:
         yield from self._stop("completed")

@@ -36,15 +36,16 @@ import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from door import embeddings, http, messages, openai, page, responses
-from door.bridge import Answer, Served, count, defaults_of
-from door.fields import Refusal
+from door.bridge import Answer, Served, count
+from door.fields import Refusal, check_model
 from door.http import Connection, Gone, Options, Reply, Visit, refused, reply
-from door.journal import DoorView, Figures, Journal
-from door.protocol import Speaks, check_model, ending
+from door.journal import DoorView, Figures, HangUps, Journal, impatient
+from door.protocol import Speaks, ending
 from door.watch import WATCHERS, watch
 from door.wire import Frame
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault
+from parts.api.handle import Handle
 from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
@@ -75,6 +76,8 @@ class Door:
         self.served: Served | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
         self.log: Callable[[str], None] | None = None  # takes a line for each request
+        self.hint: Callable[[str], None] = lambda words: None  # takes advice for the owner
+        self._hang_ups = HangUps()
         self.draining = False
         self.watchers = 0
         self._socket = http.listen(options.host, options.port)
@@ -93,7 +96,7 @@ class Door:
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
-        self._is_called = False  # the door's thread is about to look for news
+        self._open: dict[int, Answer] = {}  # by request id
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
@@ -121,7 +124,7 @@ class Door:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = Served(engine, names, defaults_of(engine))
+        self.served = Served(engine, names, engine.text.advice)
         engine.on_commit = self._on_commit
 
     @property
@@ -130,18 +133,19 @@ class Door:
         answers = [visit.answer for visit in list(self._visits)]
         return [answer for answer in answers if answer]
 
-    def _on_commit(self) -> None:
-        """In the engine's thread: wake the door's thread, if an answer has news. A wake-up is a
-        system call: eight pieces of one step need one wake-up, not eight."""
-        if self._is_called or not any(answer.has_news for answer in self._answers):
-            return
-        self._is_called = True
-        with suppress(RuntimeError):  # the door is shut already
-            self._events.call_soon_threadsafe(self._look_for_news)
+    def _on_commit(self, handles: list[Handle]) -> None:
+        """In the engine's thread: wake the door's thread, once for all requests with new output."""
+        woken = []
+        for handle in handles:
+            answer = self._open.get(handle.id)
+            if answer and answer.waits_for(handle):
+                woken.append(answer)
+        if woken:
+            with suppress(RuntimeError):  # the door is shut already
+                self._events.call_soon_threadsafe(self._wake, woken)
 
-    def _look_for_news(self) -> None:
-        self._is_called = False  # before the first look: from here on, another commit calls again
-        for answer in self._answers:
+    def _wake(self, answers: list[Answer]) -> None:
+        for answer in answers:
             answer.wake()
 
     @property
@@ -218,7 +222,9 @@ class Door:
             self._ended.set()
 
     async def _listen(self) -> None:
+        self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._visits))
+        logger = asyncio.ensure_future(self._log_prefills())
         connect = partial(Connection, self._serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
         await self._is_over.wait()
@@ -232,6 +238,20 @@ class Door:
                     connection.transport.close()
             await asyncio.sleep(0.01)
         sweeper.cancel()
+        logger.cancel()
+
+    async def _log_prefills(self) -> None:
+        """A line for each long prompt when it is known to be long, then one every `LOG_S`."""
+        while True:
+            await asyncio.sleep(1)
+            self._log_prefills_once(time.monotonic())
+
+    def _log_prefills_once(self, now: float) -> None:
+        # A function of its own, because a sleeping loop would keep the last visit in memory
+        for visit in list(self._visits) if self.log else ():
+            prefill = visit.answer and visit.answer.prefill_to_log(now)
+            if prefill and visit.call.id:
+                self.log(visit.call.prefill_line(prefill))
 
     async def _serve(self, connection: Connection, request: h11.Request) -> None:
         """Each request comes through here: a visit begins, and its outcome is written down."""
@@ -278,7 +298,7 @@ class Door:
     def _admit(self, visit: Visit) -> None:
         if self.is_local:
             http.check_host(visit, self.options)
-        connections = sum(not each.is_leaving for each in self._connections)
+        connections = sum(each.has_asked and not each.is_leaving for each in self._connections)
         http.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
@@ -346,6 +366,7 @@ class Door:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
         hello["texts"] = http.may_read(visit, self.options)
+        hello["temperature"] = self.served.defaults["temperature"]
         self.watchers += 1
         try:
             await watch(visit, hello, self._frame)
@@ -378,7 +399,7 @@ class Door:
         body = await http.read_body(visit, self._visits)
         if self.draining:  # meanwhile
             raise ending()
-        answer = Answer(self.served, protocol, http.network_of(visit.call.client))
+        answer = Answer(self.served, protocol, http.network_of(visit.call.client), self._open)
         visit.answer = answer
         pool = self._slow_pool if len(body) > http.LONG else self._pool
         try:
@@ -392,8 +413,24 @@ class Door:
             if answer.wish.stream:
                 return await answer.stream(visit)
             return await answer.whole()
+        except (Gone, asyncio.CancelledError):
+            self._note_hang_up(visit, answer)
+            raise
         finally:
             answer.cancel()
+            answer.forget()
             if visit.call.requests:
                 answer.account(visit, self.figures)
             visit.answer = None
+
+    def _note_hang_up(self, visit: Visit, answer: Answer) -> None:
+        """Advise the owner when a client hangs up on the same long prompt for the second time."""
+        if self.draining or not answer.choices:
+            return
+        handle = answer.choices[0].handle
+        prefill = handle.prefill
+        if not prefill.is_long:
+            return
+        client = visit.call.client
+        if self._hang_ups.add(client, handle.request.prompt) == 2:
+            self.hint(impatient(client, time.time() - visit.call.at, prefill))

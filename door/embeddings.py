@@ -16,9 +16,9 @@ import base64
 from collections.abc import Sequence
 
 from door.choice import Choice
-from door.fields import invalid
+from door.fields import invalid, read_body
 from door.openai import read_prompts
-from door.protocol import Speaks, Usage, Wish, read_body
+from door.protocol import Speaks, Usage, Wish
 from parts.api.vectors import unit
 
 TEXTS = 2048  # in one request, at most

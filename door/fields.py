@@ -21,11 +21,18 @@ import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from parts.checks import shown, whole
+from parts.program import command
+from parts.text.speech import loads
 
 MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+# The most of each in one request
+STOPS = 16
+STOP_LENGTH = 1000
+TOOLS = 128
+MESSAGES = 2048  # and parts of messages, together
 # These change nothing in an answer: a user's name, notes for a bill, hints for a cache.
 NO_WISH = {
     "client_metadata",
@@ -36,6 +43,15 @@ NO_WISH = {
     "prompt_cache_retention",
 }
 KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Field(NamedTuple):
+    """What a field may hold: a value of this kind, and a whole number within bounds."""
+
+    kind: type = object
+    default: Any = None  # of a missing field
+    least: int = 0
+    most: int = sys.maxsize
 
 
 class Refusal(Exception):
@@ -128,6 +144,18 @@ class Given:
             return whole(place, value, least, most)
         except ValueError as error:
             raise invalid(param_of(place), str(error)) from None
+
+    def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
+        """The values of these fields, all optional."""
+        found = {}
+        for name, (kind, default, least, most) in fields.items():
+            if kind is int:
+                found[name] = self.whole(name, least, most, default)
+            elif kind is object:
+                found[name] = self.get(name, default)
+            else:
+                found[name] = self.read(name, kind, default)
+        return found
 
     def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
         value = self.get(name, default)
@@ -223,3 +251,131 @@ def read_json(body: bytes) -> Given:
     except ValueError as error:
         words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
     raise Refusal(400, f"the body is no valid JSON: {words}", "invalid_json")
+
+
+# --- fields that several protocols have ---------------------------------------------------------
+
+
+def read_body(body: bytes, names: Sequence[str]) -> Given:
+    """`names`: those of the model that is here. A star is any."""
+    asked = read_json(body)
+    check_model(asked.get("model", names[0]), names)
+    return asked
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    if not isinstance(model, str):
+        raise bad("model", model, "a text")
+    if model not in names and "*" not in names:
+        words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
+        words += f"; {command('serve.py')} --alias gives it more names"
+        raise Refusal(404, words, "model_not_found", "model")
+
+
+def conversation(asked: Given, name: str) -> list[Given]:
+    """One message at least, and not too many: a template takes time even for an empty message."""
+    messages = asked.read(name, list)
+    if not messages:
+        raise asked.bad(name, "a list of at least one message")
+    count = len(messages)
+    for message in messages:
+        if isinstance(message, dict):
+            parts = (message.get("content"), message.get("tool_calls"))
+            count += sum(len(part) for part in parts if isinstance(part, list))
+    check_count(name, count, "messages and parts of messages", MESSAGES)
+    return asked.items(name)
+
+
+def read_stop(asked: Given, name: str) -> list[str]:
+    """Texts alone: `Sampling` would take a number for a token id."""
+    stops = asked.get(name, [])
+    stops = [stops] if isinstance(stops, str) else asked.read(name, list, [])
+    check_count(name, len(stops), "texts", STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= STOP_LENGTH:
+            what = f"texts, none empty or longer than {STOP_LENGTH:,} characters"
+            raise asked.bad(name, what)
+    return stops
+
+
+def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
+    """The JSON form of an answer, as `Sampling.grammar`; empty if any text will do.
+
+    `inner`: the form's field with the schema; empty if the form holds the schema itself.
+    """
+    form = given.inner(name)
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    return {"json": form.inner(inner).read("schema", dict)}
+
+
+def read_tools(
+    asked: Given, inner: str = "", schema: str = "parameters", type: str = "function"
+) -> list[dict]:
+    """Tools, in the form for templates.
+
+    `inner`: the tool's field with name and description; empty if the tool holds both itself.
+    `schema`: the field of the parameters.
+    `type`: the only type of tool that can be called.
+    """
+    tools = asked.items("tools", [])
+    check_count("tools", len(tools), "tools", TOOLS)
+    found = []
+    for tool in tools:
+        kind = tool.read("type", str, type)
+        if kind != type:
+            raise tool.unsupported(
+                "type", f"= {shown(kind)}, but only functions can be called here"
+            )
+        own = tool.inner(inner)
+        name = own.read("name", str)
+        if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
+            raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
+        function = {"name": name, "description": own.read("description", str, "")}
+        parameters = own.read(schema, dict, {"type": "object", "properties": {}})
+        if parameters.get("type", "object") != "object":
+            raise own.bad(schema, "a JSON schema of the type 'object'")
+        function["parameters"] = parameters
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def choose_tools(
+    asked: Given, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+) -> tuple[list[dict], list[dict]]:
+    """By `tool_choice`: the tools for the model, and the tools of which the model must call one.
+
+    `words`: the protocol's own words for "required" and "function".
+    """
+    kind = asked.get("tool_choice", "auto")
+    name = None
+    if isinstance(kind, dict):
+        choice = asked.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.inner(inner).get("name")
+    kind = words.get(str(kind), kind)
+    if kind == "none":
+        return [], []
+    if kind == "auto":
+        return tools, []
+    wanted = tools if kind == "required" else []
+    if kind == "function":
+        wanted = [tool for tool in tools if tool["function"]["name"] == name]
+    if not wanted:
+        raise asked.bad("tool_choice", "none, auto, required, or the name of one of the tools")
+    return tools, wanted
+
+
+def call_of(id: str, function: Given, field: str = "arguments") -> dict:
+    """An assistant's earlier call, in the form for templates. The arguments may be an object, or
+    JSON of one."""
+    arguments = function.get(field)
+    if isinstance(arguments, str):
+        arguments = loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise function.bad(field, "an object, or JSON of one")
+    called = {"name": function.read("name", str), "arguments": arguments}
+    return {"id": id, "type": "function", "function": called}

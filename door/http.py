@@ -14,6 +14,7 @@ Where next: `bridge.py`, for the requests that ask for an answer.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import math
@@ -33,9 +34,12 @@ import h11
 from door.fields import Refusal
 from door.journal import Call, Journal
 from door.protocol import dump
+from parts.api.faults import LOG
 from parts.checks import shown
 
-CONNECTIONS = 512  # open at once; one more gets a 429
+CONNECTIONS = 512  # open at once with a request so far; one more gets a 429
+SPARE = 64  # more that have not sent a request yet; beyond, the oldest of these is aborted
+ACCEPT_S = 60.0  # seconds between two lines about connections that could not be accepted
 SWEEP_S = 0.5  # so often the door looks for streams that are silent, and for slow clients
 HEAD_S = 30.0  # a connection waits so long for its first request
 IDLE_S = 75.0  # and so long for another one
@@ -57,6 +61,7 @@ PING = b": ping\n\n"
 # may come before an answer, but some clients refuse more than five.
 PROBES_S = (0.0, 0.01, 0.1, 0.5)
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no connection can be accepted
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -116,6 +121,9 @@ class Visit:
         # By their names in small letters
         self.headers = {name.decode(): value.decode("latin-1") for name, value in request.headers}
         self.headers.setdefault("host", "localhost")  # for HTTP/1.0, which needs no such header
+        # Two lengths are how one request is smuggled inside another (RFC 9112, 6.3)
+        if {"content-length", "transfer-encoding"} <= self.headers.keys():
+            raise no_http("it has both Content-Length and Transfer-Encoding")
         target = request.target.decode()
         if not target.startswith("/"):
             target = self._read_address(target)
@@ -351,14 +359,21 @@ class Connection(asyncio.Protocol):
         self.blocked_since = math.inf  # since then the client has taken too little
         self._is_half_closed = False  # the client says nothing more
         self.is_leaving = False  # nobody listens any more
+        self.has_asked = False  # at least one whole head of a request has come
         self._room.set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if peer else ""
+        self.came = time.monotonic()
         self._all.add(self)
         self.task = asyncio.ensure_future(self._live())
+        if len(self._all) > CONNECTIONS + SPARE:
+            silent = [each for each in self._all if not each.has_asked]
+            last = min(silent, key=attrgetter("came"))  # this new one, if all others have asked
+            self._all.discard(last)
+            last.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._all.discard(self)
@@ -421,6 +436,7 @@ class Connection(asyncio.Protocol):
             while True:
                 async with asyncio.timeout(patience):
                     request = await self.receive()
+                self.has_asked = True
                 await self._serve(self, request)
                 if self._http.our_state is not h11.DONE or not self._has_asked():
                     break
@@ -494,7 +510,9 @@ class Connection(asyncio.Protocol):
         if not self._has_asked():
             headers["Connection"] = "close"
         reason = HTTPStatus(status).phrase
-        self.send(h11.Response(status_code=status, headers=[*headers.items()], reason=reason))
+        # Some repeat what the client sent, which was decoded in the same way
+        lines = [(name, value.encode("latin-1")) for name, value in headers.items()]
+        self.send(h11.Response(status_code=status, headers=lines, reason=reason))
 
     def send(self, event: h11.Event) -> None:
         data = self._http.send(event)
@@ -523,6 +541,23 @@ class Connection(asyncio.Protocol):
         if self.visit:
             self.visit.note(reason="too_slow", hung_up=True)
         self.transport.abort()
+
+
+class AcceptFailures:
+    """An event loop's handler of exceptions: where no more files can be opened, `asyncio` reports a
+    hundred failures to accept a connection every second. One line a minute is enough."""
+
+    def __init__(self) -> None:
+        self._told = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told >= ACCEPT_S:
+            self._told = loop.time()
+            words = f"connections cannot be accepted: {error.strerror}; raise the limit (ulimit -n)"
+            LOG.error("nanobatch: %s", words)
 
 
 async def sweep(visits: Collection[Visit]) -> None:

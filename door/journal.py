@@ -20,7 +20,8 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -35,11 +36,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from parts.api.ledger import Log
+from parts.api.progress import PrefillProgress
 from parts.api.views import Snapshot, percentile
-from parts.files import LineFile
+from parts.checks import one_line
+from parts.program import say
 
 # The figures of a call that its log line has, too; there without their unit
 FIGURES = (
@@ -104,10 +107,28 @@ class Call:
                 del values["guessed"], values["right"]
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
-        told = [
-            f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")
-        ]
-        return " ".join(told)
+        return logfmt(values)
+
+    def prefill_line(self, prefill: PrefillProgress) -> str:
+        """In logfmt: how far a long prompt has been read. The request goes on."""
+        values = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "request_id": self.id,
+            "client": self.client,
+            "event": "prefill",
+            "prefilled": prefill.done,
+            "prompt_tokens": prefill.total,
+            "cached_tokens": prefill.cached,
+            "prompt_tps": prefill.tokens_per_s,
+            "left": prefill.left_s,
+        }
+        return logfmt(values)
+
+
+def logfmt(values: Mapping[str, object]) -> str:
+    """The fields of a log line. Fields without a value are left out."""
+    told = [f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")]
+    return " ".join(told)
 
 
 def logged(value: object) -> str:
@@ -169,15 +190,46 @@ class Journal:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
 
+class HangUps:
+    """Clients that hung up before the first token, by client and prompt.
+
+    An agent that loses its patience asks the same again, and may never get its answer. Of a prompt
+    only a hash is kept, and of those the newest.
+    """
+
+    KEPT = 64
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[tuple[str, int], int] = OrderedDict()
+
+    def add(self, client: str, prompt: Sequence[int]) -> int:
+        """How often this client has hung up on this prompt, this time included."""
+        key = client, hash(tuple(prompt))
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > self.KEPT:
+            self._counts.popitem(last=False)
+        return count
+
+
+def impatient(client: str, seconds: float, prefill: PrefillProgress) -> str:
+    """What the owner of the server can do about a client that hung up on the same prompt twice."""
+    return (
+        f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
+        "the client waits too short a time. docs/clients.md names each agent's setting"
+    )
+
+
 # --- the access log -----------------------------------------------------------------------------
 
 
 class AccessLog:
     """A line for each request. A thread writes them, because writing to a pipe without a reader waits
-    for ever. Lines without room are counted, not kept."""
+    for ever. Lines without room are counted, not kept. If the file cannot be written, serving goes on,
+    and that is said once."""
 
     def __init__(self, file: TextIO, room: int = 1000):
-        self._file = LineFile(file)
+        self._file = file
         self._lines: queue.Queue[str | None] = queue.Queue(room)
         self._lost = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -200,8 +252,16 @@ class AccessLog:
             self._lost += 1
 
     def _write(self) -> None:
+        is_broken = False
         while line := self._lines.get():
-            self._file.write(line)
+            try:
+                print(line, file=self._file, flush=True)
+                is_broken = False
+            except OSError as error:
+                if not is_broken:
+                    words = f"{self._file.name}: {error.strerror}; serving goes on without its log"
+                    say(one_line(words))
+                is_broken = True
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -269,8 +329,13 @@ class Figures:
                 "requests_waiting": engine.waiting,
                 "slots": len(engine.slots),
                 "slot_tokens": engine.limits.max_len,
+                "prompt_tokens_per_second": engine.prompt_tokens_per_s,
             }
             metrics.append(steps_of(engine))
+            read = "Prompt tokens that were read by all steps so far; cached tokens do not count."
+            metrics.append(
+                CounterMetricFamily("nanobatch_prefill_tokens", read, engine.prompt_tokens)
+            )
         for name, value in gauges.items():
             words = name.replace("_", " ").capitalize()
             metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))

@@ -22,20 +22,21 @@ from contextlib import suppress
 from typing import Any
 
 from door.choice import Change, Choice, Item
-from door.fields import Given, Refusal, invalid, strict, text_of
-from door.protocol import (
-    Speaks,
-    Usage,
-    Wish,
+from door.fields import (
+    Given,
+    Refusal,
     call_of,
     choose_tools,
     conversation,
-    named_event,
+    invalid,
     read_body,
     read_form,
     read_stop,
     read_tools,
+    strict,
+    text_of,
 )
+from door.protocol import Speaks, Usage, Wish, named_event
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p", "top_k")
@@ -91,7 +92,7 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
         max_tokens=asked.whole("max_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=choice.read("disable_parallel_tool_use", bool, False),
+        is_single=choice.read("disable_parallel_tool_use", bool, True) and bool(tools),
     )
     asked.refuse_rest(NEUTRAL)
     return wish

@@ -17,27 +17,26 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from door.choice import Change, Choice, Item, Word
-from door.fields import Given, Refusal, check_count, invalid
-from door.protocol import (
-    Progress,
-    Speaks,
-    Usage,
-    Wish,
+from door.fields import (
+    Field,
+    Given,
+    Refusal,
     call_of,
+    check_count,
     choose_tools,
     conversation,
-    dump,
-    event,
+    invalid,
     read_body,
     read_form,
     read_stop,
     read_tools,
 )
+from door.protocol import Progress, Speaks, Usage, Wish, dump, event
 from parts.text.tokens import Chat
 
 # Templates know no developer: it is the newer name of the system's role.
@@ -54,6 +53,22 @@ CHOICES = 128
 BIASES = 1000
 TOP = 20
 
+FIELDS = {
+    "n": Field(int, 1, 1, N),
+    "max_tokens": Field(int, None, 1),
+    "max_completion_tokens": Field(int, None, 1),
+    "logit_bias": Field(dict, {}),
+    "stream": Field(bool, False),
+    "stream_options": Field(dict, {}),
+    "return_progress": Field(bool, False),
+}
+CHAT_FIELDS = FIELDS | {
+    "logprobs": Field(bool, False),
+    "top_logprobs": Field(int, 0, 0, TOP),
+    "parallel_tool_calls": Field(bool, False),
+    "chat_template_kwargs": Field(dict, {}),
+    "reasoning_effort": Field(),
+}
 # These go to `Sampling` as they are, and are checked there.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -86,39 +101,43 @@ def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
     """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: those of the
     model that is here."""
     asked = read_body(body, names)
-    wish = read_chat(asked) if is_chat else Wish(read_prompts(asked))
+    given = asked.table(CHAT_FIELDS if is_chat else FIELDS)
+    wish = read_chat(asked, given) if is_chat else Wish(read_prompts(asked))
     prompts = len(wish.prompts)
-    n = asked.whole("n", 1, N, 1)
+    n = given["n"]
     if n * prompts > CHOICES:
         words = (
             f"{prompts} prompts with n = {n} each, but one request has at most {CHOICES} choices"
         )
         raise invalid("n", words)
-    stream = asked.read("stream", bool, False)
-    progress = asked.read("return_progress", bool, False)
-    if progress and not stream:
+    if given["return_progress"] and not given["stream"]:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = [
-        asked.whole("max_tokens", 1),
-        asked.whole("max_completion_tokens", 1),
-    ]
-    options = asked.inner("stream_options")
-    usage = options.read("include_usage", bool, False)
-    options.refuse_rest(ignored=["continuous_usage_stats"])  # a wish for more, of vLLM's clients
+    lengths = [given["max_tokens"], given["max_completion_tokens"]]
+    top = read_top(given) if is_chat else read_logprobs(asked)
     wish = wish._replace(
-        settings=read_settings(asked) | {"logprobs": read_top(asked, is_chat)},
+        settings=read_settings(asked, given["logit_bias"]) | {"logprobs": top},
         max_tokens=min(filter(None, lengths), default=None),
         n=n,
-        stream=stream,
-        usage=usage,
-        progress=progress,
+        stream=given["stream"],
+        usage=read_usage(given["stream_options"]),
+        progress=given["return_progress"],
     )
     asked.refuse_rest(NEUTRAL | {"best_of": (1, n)})
     return wish
 
 
-def read_settings(asked: Given) -> dict[str, Any]:
+def read_usage(options: dict) -> bool:
+    """Whether the last event of a stream has the usage."""
+    if not options:
+        return False
+    asked = Given(options, "stream_options")
+    usage = asked.read("include_usage", bool, False)
+    asked.refuse_rest(ignored=["continuous_usage_stats"])  # more of the same, for vLLM's clients
+    return usage
+
+
+def read_settings(asked: Given, bias: dict) -> dict[str, Any]:
     """For `Sampling`."""
     settings = asked.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
@@ -126,7 +145,6 @@ def read_settings(asked: Given) -> dict[str, Any]:
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
     settings["stop"] = read_stop(asked, "stop")
-    bias = asked.read("logit_bias", dict, {})
     check_count("logit_bias", len(bias), "entries", BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
@@ -145,30 +163,32 @@ def read_settings(asked: Given) -> dict[str, Any]:
     return settings
 
 
-def read_top(asked: Given, is_chat: bool) -> int | None:
-    """How many log probabilities the body wants beside each token's own. None: not even that one."""
-    if not is_chat:
-        if asked.get("logprobs") is False:
-            return None
-        return asked.whole("logprobs", 0, TOP)
-    top = asked.whole("top_logprobs", 0, TOP, 0)
-    if asked.read("logprobs", bool, False):
-        return top
-    if top:
+def read_logprobs(asked: Given) -> int | None:
+    """How many log probabilities /v1/completions wants beside each token's own. None: not even
+    that one."""
+    if asked.get("logprobs") is False:
+        return None
+    return asked.whole("logprobs", 0, TOP)
+
+
+def read_top(given: Mapping[str, Any]) -> int | None:
+    """The same for a chat."""
+    if given["logprobs"]:
+        return given["top_logprobs"]
+    if given["top_logprobs"]:
         words = "top_logprobs is given without logprobs; set logprobs to true"
         raise invalid("top_logprobs", words)
     return None
 
 
-def read_chat(asked: Given) -> Wish:
+def read_chat(asked: Given, given: Mapping[str, Any]) -> Wish:
     """The messages, and everything else that a template takes."""
     messages = [read_message(message) for message in conversation(asked, "messages")]
-    options = asked.read("chat_template_kwargs", dict, {})
-    hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
+    hints = {"enable_thinking": False} if given["reasoning_effort"] == "none" else {}
     tools, must_call = choose_tools(asked, read_tools(asked, "function"), "function")
-    parallel = asked.read("parallel_tool_calls", bool, True)
-    chat = Chat(messages, tools, options, hints)
-    return Wish([chat], must_call=must_call, is_single=not parallel)
+    is_single = not given["parallel_tool_calls"] and bool(tools)
+    chat = Chat(messages, tools, given["chat_template_kwargs"], hints)
+    return Wish([chat], must_call=must_call, is_single=is_single)
 
 
 def read_message(message: Given) -> dict[str, Any]:
@@ -256,13 +276,17 @@ class Completion(Speaks):
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
-        """In llama.cpp's form."""
+        """In llama.cpp's form; of a long prompt, two more figures."""
+        prefill = progress.prefill
         told = {
-            "total": progress.total,
-            "cache": progress.cached,
-            "processed": progress.read,
+            "total": prefill.total,
+            "cache": prefill.cached,
+            "processed": prefill.done,
             "time_ms": round(progress.seconds * 1000),
         }
+        if prefill.is_long and prefill.tokens_per_s is not None:
+            told["tokens_per_second"] = round(prefill.tokens_per_s, 1)
+            told["left_ms"] = round(prefill.left_s * 1000)
         return self._chunk(0, self.silence, prompt_progress=told)
 
     def last(self, index: int, choice: Choice) -> bytes:

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from door import wire
+from parts.api.progress import PrefillProgress
 from parts.api.views import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
 # The fields of a frame of `/watch`, by the names of the types: the page reads frames by names.
-VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
+VIEWS = (wire.Frame, Snapshot, SlotView, PrefillProgress, RequestView, Metrics, StepView, Limits)
 SHAPE = {view.__name__: wire.names_of(view) for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.

@@ -24,19 +24,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from door.choice import Change, Choice, Item
-from door.fields import Given, Refusal
-from door.protocol import (
-    Speaks,
-    Usage,
-    Wish,
+from door.fields import (
+    Given,
+    Refusal,
     call_of,
     choose_tools,
     conversation,
-    named_event,
     read_body,
     read_form,
     read_tools,
 )
+from door.protocol import Speaks, Usage, Wish, named_event
 from parts.checks import shown
 from parts.text.tokens import Chat
 
@@ -77,7 +75,7 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
         max_tokens=asked.whole("max_output_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=not asked.read("parallel_tool_calls", bool, True),
+        is_single=not asked.read("parallel_tool_calls", bool, False) and bool(tools),
         asked=asked.fields,
     )
     asked.refuse_rest(NEUTRAL)
@@ -142,7 +140,7 @@ ECHO = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
-    "parallel_tool_calls": True,
+    "parallel_tool_calls": False,
     "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
     "store": False,

@@ -24,9 +24,12 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from door.journal import DoorView
 from parts.api.views import RequestView, Snapshot
+from parts.checks import shown
 
 STEPS = 4096  # that have come and were not looked at are kept, the newest
 ENDS = 500  # and so many ends of requests
+LARGEST = 2**64  # of the numbers in a frame
+SLOTS = 4096  # as the command line has it
 
 
 class Frame(NamedTuple):
@@ -66,6 +69,8 @@ def hints_of(kind: type) -> tuple[Any, ...]:
 
 def unpack(kind: Any, data: Any) -> Any:
     """Rebuild a view of this type. ValueError if the data are no such view."""
+    if (hints_of(kind) or get_origin(kind) is tuple) and not isinstance(data, list):
+        raise ValueError(f"a frame has {shown(data)} where a list belongs")
     if hints := hints_of(kind):
         return kind(*(unpack(hint, one) for hint, one in zip(hints, data, strict=True)))
     if get_origin(kind) is tuple:
@@ -73,7 +78,21 @@ def unpack(kind: Any, data: Any) -> Any:
         if hints[1:] == (...,):
             return tuple(unpack(hints[0], one) for one in data)
         return tuple(unpack(hint, one) for hint, one in zip(hints, data, strict=True))
-    return data  # of a plain type, or a union of types
+    return plain(kind, data)
+
+
+def plain(kind: Any, data: Any) -> Any:
+    """A number, a text or None, as the type says. `Any` is anything."""
+    if kind is Any:
+        return data
+    kinds = get_args(kind) or (kind,)  # of a union
+    if float in kinds:  # JSON may write 1.0 as 1
+        kinds += (int,)
+    if (isinstance(data, bool) and bool not in kinds) or not isinstance(data, kinds):
+        raise ValueError(f"a frame has {shown(data)} where {kind} belongs")
+    if isinstance(data, (int, float)) and not abs(data) <= LARGEST:
+        raise ValueError(f"a frame has the number {shown(data)}")
+    return data
 
 
 def _shape(kind: Any) -> Any:
@@ -146,6 +165,7 @@ class Receiver:
     def take(self, data: list) -> Frame:
         frame = unpack(Frame, data)
         engine = frame.engine
+        check_slots(engine)
         requests = tuple(map(self._join, engine.requests))
         ended = tuple(map(self._join, engine.ended))
         self._known = {request.id: request for request in requests}
@@ -158,6 +178,19 @@ class Receiver:
         text = known.text + request.text
         lengths = known.lengths + request.lengths
         return replace(request, prompt=known.prompt, text=text, lengths=lengths)
+
+
+def check_slots(engine: Snapshot) -> None:
+    """Refuse more slots than an engine can have, and those that are not there."""
+    count = engine.limits.slots
+    if not 1 <= count <= SLOTS or [slot.slot for slot in engine.slots] != [*range(count)]:
+        raise ValueError(f"a frame has {len(engine.slots)} slots, and {count:,} in its limits")
+    named = {request.slot for request in (*engine.requests, *engine.ended)} - {None}
+    for step in engine.steps:
+        pairs = (*step.admitted, *step.prefill, *step.decode, *step.held, *step.guesses)
+        named |= {slot for slot, *_ in pairs} | {*step.ghosts, *step.blocked}
+    if named and not 0 <= min(named) <= max(named) < count:
+        raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
 
 
 # --- frames that nobody has looked at yet ---------------------------------------------------------

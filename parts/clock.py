@@ -97,12 +97,13 @@ def guest_of(
     moment: Callable[[float], float],
     guesses: Mapping[int, Sequence[tuple[int, int]]],
 ) -> Guest:
-    """A request for a replay. If it still runs, it counts as far as it is.
+    """A request for a replay. If it still runs, it counts as far as it is: if its prompt is still
+    being read, to its first token.
 
     `moment` says what the clock of the prices showed when it arrived.
     """
     metrics = request.metrics
-    tokens = metrics.output_tokens
+    tokens = max(1, metrics.output_tokens)
     again = Request(
         request.id,
         (0,) * metrics.prompt_tokens,

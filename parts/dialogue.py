@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -33,14 +34,19 @@ from typing import Any
 from parts.checks import one_line, printable, shown
 from parts.files import read_some, write_whole
 from parts.program import say
+from parts.terminal import StatusLine, WordWrap, wait_for_text
 from parts.text.speech import Parser, Part, Speech
 
 HELP = """/new            begin another conversation (the system message stays)
 /system TEXT    tell the model who it is; without a text, forget it
+/retry          ask the last question again
 /drop           forget the oldest question and its answer
+/set            show how answers are sampled; /set temperature=0.7 seed=1 changes it
 /save FILE      write the conversation; /load FILE goes on with one
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
+# What /set changes
+SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
 LARGEST = 10_000_000  # characters of a conversation's file
 LEAST = 16  # tokens of an answer for which there must be room
@@ -67,8 +73,17 @@ class Conversation:
 
     def drop_oldest(self) -> str:
         """Forget the first question and its answer. Answers with the question."""
+        if not self.turns:
+            raise ValueError("nothing was said yet, so there is nothing to forget")
         oldest, self.turns = self.turns[:2], self.turns[2:]
-        return oldest[0]["content"] if oldest else ""
+        return oldest[0]["content"]
+
+    def take_newest(self) -> str:
+        """Forget the last question's answer. Answers with the question, to be asked again."""
+        if not self.turns:
+            raise ValueError("nothing was asked yet, so there is nothing to ask again")
+        newest, self.turns = self.turns[-2:], self.turns[:-2]
+        return newest[0]["content"]
 
     def save(self, path: str) -> None:
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2)
@@ -100,7 +115,8 @@ class Conversation:
 
 
 class Dialogue:
-    """`read` asks for a line, and raises EOFError at the end; `write` takes text as it comes."""
+    """`read` asks for a line, and raises EOFError at the end; `write` takes text as it comes.
+    `width`: the columns of the terminal; None if there is none."""
 
     def __init__(
         self,
@@ -108,11 +124,14 @@ class Dialogue:
         sampling: Any,
         read: Callable[[str], str] = input,
         write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+        width: Callable[[], int | None] = lambda: None,
     ):
         self.engine = engine
         self.sampling = sampling
         self.read = read
         self.write = write
+        self.width = width
+        self.status = StatusLine()
         self.talk = Conversation()
         self.waiting = ""  # a question for which there was no room
 
@@ -148,27 +167,59 @@ class Dialogue:
             self.ask(line)
 
     def obey(self, command: str, rest: str) -> None:
-        if command == "/new":
+        if command == "/help":
+            self.say(HELP)
+        elif command == "/new":
             self.talk.turns = []
             self.waiting = ""
             self.say("a new conversation")
         elif command == "/system":
             self.talk.system = rest
             self.say("from the next question on")
-        elif command == "/drop" and self.talk.turns:
+        elif command == "/retry":
+            self.retry()
+        elif command == "/set":
+            self.configure(rest)
+        elif command == "/drop":
             self.say(f"forgotten: {shown(self.talk.drop_oldest())}")
             if self.waiting:
                 self.ask(self.waiting)
-        elif command == "/save" and rest:
+        elif command in ("/save", "/load") and not rest:
+            raise ValueError(f"{command} needs a file: {command} FILE")
+        elif command == "/save":
             self.talk.save(rest)
             self.say(f"{rest} is written")
-        elif command == "/load" and rest:
+        elif command == "/load":
             self.talk = Conversation.load(rest)
             self.say(f"goes on after {len(self.talk.turns) // 2} questions")
         elif command in ("/bye", "/exit", "/quit"):
             raise EOFError
         else:
-            self.say(HELP)
+            raise ValueError(f"{shown(command)} is no command; /help names them")
+
+    def configure(self, rest: str) -> None:
+        """Change how answers are sampled, and show it."""
+        changes = {}
+        for word in rest.split():
+            name, _, value = word.partition("=")
+            if name not in SETTABLE or not value:
+                known = ", ".join(SETTABLE)
+                raise ValueError(f"/set {shown(word)}: give NAME=NUMBER; the names are {known}")
+            changes[name] = number(value)
+        self.sampling = replace(self.sampling, **changes)  # checks all values
+        values = {name: getattr(self.sampling, name) for name in SETTABLE}
+        words = [f"{name}={'none' if each is None else each}" for name, each in values.items()]
+        self.say(" ".join(words))
+
+    def retry(self) -> None:
+        """Ask the last question again. If that fails, its first answer stays."""
+        turns = list(self.talk.turns)
+        question = self.waiting or self.talk.take_newest()
+        try:
+            self.ask(question)
+        except ValueError:
+            self.talk.turns = turns
+            raise
 
     def ask(self, question: str) -> None:
         ids = self.engine.text.encode_chat(self.talk.messages(question))
@@ -180,15 +231,19 @@ class Dialogue:
         most = min(self.sampling.max_tokens or room, room)
         handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
         thought = answer = ""
+        width = self.width()
+        wrap = WordWrap(width) if width else None
         try:
+            wait_for_text(handle, self.status.show)
             for part, said in spoken(handle, self.engine.text.speech):
                 if part.kind == "thought":
                     thought += part.text
                 else:
                     answer += part.text
-                self.write(said)
+                self.write(wrap.push(said) if wrap else said)
         except KeyboardInterrupt:
             handle.cancel()
+        self.write(wrap.flush() if wrap else "")
         result = handle.result()
         if result.error:
             raise ValueError(result.error)
@@ -198,7 +253,19 @@ class Dialogue:
         self.say(f"\n    [{said}{room_left(left, length)}]")
 
     def say(self, line: str) -> None:
-        self.write(f"{line}\n")
+        width = self.width()
+        wrap = WordWrap(width) if width else None
+        self.write(f"{wrap.push(line) + wrap.flush() if wrap else line}\n")
+
+
+def number(text: str) -> int | float | str | None:
+    """A value as it was typed. What is no number is refused by `Sampling`, which knows its limits."""
+    if text == "none":
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def outgrown(tokens: int, length: int) -> str:
@@ -254,8 +321,13 @@ def history_file() -> Path | None:
     """Where earlier questions lie. NANOBATCH_HISTORY=off keeps none."""
     if os.environ.get("NANOBATCH_HISTORY") == "off":
         return None
+    return state_folder() / "history"
+
+
+def state_folder() -> Path:
+    """Where small things are kept for the user between runs."""
     place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(place) / "nanobatch" / "history"
+    return Path(place) / "nanobatch"
 
 
 class History:
@@ -267,7 +339,9 @@ class History:
         self.questions: list[str] = []
         with suppress(OSError):
             if file:
-                lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+                # After a power cut a file may hold zeros, which `readline` refuses
+                text = file.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+                lines = text.split("\n")
                 self.questions = [line.replace(NEWLINE, "\n") for line in lines if line]
         if len(self.questions) > KEPT:
             del self.questions[:-KEPT]
@@ -312,4 +386,9 @@ def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
     say(engine.summary)
     say("/help says more")
     history = History(history_file() if sys.stdin.isatty() else None)
-    return Dialogue(engine, sampling, keep(history)).run(questions)
+    return Dialogue(engine, sampling, keep(history), width=columns).run(questions)
+
+
+def columns() -> int | None:
+    """Of the terminal that shows the answers."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

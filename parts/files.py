@@ -1,29 +1,17 @@
-"""Files of unknown origin, and files that are whole.
+"""Read files of unknown origin, and write files whole.
 
-The problem of reading. A model folder comes from anywhere: a file may be missing, cut off, a pipe,
-a web page, or JSON whose fields hold what nobody expects. A KeyError says nothing to the user who
-has downloaded it.
-
-The problem of writing. A disk is full, a limit is met, or the program is killed in the middle. Then
-a file that was opened to be written is empty or cut, and the good one before it is gone.
-
-What this file keeps. Whatever is wrong with a model's file is a `ModelError`: the file, the field
-and its value, and what to do. A file that `write_whole` writes holds all of the new text, or else
-all that was in it before. A line that is added to a log is there as a whole or not at all.
-
-Where next: `parts/model/config.py` and `parts/model/weights.py`, which read a config and weights
-with it.
+A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page, or JSON whose
+fields hold what nobody expects. Whatever is wrong with it is a `ModelError`: the file, the field and
+its value, and what to do. A file that `write_whole` writes holds all of the new text, or else all that
+was in it before, also on a full disk.
 """
 
 import errno
 import json
 import os
 import secrets
-import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from parts.checks import one_line
 
@@ -126,153 +114,47 @@ def what_is(head: bytes) -> str | None:
 
 # --- writing ------------------------------------------------------------------------------------
 
-# Nothing can be put beside the file, or in its place: a folder that is closed, another's file in
-# /tmp, a file that a container has mounted by itself
-NO_ROOM_BESIDE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
-
 
 def check_writable(file: str) -> None:
-    """Better to learn now that a file cannot be written than at the end. Nothing stays behind, and
-    a pipe that nobody reads is an error instead of a long wait."""
-    if _standard(file):
-        return
-    if _what(file) is None:
-        handle, beside = _open_beside(os.path.realpath(file))
-        os.close(handle)
-        os.unlink(beside)
-        return
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    # subtle: a pipe stays open, since its reader would take this for the end
-    if not stat.S_ISFIFO(os.fstat(handle).st_mode):
-        os.close(handle)
+    """Raise OSError now if `write_whole` could not write this file at the end."""
+    with suppress(FileNotFoundError):
+        os.stat(file)  # its name may be too long
+    if os.path.isdir(file):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
+    if not _is_special(file):
+        beside = _beside(file)
+        beside.touch()
+        beside.unlink()
 
 
 def write_whole(file: str | Path, text: str) -> None:
     """Make a file hold this text, or leave it as it was. An OSError names the file.
 
-    The text is written beside the file, and takes its place when all of it is on the disk. A link
-    stays a link, and permissions stay. What is no plain file is simply written to. A program that
-    is killed may leave its half-written text behind, as `.nanobatch-*`.
+    The text is written next to the file, and then takes its place.
     """
-    path = str(file)
-    data = text.encode()
     try:
-        if stream := _standard(path):  # what was printed before comes before it
-            stream.write(text)
-            stream.flush()
-        elif (before := _what(path)) and not stat.S_ISREG(before.st_mode):
-            _write_to_special(path, data)
+        if _is_special(file):
+            Path(file).write_text(text, encoding="utf-8")
         else:
-            _write_to_plain(os.path.realpath(path), data)
+            replace(file, text.encode())
     except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
+        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
-def _standard(path: str) -> TextIO | None:
-    return {"/dev/stdout": sys.stdout, "/dev/stderr": sys.__stderr__}.get(path)
-
-
-def _what(path: str) -> os.stat_result | None:
-    """What there is, if there is anything: other than `os.path.exists`, no other error passes for
-    nothing."""
+def replace(file: str | Path, data: bytes) -> None:
+    beside = _beside(file)
     try:
-        return os.stat(path)
-    except FileNotFoundError:
-        return None
+        beside.write_bytes(data)
+        beside.replace(os.path.realpath(file))
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def _write_to_special(path: str, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # else a pipe without a reader would wait
-    with open(handle, "wb") as file:
-        os.set_blocking(handle, True)
-        file.write(data)
+def _is_special(file: str | Path) -> bool:
+    """A device or a pipe, such as /dev/stdout, cannot be replaced."""
+    return os.path.exists(file) and not os.path.isfile(file)
 
 
-def _write_to_plain(path: str, data: bytes) -> None:
-    try:
-        replace(path, data)
-    except OSError as error:
-        if error.errno not in NO_ROOM_BESIDE or _what(path) is None:
-            raise
-        _overwrite(path, data)
-
-
-def replace(path: str, data: bytes) -> None:
-    """Write beside the file, and put that into its place: nobody sees half of it."""
-    before = _what(path)
-    if before:
-        os.close(os.open(path, os.O_WRONLY))  # a file that is protected stays so
-    handle, beside = _open_beside(path)
-    try:
-        with open(handle, "wb") as file:
-            now = os.fstat(handle)
-            if before and (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
-                os.fchown(handle, before.st_uid, before.st_gid)
-            if before:
-                os.fchmod(handle, stat.S_IMODE(before.st_mode))
-            file.write(data)
-            file.flush()
-            os.fsync(handle)  # else a power cut may leave a name without its contents
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(beside)
-        raise
-
-
-def _overwrite(path: str, data: bytes) -> None:
-    """Write over what is there, and put that back if it fails. Only a kill in the middle harms."""
-    before = Path(path).read_bytes()
-    try:
-        _write_over(path, data)
-    except BaseException:
-        _write_over(path, before)
-        raise
-
-
-def _write_over(path: str, data: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.write(data)
-        file.truncate()
-
-
-def _open_beside(path: str) -> tuple[int, str]:
-    """A new file in the same folder: its descriptor, and its name."""
-    beside = os.path.join(os.path.dirname(path), f".nanobatch-{secrets.token_hex(8)}")
-    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), beside
-
-
-def append_line(handle: int, line: str) -> None:
-    """Add a line to a file. If the disk has no room for all of it, nothing of it stays."""
-    data = f"{line}\n".encode(errors="replace")
-    written = 0
-    try:
-        while written < len(data):
-            written += os.write(handle, data[written:])
-    except OSError:
-        if written and stat.S_ISREG(os.fstat(handle).st_mode):
-            os.ftruncate(handle, os.fstat(handle).st_size - written)
-        raise
-
-
-class LineFile:
-    """A server's log: lines are added as long as there is room, each as a whole. On a full disk, or
-    if the reader of a pipe has gone, serving goes on. That is told once, and the next line that
-    finds room says how many are missing."""
-
-    def __init__(self, file: TextIO):
-        self._file = file
-        self._lost = 0
-
-    def write(self, line: str) -> None:
-        try:
-            lost = f"lost_lines={self._lost} " if self._lost else ""
-            append_line(self._file.fileno(), lost + line)
-            self._lost = 0
-        except (OSError, ValueError) as error:  # ValueError: the file is closed
-            self._lost += 1
-            if self._lost == 1:
-                why = getattr(error, "strerror", None) or error
-                with suppress(OSError, ValueError):  # the log may be stderr itself
-                    words = f"{self._file.name}: {why}; serving goes on without its log"
-                    print(f"nanobatch: {one_line(words)}", file=sys.stderr)
+def _beside(file: str | Path) -> Path:
+    """An unused name in the same folder. A link stays a link."""
+    return Path(os.path.realpath(file)).with_name(f".nanobatch-{secrets.token_hex(8)}")

@@ -1,57 +1,37 @@
-"""What the programs share: their options, a mistake in one of these takes one line, and Ctrl-C ends
-them quietly at any moment.
+"""What the programs share: options, one line for a user's mistake, and exit codes.
 
-The problem. The imports of a program take up to a second, and Ctrl-C may come while they run,
-outside of any `try`. There it is an exception like others: Python prints a traceback, and a library
-that catches it goes on as if nothing had happened. So a program imports this file before all
-others. From here on Ctrl-C ends the process at once: there is nothing yet that would have to be
-closed. `run` lets Python handle the signal as usual while `main` runs, so that `with` and `finally`
-do their work. When `main` has ended, Ctrl-C ends the process at once again. While this file itself
-is imported, each program catches the exception. (Before a program's first line runs Python's own
-start, some 20 ms. Ctrl-C there is Python's to answer, and it prints a traceback.)
-
-The invariant: after Ctrl-C the exit code is 130 (0 for the screen and the server, which are usually
-ended so). Where the signal is ignored, as in a shell's background job, it stays so. A program that
-only imports one of ours, such as a test, keeps its own way with signals.
+Ctrl-C ends a program quietly with 130 (the screen and the server with 0, because that is the usual way
+to end them). Where the signal is ignored, as in a shell's background job, it stays so. Output whose
+reader has gone ends a program silently with 141; output that cannot be written, as on a full disk, is
+one line and 1.
 """
 
+import argparse
 import os
 import re
-import signal
+import shlex
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
+
+from course import overlay
+from parts.checks import one_line, printable, read_whole, shown
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`parts/wheel`)
 
 
-def _on_ctrl_c(handler) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _leave(*_) -> None:
-    os._exit(130)
-
-
+# The chapters of a reader's own core, before anything imports ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
 _is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
 if _is_ours:
-    _on_ctrl_c(_leave)
-
-# These, too, may be interrupted.
-import argparse  # noqa: E402
-import shlex  # noqa: E402
-from collections.abc import Callable, Iterable, Iterator  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
-from typing import Any, NoReturn, TextIO  # noqa: E402
-
-from parts import book  # noqa: E402
-from parts.checks import one_line, read_whole, shown  # noqa: E402
-
-if _is_ours and book.asked():
+    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
+    os.environ["RUST_BACKTRACE"] = "0"
+if _is_ours and overlay.asked():
     try:
-        book.open_book(book.asked())
+        overlay.open_book(overlay.asked())
     except ValueError as error:
         print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
         sys.exit(2)
@@ -59,16 +39,16 @@ if _is_ours and book.asked():
 
 def say(line: str) -> None:
     """What a program tells of itself, apart from its output."""
-    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+    print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
 class Unwritten(Exception):
-    """Standard output cannot be written: its reader has seen enough, or the disk is full."""
+    """Standard output cannot be written: its reader has gone, or the disk is full."""
 
 
 class Stream:
-    """A standard stream. What cannot be written to standard error, on a full disk or to a terminal
-    that has gone, cannot be told to anybody, and what comes next is done all the same."""
+    """A standard stream. Errors of standard output are `Unwritten`, so no handler takes them for
+    another file's. Errors of standard error are ignored: there is nobody left to tell."""
 
     def __init__(self, file: TextIO, is_output: bool = False):
         self._file = file
@@ -91,23 +71,11 @@ class Stream:
         return getattr(self._file, name)
 
 
-def open_streams() -> None:
-    """A standard stream that the caller has closed is one of nothing. Else it would be None, and a
-    file that is opened later would pass for it."""
-    while (unused := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
-    os.close(unused)
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    if not isinstance(sys.stderr, Stream):
-        sys.stdout = Stream(sys.stdout or os.fdopen(1, "w", closefd=False), is_output=True)
-        sys.stderr = Stream(sys.stderr or os.fdopen(2, "w", closefd=False))
-
-
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
-    open_streams()
+    sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
+    sys.stderr = sys.stderr and Stream(sys.stderr)
     try:
-        _on_ctrl_c(signal.default_int_handler)
         try:
             code = main()
         finally:
@@ -117,8 +85,6 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = 130
     except Unwritten as error:
         code = unwritten(error)
-    finally:
-        _on_ctrl_c(_leave)
     sys.exit(code)
 
 
@@ -345,7 +311,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""
-        says = "run the chapters in this folder in the place of ours (docs/zero; $NANOBATCH_BOOK)"
+        says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
         self.add_argument("--book", metavar="DIR", help=says)
 
     def add_keys(self) -> None:

@@ -38,6 +38,7 @@ class Guest(NamedTuple):
     # Of each step in which it decodes: how many tokens are guessed, and how many of these are right
     guesses: Sequence[tuple[int, int]] = ()
     begins: int = 0  # before this step it waits for rows that another prompt writes
+    behind: int = 0  # and in this step it comes behind a prompt with so many tokens left
 
 
 class Ran(NamedTuple):
@@ -70,13 +71,24 @@ def guesses_in(
 
 
 class Retold(Scheduler):
-    """A scheduler that knows no text: it is told how long a request waited for common rows."""
+    """A scheduler that knows no text: it is told how long a request waited for common rows.
+
+    The step that writes the last of these may have given them to the request, too. When the order
+    of that step's chunks was decided, the request had more tokens left than a replay knows.
+    """
 
     begins: Mapping[int, int] = {}  # by request: the step that reads its first chunk
+    behind: Mapping[int, int] = {}  # by request: the tokens left of the prompt before it there
 
     def reading(self) -> list[Request]:
         now = self.steps + 1
         return [r for r in super().reading() if self.begins.get(r.id, 0) <= now]
+
+    def _rest(self, request: Request) -> float:
+        rest = super()._rest(request)
+        if self.begins.get(request.id) == self.steps + 1:
+            return max(rest, self.behind[request.id] + 0.5)
+        return rest
 
 
 class Stuck(ValueError):
@@ -131,6 +143,7 @@ class Replay:
         hurries = made.pop("hurry", False)
         sched = Retold(**made, policy=policy)
         sched.begins = {guest.request.id: guest.begins for guest in guests}
+        sched.behind = {guest.request.id: guest.behind for guest in guests}
         return cls(sched, guests, *rest, hurries=hurries, **options)
 
     def __iter__(self) -> Iterator[Ran]:
@@ -181,6 +194,10 @@ class Replay:
         """In place of a device: by slot, a token for each row that yields one."""
         return {member.slot: [SAID] * (1 + len(member.guess)) for member in plan.emitters}
 
+    def finite(self, plan: Plan) -> list[int]:
+        """In place of a device: the slots of the chunks that were seen to be finite."""
+        return [chunk.slot for chunk in plan.chunks if not chunk.emits]
+
     def accept(self, request: Request, token: int) -> str | None:
         """Why an answer ends with this token; None if it goes on."""
         return "stop" if request.committed >= self._tokens[request.id] else None
@@ -197,6 +214,7 @@ class Replay:
         self._look(plan.step, is_read=True)
         began = self.now
         self.now += self.seconds(plan)
+        self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
         return Ran(plan, began, self.now, done.ghosts, done.tried)
 

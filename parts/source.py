@@ -14,12 +14,12 @@ Where next: `Engine.release` and `Engine.reload` in `nanobatch.py`; `parts/model
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from parts.device.mlx import device_lock, device_stream, readable
 from parts.files import ModelError
 from parts.model import find as models
-from parts.model.config import Config
 from parts.model.fit import Sizes, described
 from parts.model.layers import Model
 from parts.model.load import ModelReader
@@ -36,26 +36,33 @@ class Source(NamedTuple):
     dtype: str
     report: Report
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
+    files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
 
-    def check(
-        self, held: int = 0, config: Config | None = None, text: Text | None = None
-    ) -> Checked:
+    def check(self, held: int = 0, text: Text | None = None) -> Checked:
         """Look at all that can be wrong before a tensor is read.
 
         `held`: so many bytes will be free by then.
-        `config`, `text`: those of the model that is to come back.
+        `text`: that of the model that is to come back, from the same files.
         """
         self.report(f"finding {self.model}")
         ranks = join()
         folder = models.find(self.model)  # it may have to be downloaded
+        files = files_of(folder)
         with device_lock, device_stream():
             reader = ModelReader(folder, self.dtype, ranks, held)
-            if config not in (None, reader.config):
-                why = "holds another model than before, and prompts have been read for that one"
-                raise ModelError(f"{folder} {why}; load it anew.")
+            if text and files != self.files:
+                changed = min(path for path, _ in files.items() ^ self.files.items())
+                why = "has changed since the model was read"
+                raise ModelError(f"{changed} {why}; start anew to serve it.")
             text = text or Text(folder, reader.config.V)
             sizes = reader.fit(**self.asked)
-        return Checked(self, reader, text, sizes)
+        return Checked(self._replace(files=files), reader, text, sizes)
+
+
+def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of each file in a model folder."""
+    states = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+    return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
 
 
 class Checked(NamedTuple):

@@ -408,21 +408,12 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Does this key begin a text, though the prompt box has not got the keyboard?
-
-        So do letters that are no keys, and at the start the keys that would do nothing yet.
-        """
-        state = self.state
-        if self.focused or state.view.stage == "failed":
+        """Does this letter begin a text, though the prompt box has not got the keyboard? So do
+        letters that are no keys."""
+        if self.focused or self.state.view.stage == "failed":
             return False
-        actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
-        is_letter = event.is_printable and event.character.isalpha()
-        others = state.view.door or state.view.watches or state.tracebacks
-        is_idle = not (self.session.room.posted or others)
-        # A page without an example shows the past
-        page = keys.page_of(actions[0]) if actions else None
-        is_empty = page and not (page.example or page.is_strip)
-        return is_letter and bool(not actions or (is_idle and is_empty))
+        is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
+        return event.is_printable and event.character.isalpha() and not is_key
 
     # --- actions
 
@@ -657,7 +648,7 @@ class Screen(App):
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
-        title = title or f"nanobatch{page} ({self.state.model}{policy})"
+        title = title or f"nanobatch{page} ({clean(self.state.model)}{policy})"
         svg = super().export_screenshot(title=title, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
@@ -762,6 +753,11 @@ class Screen(App):
 
     async def take_picture(self) -> None:
         """And leave. The file is written at the end of the program."""
+        self.picture = await self.draw_picture()
+        self.exit(return_code=0)
+
+    async def draw_picture(self) -> str:
+        """The screen as an SVG, once everything is painted."""
         self.screen.set_focus(None)
         self.clear_notifications()
         self.state.said = ""
@@ -771,8 +767,7 @@ class Screen(App):
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)
-        self.picture = self.export_screenshot()
-        self.exit(return_code=0)
+        return self.export_screenshot()
 
     async def until(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -20,6 +20,7 @@ from itertools import cycle, pairwise
 
 from rich.cells import cell_len
 
+from parts.api.progress import LONG_S
 from parts.api.views import RequestView, percentile
 from policies import POLICIES
 from screen.ink import HUES, count, number, span, style, wrap
@@ -80,10 +81,28 @@ def ends_of(began: float, last: float) -> tuple[str, str]:
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
+def only_reads(state: State) -> bool:
+    """Have the last steps read prompts for so long that no token of an answer came?"""
+    began, last = stretch(state)
+    recent = last - LONG_S
+    if recent < began:
+        return False
+    tokens = spread(state.history, recent, last, lambda column: column.tokens)
+    return not tokens and spread(state.history, recent, last, prompt_tokens) > 0
+
+
+def prompt_tokens(column: Column) -> int:
+    return column.view.prompt_tokens
+
+
 def draw_rate(state: State, on: Paper) -> None:
-    """Tokens a second."""
+    """Tokens a second: those of answers; of prompts, while nothing else happens."""
+    title = "tokens/s"
     values = rates_of(state, on, lambda column: column.tokens)
-    on.heading(state.titled("tokens/s"), f"peak {max(values):,.0f}")
+    if only_reads(state):
+        title = "prompt tokens/s"
+        values = rates_of(state, on, prompt_tokens)
+    on.heading(state.titled(title), f"peak {max(values):,.0f}")
     draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(*stretch(state)))
 
 
@@ -178,7 +197,8 @@ def draw_ttft(state: State, on: Paper) -> None:
         names.put(" ").put(*texture).put(f" {policy} ", on.muted)
     if on.height < 3:
         return
-    bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
+    last = len(EDGES) - 1  # a longer wait is counted there, too
+    bins = [min(last, bisect_left(EDGES, 1000 * r.metrics.ttft_s)) for r in requests]
     # If room is short, the shortest waits are counted in one row
     low = max(min(bins), max(bins) - on.height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}

@@ -38,6 +38,7 @@ ORDINARY = re.compile(
     "|(?<=[^\\s\ufe0e\ufe0f\u200c\u200d])[\ufe0e\ufe0f]"
 )
 UNUSUAL = re.compile(r"[^\n -~]")
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]")
 PICTURES = {"\t": "    ", "\r": "", "\x7f": "␡"}
 
 
@@ -185,6 +186,7 @@ class Pen:
         self._ink = ink  # where `put` names none
 
     def put(self, text: str, ink: str | Style = "", bold: bool = False, do: str = "") -> Pen:
+        text = CONTROLS.sub("·", text)  # a terminal would obey them
         how = ink if isinstance(ink, Style) else style(ink or self._ink, bold=bold, do=do)
         before = self.line.pop().text if self.line and self.line[-1].style is how else ""
         self.line.append(Segment(before + text, how))

@@ -265,8 +265,9 @@ def outcomes(
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
+    # Those that still stand in line have had no part in any step
     company = [
-        r for r in company_of(request, requests) if r.metrics.output_tokens or is_cut_short(r)
+        r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)
@@ -307,10 +308,15 @@ def by_steps(
     A replay knows no text, so in a replay no request waits until another one has written common
     rows.
     """
-    firsts: dict[int, int] = {}
+    lengths = {r.id: r.metrics.prompt_tokens for r in company}
+    firsts: dict[
+        int, tuple[int, int]
+    ] = {}  # the step of the first chunk, and what is left before it
     for number, column in enumerate(columns, 1):
-        for _, id, *_ in column.view.prefill:
-            firsts.setdefault(id, number)
+        left = 0
+        for _, id, start, _ in column.view.prefill:
+            firsts.setdefault(id, (number, left))
+            left = lengths.get(id, start) - start
     guests = []
     for r in company:
         guest = guest_of(r, moment, guesses)
@@ -319,7 +325,8 @@ def by_steps(
             read = bisect_right(columns, r.ended, key=lambda column: column.ended)
             leaves = (next_plan(columns, r.ended), read + 1)
         comes = next_plan(columns, r.arrived)
-        guests.append(guest._replace(comes=comes, leaves=leaves, begins=firsts.get(r.id, 0)))
+        begins, behind = firsts.get(r.id, (0, 0))
+        guests.append(guest._replace(comes=comes, leaves=leaves, begins=begins, behind=behind))
     return guests
 
 

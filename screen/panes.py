@@ -22,6 +22,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
+from parts.api.progress import UNREAD, PrefillProgress
 from parts.api.views import RequestView, SlotView
 from parts.text.speech import marked
 from screen import ink
@@ -33,6 +34,7 @@ from screen.state import State, client_of, prompt_of
 from screen.timeline import Column, useful_of
 
 TOTALS = "page('totals')"  # opens the table of busy periods
+PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read
 WAITING = 8  # lines in wait for the model: so many are shown, the newest
 OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
 FIRST = (  # in the timeline before the first step
@@ -99,7 +101,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
     yield "nanobatch", on.text, True
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
-    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted
+    yield shorten(clean(state.model).rstrip("/").rsplit("/", 1)[-1], 28), on.muted
     if state.book:
         yield shorten(f"book {state.book}", 20), on.accent
     colour = on.muted
@@ -117,8 +119,12 @@ def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
     yield policy, on.text, True, "command('/policy')"
     if engine.ranks.memory:
         yield f"{len(engine.ranks.memory)} ranks", on.text
-    rate = number(state.tokens_per_s()) if view.busy or past else "–"
-    yield f"{rate:>5} tok/s", on.text
+    reads = not past and any(slot.prefill.is_long for slot in engine.slots)
+    tokens_per_s = state.tokens_per_s() if view.busy or past else None
+    if tokens_per_s or not reads:
+        yield f"{number(tokens_per_s):>5} tok/s", on.text
+    if reads:
+        yield f"{number(engine.prompt_tokens_per_s):>5} prompt tok/s", on.text
     if view.busy and not past:
         yield others_of(view), on.bad, True
     yield f"{state.finished:,} ended", on.text, False, "page('requests')"
@@ -198,7 +204,9 @@ def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequenc
     pen.put(f"r{request.id}" if request else "", hue, *how).to(18)
     draw_rows(pen, on.p, slot, max_len, bar)
     right = ""
-    if request:
+    if request and slot.prefill.is_long:
+        right = prefill_figures(slot.prefill, widths)
+    elif request:
         ttft = request.metrics.ttft_s
         rate = request.metrics.tokens_per_s
         figures = (
@@ -211,6 +219,18 @@ def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequenc
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
         right = f"{words:>{sum(widths)}}"
     pen.put(right, hue, *how)
+
+
+def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
+    """In the place of a slot's figures, while a long prompt is read: how far, how long, how fast."""
+    first, *rest = widths
+    left = f"{prefill.left} left" if prefill.left else f"{prefill.total:,}"
+    if not rest:
+        return f"{left:>{first}}"
+    width = first + rest[0]
+    words = f"{prefill.done:,}/{prefill.total:,} {prefill.left}".rstrip()
+    words = words if len(words) < width else left
+    return f"{words:>{width}}" + f"{number(prefill.tokens_per_s):>{rest[1]}}"
 
 
 def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
@@ -256,6 +276,11 @@ def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) ->
             pen.put(ink.GLYPHS[kind] * (end - drawn), p.cell(kind, slot.request))
             start = stop
             drawn = end
+    if slot.prefill.is_long:  # a mark where the prompt will end
+        end = max(drawn, min(width - 1, round(slot.prompt_tokens * width / max_len)))
+        pen.put(ink.GLYPHS[ink.EMPTY] * (end - drawn), p.faint)
+        pen.put(PROMPT_END * (end < width), p.fill(slot.request))
+        drawn = end + 1
     pen.put(ink.GLYPHS[ink.EMPTY] * (width - drawn), p.faint)
 
 
@@ -350,8 +375,12 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
     pen.put(f" {request.reason}" if request.reason else "", on.muted)
     pen.put(f" ← {client_of(request)}" if client_of(request) else "", on.muted)
     pen.put(f"  {shorten(prompt_of(request), on.width - pen.width - 3)}", on.muted)
-    growing = "" if request.reason else "▏"
     below = Paper(on.p, on.width, on.height)
+    now = state.slots()[slot]
+    prefill = now.prefill if now.request == request.id else UNREAD
+    if prefill.is_long:
+        below.say(f"reading: {prefill.words}", on.muted, indent=0)
+    growing = "" if request.reason or prefill.is_long else "▏"
     for kind, text in marked(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
@@ -449,10 +478,12 @@ def draw_settings(state: State, on: Paper) -> None:
         return
     settings = state.settings
     seed = "–" if settings.seed is None else settings.seed
+    usual = state.view.temperature
+    temperature = usual if settings.temperature is None else settings.temperature
     first = "" if state.has_typed else "press i to type"
     words = first
     for part in (
-        f"temp {settings.temperature:g}",
+        f"temp {temperature:g}",
         f"max {settings.max_tokens:,} tok",
         f"seed {seed}",
     ):

@@ -141,14 +141,17 @@ class RemoteRoom(Room):
             raise kind(f"--watch {self.url}: {said(answer)[0]}")
         events = read_events(answer)
         hello = next(events, {})
-        if not isinstance(hello, dict) or hello.get("protocol") != wire.PROTOCOL:
+        is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
+        if not is_ours or hello.get("protocol") != wire.PROTOCOL:
             raise ValueError(
                 f"--watch {self.url}: there is no nanobatch, or one of another version"
             )
         with self._lock:
             self._is_fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
-            self._is_blind = not hello["texts"]
+            self._is_blind = not hello.get("texts")
+            if isinstance(usual := hello.get("temperature"), (int, float)):
+                self.note(temperature=usual)
             if self._is_blind:
                 self.fault(
                     "only figures are shown, no texts: those need the server's --watch-key, as --key"
@@ -288,7 +291,10 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
     """The data of each server-sent event. A comment is a sign of life and no more."""
     while line := answer.readline(LINE):
         if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-            yield json.loads(line.removeprefix(b"data: "))
+            try:
+                yield json.loads(line.removeprefix(b"data: "))
+            except RecursionError:
+                raise ValueError("an event is nested too deep") from None
 
 
 def said(answer: http.client.HTTPResponse) -> tuple[str, str]:

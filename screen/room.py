@@ -90,7 +90,7 @@ class Ask(NamedTuple):
 
     prompt: str
     max_tokens: int
-    temperature: float
+    temperature: float | None  # None: as the model's makers advise
     seed: int | None
     schema: str = ""  # of the answer's JSON
     logprobs: int | None = None  # so many of the likeliest tokens, with log probabilities
@@ -109,7 +109,7 @@ def is_mute(request: RequestView) -> bool:
 class Settings(NamedTuple):
     """How the next prompts are fired. `/set` changes it."""
 
-    temperature: float = 0.0
+    temperature: float | None = None  # as the model's makers advise
     max_tokens: int = 320
     seed: int | None = None
     burst: int = 24
@@ -121,7 +121,8 @@ class Settings(NamedTuple):
     def words(self) -> str:
         """As `/set` takes them."""
         seed = "none" if self.seed is None else self.seed
-        figures = f"temperature={self.temperature:g} max={self.max_tokens} seed={seed}"
+        temperature = "default" if self.temperature is None else f"{self.temperature:g}"
+        figures = f"temperature={temperature} max={self.max_tokens} seed={seed}"
         client = f" client={self.client}" if self.client else ""
         return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
 
@@ -221,6 +222,7 @@ class View(NamedTuple):
     model: str = ""  # the name of a model elsewhere
     speaks: bool = True  # the model has a chat template, and so can be shown a conversation
     answers: Mapping[int, Answer] = {}  # by the number of a question
+    temperature: float = 0.0  # of a prompt for which none is set
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
     trying: bool = False  # a trial runs
@@ -419,7 +421,9 @@ class EngineRoom(Room):
                 self.loop.wish(fulfil)
         if self.door:
             self.door.open(self.engine, self.loop, self._name)
-        self.note(stage="ready", speaks=self.engine.text.has_template)
+        text = self.engine.text
+        usual = text.advice["temperature"]
+        self.note(stage="ready", speaks=text.has_template, temperature=usual)
 
     def drain(self) -> None:
         """Shut the door: requests of clients go on to the end, for a while; a second Ctrl-C ends
@@ -533,12 +537,10 @@ class EngineRoom(Room):
                 f"the prompt has {tokens:,} tokens, but {holds}; shorten it, or raise --max-len"
             )
         form = {"grammar": {"json": ask.schema}, "logprobs": SEEN} if ask.schema else {}
-        sampling = Sampling(
-            max_tokens=min(ask.max_tokens, room),
-            temperature=ask.temperature,
-            seed=ask.seed,
-            **{"logprobs": ask.logprobs, **form},
-        )
+        settings = engine.text.advice | {"max_tokens": min(ask.max_tokens, room), "seed": ask.seed}
+        if ask.temperature is not None:
+            settings["temperature"] = ask.temperature
+        sampling = Sampling(**settings, **{"logprobs": ask.logprobs, **form})
         told = {"client": ask.client, "guesses": ask.guesses}
         told["origin"] = ask._replace(messages=(), read=None)
         handle = engine.submit(prompt, sampling, reuse=reuse, **told)

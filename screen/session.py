@@ -349,7 +349,7 @@ class Session:
                     f"{name!r} cannot be set; temperature, max, seed, burst, rate and client can"
                 )
             knob, read, least, most = SETTABLE[name]
-            is_none = pair in ("seed=", "seed=none")
+            is_none = pair in ("seed=", "seed=none", "temperature=", "temperature=default")
             changes[knob] = None if is_none else read(name, value, least, most)
         said = f"set {rest}"
         engine = self.state.view.engine

@@ -9,27 +9,31 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from shlex import quote
 
 import pytest
 from checkpoints import make_checkpoint
 from quick import QUICK
 
+from kernels import matmul
 from nanobatch import Engine, Model, Text
-from parts.device import rows
 from parts.model.load import read_model
-from parts.text import grammar, template
+from parts.text import grammar, tryout
 
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
-LONG = ("ranks", "device/test_rows", "book/test_exact", "book/test_schemas", "docs/test_exercises")
+LONG = (
+    "ranks",
+    "device/test_matmul",
+    "book/test_exact",
+    "book/test_schemas",
+    "course/test_exercises",
+)
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
-template.LIMITS = template.LIMITS._replace(patience=60.0)
+tryout.LIMITS = tryout.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 
@@ -53,10 +57,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
-    if sys.platform == "linux" and rows.cache_folder()[0] is None:  # else each program compiles
-        cache = Path(tempfile.gettempdir(), f"nanobatch-tests-{os.getuid()}")
-        cache.mkdir(mode=0o700, exist_ok=True)
-        os.environ["XDG_CACHE_HOME"] = str(cache)
+    is_refused = any(matmul.library(form).exists() for form in matmul.forms_here())
+    if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
+        raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
@@ -72,7 +75,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def cores() -> int:
-    return rows.cores() if sys.platform == "linux" else os.cpu_count() or 1
+    return matmul.cores() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_small(config: pytest.Config) -> bool:
@@ -117,18 +120,20 @@ def parts(tmp_path_factory) -> tuple[Model, Text]:
     return read_model(folder), Text(folder, 272)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["smollm2", "qwen"])
 def published(request) -> Path:
-    """The folder of a model that somebody has published. It takes a download of 90 MB the first time,
-    and minutes with it, so these tests run for who asks for them by name."""
+    """The folder of a model that somebody has published. It takes a download of 90 or 490 MB the first
+    time, and minutes with it, so these tests run for who asks for them by name.
+
+    For a test of one model: `@pytest.mark.parametrize("published", ["qwen"], indirect=True)`."""
     asked = [request.config.option.keyword, *request.config.args]
     is_asked_for = any("published" in Path(each).name for each in asked)
     if not is_asked_for and "NANOBATCH_PUBLISHED" not in os.environ:
-        pytest.skip("a published model is tried by: python -m pytest -k published")
+        pytest.skip("published models are tried by: python -m pytest -k published")
     import published  # it takes a package that nothing else does
 
     try:
-        return published.folder()
+        return published.folder(request.param)
     except published.Missing as why:
         pytest.skip(f"the model cannot be had: {why}")
 
@@ -137,21 +142,6 @@ def published(request) -> Path:
 def engine(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         yield engine
-
-
-@pytest.fixture
-def quick_compiler(tmp_path) -> dict[str, str]:
-    """An empty cache, and a compiler that copies the library of this process as soon as there is a
-    file `go` beside it: an environment for a program that starts for the first time."""
-    folder = tmp_path / "compiler"
-    folder.mkdir()
-    (folder / "go").touch()
-    made = quote(getattr(device.blas.library, "_name", "nothing"))
-    waits = f"while [ ! -e {quote(str(folder))}/go ]; do sleep 0.02; done"
-    copies = f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"'
-    (folder / "cc").write_text(f"#!/bin/sh\n{waits}\n{copies}\n")
-    (folder / "cc").chmod(0o755)
-    return {"CC": quote(str(folder / "cc")), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture

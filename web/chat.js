@@ -12,11 +12,11 @@
 // refused is in the box again.
 
 import { Markdown } from "./markdown.js";
-import { write } from "./elements.js";
+import { copy, make, write } from "./elements.js";
 import { Frames } from "./player.js";
 import { chip } from "./lanes.js";
 import { ask, eventsOf } from "./live.js";
-import { count, span } from "./words.js";
+import { count, prefillInWords, span } from "./words.js";
 
 const TIGHT = 0.25; // of a slot: with less room left, the page says how much
 const NEAR = 50; // pixels: with the end of the log so near, the newest line stays in sight
@@ -35,6 +35,11 @@ function messagesOf({ question, content, reasoning_content: thought }) {
   return [{ role: "user", content: question }, answer];
 }
 
+// How far a prompt has been read, as its stream tells it.
+function readOf({ total, processed, tokens_per_second: rate, left_ms: left }) {
+  return prefillInWords({ done: processed, total, tokens_per_s: rate, left_s: left / 1000 });
+}
+
 export class Chat {
   constructor(place, wantKey) {
     this.wantKey = wantKey;
@@ -47,11 +52,12 @@ export class Chat {
     this.isAtEnd = true; // the newest line is in sight
     this.isTight = false; // little of the slot is left
     this.left = null; // ends the answer that runs
+    this.edited = null; // the turn whose question is in the box, to be replaced
     const { form, box, log } = this.parts;
     // A button has the name of what it does
     form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
     box.onkeydown = (event) => {
-      if (event.key === "Escape") this.stop();
+      if (event.key === "Escape") this.escape();
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       this.send();
@@ -87,6 +93,7 @@ export class Chat {
 
   // While an answer comes, a question waits. Another one goes with it.
   send() {
+    if (this.edited) this.#replace();
     this.waiting = this.unsent;
     this.parts.box.value = "";
     this.#ask();
@@ -96,13 +103,33 @@ export class Chat {
     this.left?.abort();
   }
 
+  // Leaves a question as it is that was to be edited; else stops the answer.
+  escape() {
+    if (this.edited) this.#edit(null);
+    else this.stop();
+  }
+
+  // The conversation as a file, which `/load` of `ask.py --chat` goes on with.
+  save() {
+    const system = this.parts.system.value.trim();
+    const messages = system ? [{ role: "system", content: system }] : [];
+    messages.push(...this.told.flatMap(messagesOf));
+    const link = make("a");
+    link.href = URL.createObjectURL(new Blob([JSON.stringify({ messages }, null, 2)], { type: "application/json" }));
+    link.download = "conversation.json";
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+
   again() {
+    this.#edit(null);
     this.waiting = this.#takeBack();
     this.#ask();
   }
 
   anew() {
     this.stop();
+    this.#edit(null);
     this.turns = [];
     this.parts.log.replaceChildren();
     this.#show(false);
@@ -119,13 +146,34 @@ export class Chat {
     this.send();
   }
 
+  // A question is in the box again. When it is sent, it replaces this turn and all after it.
+  #edit(turn) {
+    const { box, note } = this.parts;
+    if (turn || this.edited) box.value = turn?.question ?? "";
+    this.edited = turn;
+    const index = this.turns.indexOf(turn);
+    this.turns.forEach(({ element }, i) => element.classList.toggle("edited", turn && i >= index));
+    write(note, turn ? "Edit the question and send it: it takes the place of what is faint above. Esc leaves it." : "");
+    if (turn) box.focus();
+  }
+
+  #replace() {
+    this.stop();
+    const first = this.turns.indexOf(this.edited);
+    for (const { element } of this.turns.splice(first)) element.remove();
+    this.edited = null;
+    write(this.parts.note, "");
+    this.#show(false);
+  }
+
   #show(isTight = this.isTight) {
-    const { stop, again, drop, anew } = this.parts;
+    const { stop, again, drop, anew, save } = this.parts;
     this.isTight = isTight;
     stop.hidden = !this.left;
     again.hidden = this.left || !this.told.length;
     drop.hidden = again.hidden || !isTight;
     anew.hidden = !this.turns.length;
+    save.hidden = again.hidden;
   }
 
   #takeBack() {
@@ -212,8 +260,10 @@ export class Chat {
   // The texts of a turn have the names that the protocol gives them.
   #begin(question) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
-    const [owner, asked, thoughts, thought, reply, figures] = element.querySelectorAll("[data-of]");
-    const turn = { question, element, owner, thoughts, figures, tokens: 0, about: "about ", asked: performance.now() };
+    const [owner, asked, edit, thoughts, thought, reply, figures, copies] = element.querySelectorAll("[data-of]");
+    const turn = { question, element, owner, thoughts, figures, copies, tokens: 0, about: "about ", asked: performance.now() };
+    edit.onclick = () => this.#edit(turn);
+    copies.onclick = () => copy(turn.content.text, (said) => write(copies, said), "select the answer");
     turn.frames = new Frames(() => this.#draw(turn));
     turn.content = new Markdown(reply);
     turn.reasoning_content = new Markdown(thought);
@@ -251,7 +301,10 @@ export class Chat {
     turn.content.draw();
     turn.reasoning_content.draw();
     turn.thoughts.hidden = !turn.reasoning_content.text;
-    if (!turn.reason) write(turn.figures, turn.about + count(turn.tokens, "token"));
+    turn.copies.hidden = !turn.reason || !turn.content.text;
+    if (turn.reason) return;
+    const isRead = turn.tokens || !turn.progress;
+    write(turn.figures, isRead ? turn.about + count(turn.tokens, "token") : `reading: ${readOf(turn.progress)}`);
   }
 
   // What the engine has made of it: its own figures.

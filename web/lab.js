@@ -20,7 +20,7 @@ const SOON = 250; // milliseconds from a change until it is tried
 const RUNS = 5; // so many of the last are listed
 const KNOBS = ["slots", "budget", "chunk", "rate"];
 const TAKEN = `# policies.py from by_arrival on, and a record for "gentle".
-# Then: python -m pytest -x exercises/test_1_policy.py
+# Then: python -m pytest -x course/exercises/test_1_policy.py
 
 `;
 

@@ -7,7 +7,7 @@
 import { BLOCKED, EMPTY, GHOST } from "./recording.js";
 import { drawTimeline, hueOf } from "./draw.js";
 import { buttonFor, make, write } from "./elements.js";
-import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./words.js";
+import { count, directionOf, endOf, inOneLine, percent, prefillInWords, shorten, span } from "./words.js";
 
 const TAIL = 220; // letters of an answer that a slot can show, at most
 const QUEUE = 40; // requests in line that are named
@@ -106,6 +106,9 @@ export class LaneView {
   // The prompt while it is read, then the end of the answer, which is where it grows.
   #textOf(request, kind, said) {
     if (kind === GHOST) return "a ghost: this token is dropped";
+    const { playing, window } = this.player;
+    const prefill = window && playing && this.lane.prefills.get(request.id);
+    if (prefill) return `reading: ${prefillInWords(prefill)}`;
     if (this.lane.hidesTexts) {
       const tokens = this.lane.tokensAt(request, this.player.now);
       return count(tokens, "token");

@@ -12,6 +12,7 @@
 // A lane holds some thousand steps at most, however long the page is open.
 
 import { Lane, named, requestOf, unseen } from "./recording.js";
+import { isLong } from "./words.js";
 
 const REST = 0.25; // seconds: a longer rest is shown as if it had been so long
 const MOST = 6000; // steps of a lane; then the older ones go
@@ -71,10 +72,18 @@ export class LiveLane {
     const known = this.lane.end;
     for (const step of steps) this.lane.add(step, ...this.#timesOf(step));
     if (this.lane.steps.length > this.most) this.#shorten();
+    this.lane.prefills = this.#prefillsOf(engine);
     for (const request of this.lane.requests.values()) {
       if (!(request.arrived < known)) request.arrived = this.#arrivalOf(request);
       request.before = Math.max(0, request.output_tokens - request.tokenSteps.length);
     }
+  }
+
+  // How far each long prompt has been read, by request.
+  #prefillsOf({ slots }) {
+    const known = slots.map((values) => named(this.shape.SlotView, values));
+    const told = known.map(({ request, prefill }) => [request, named(this.shape.PrefillProgress, prefill)]);
+    return new Map(told.filter(([, prefill]) => isLong(prefill)));
   }
 
   // When a request came, on the lane's clock: as long before the next step as by the engine's.

@@ -154,6 +154,9 @@ function show({ lane, engine, hello }) {
   player.change(player.playing ? { now: player.end } : {});
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
   if (rests) said.push("Nothing runs now.");
+  const rates = [...lane.prefills.values()].map((prefill) => prefill.tokens_per_s ?? 0);
+  const rate = Math.round(rates.reduce((sum, each) => sum + each, 0));
+  if (rate) said.push(`Long prompts are read at ${count(rate, "token")}/s.`);
   if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
   write($("status"), said.join(" "));
 }

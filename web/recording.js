@@ -63,6 +63,7 @@ export class Lane {
     this.useful = []; // by step: cells up to and with it that did something for a request
     this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
     this.requests = new Map(); // by number, in the order of arrival
+    this.prefills = new Map(); // of a server, by number: how far each long prompt is now
   }
 
   get end() {

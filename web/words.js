@@ -18,6 +18,27 @@ export function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+// The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h". As in parts/api/progress.py.
+export function about(seconds) {
+  if (seconds < 20) return `${Math.max(1, Math.ceil(seconds))} s`;
+  if (seconds < 90) return `${10 * Math.ceil(seconds / 10)} s`;
+  if (seconds < 90 * 60) return `${Math.ceil(seconds / 60)} min`;
+  return `${(Math.ceil(seconds / 360) / 10).toFixed(1)} h`;
+}
+
+// How far a prompt has been read: "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
+export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }) {
+  const words = `${done.toLocaleString("en")} of ${count(total, "token")}`;
+  if (!Number.isFinite(rate)) return words;
+  const pace = rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
+  return `${words}, ${pace} tokens/s, about ${about(left)}`;
+}
+
+// Is it being read, and does that take longer than two seconds?
+export function isLong({ done, total, seconds, left_s: left }) {
+  return done < total && seconds + (left ?? 0) > 2;
+}
+
 export function percent(part) {
   return `${Math.round(100 * part)} %`;
 }

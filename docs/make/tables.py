@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
-from measure import report  # noqa: E402
+from benchmarks import report  # noqa: E402
 from parts.device import mlx as device  # noqa: E402, F401  # isort: split
 from parts.files import write_whole  # noqa: E402
 
@@ -145,7 +145,7 @@ def sizes() -> str:
 def counts() -> str:
     """How much is compared, in the words of docs/right.md."""
     parity, exact, company, product, sched, crowd = map(
-        of_the_tests, ("parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
+        of_the_tests, ("parity", "test_exact", "company", "test_matmul", "test_sched", "crowd")
     )
     prompts, own = parity.count()
     caught = (

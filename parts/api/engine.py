@@ -28,14 +28,15 @@ class AnyEngine(Protocol):
 
     text: Any  # makes tokens of text, and text of tokens (`parts/text/tokens.py`)
     sched: Scheduler
+    clock: Callable[[], float]  # seconds; stands still while the engine is paused
     runner: Any  # the device half
     steps: int  # that have been run
     summary: str
     has_work: bool
     exact: bool  # whether a request's bits are independent of its company
     is_released: bool  # whether its weights have been let go of
-    # Called after each commit, and after each end from elsewhere
-    on_commit: Callable[[], None] | None
+    # Called after each commit and each end from elsewhere, with the handles that have new output
+    on_commit: Callable[[list[Handle]], None] | None
     changed: threading.Condition  # notified when there is something new: work, a wish, an end
 
     def submit(
@@ -46,6 +47,7 @@ class AnyEngine(Protocol):
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        ends: Callable[[str], bool] | None = None,
         reuse: bool = True,
         guesses: bool = True,
     ) -> Handle: ...

@@ -5,8 +5,8 @@ The problem. An engine has two kinds of readers. The owner of a request wants it
 and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
 Neither may make the engine wait.
 
-What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine:
-to make text of tokens, to cancel, and to wait.
+What this file keeps. Nothing here refers to an array, and a handle asks few things of its engine:
+to make text of tokens, to cancel, to wait, and what time it is.
 
 Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
 """
@@ -17,11 +17,12 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from parts.api.progress import PrefillClock, PrefillProgress
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView, percentile
 from sched import Request
@@ -69,6 +70,13 @@ class TokenLogprobs(Sequence[TokenLogprob]):
         return list(self) == list(other)
 
 
+class Delta(NamedTuple):
+    """What commit has added to an answer since its owner took the last delta."""
+
+    text: str
+    is_last: bool  # the request has ended, and no text is left
+
+
 @dataclass(frozen=True)
 class Result:
     text: str
@@ -89,13 +97,14 @@ class Handle:
 
     def __init__(
         self,
-        engine: Any,  # its `text`, `cancel` and `wait` are used (`engine.py`)
+        engine: Any,  # its `text`, `cancel`, `wait`, `clock` and `sched` are used (`engine.py`)
         request: Request,
         sampling: Sampling,
         prompt: str,  # as a person would read it
         origin: Any = None,  # shown to those who watch
         grammar: Any = None,  # where the answer stands in it (`parts/text/grammar.py`)
         is_thinking: bool = False,  # the prompt has opened a thought
+        ends: Callable[[str], bool] | None = None,  # says of each piece whether it is the last one
     ):
         self.id = request.id
         self.request = request
@@ -104,6 +113,7 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
+        self._ends_with = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
@@ -113,12 +123,14 @@ class Handle:
         # What was raised, if the request failed by an exception
         self.exception: BaseException | None = None
         self._engine = engine
+        self.prefill_clock = PrefillClock()
         self._ends = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
         # The text, as far as it has come; a piece never holds half a character
         self.pieces: list[str] = []
+        self._taken = 0  # pieces that `take_delta` has returned
         self.lengths: list[int] = []  # so many characters came with each token
         self.times: list[float] = []  # when each token came, on the engine's clock
         # Between a token and the next, the shortest first: watchers ask often
@@ -157,6 +169,12 @@ class Handle:
             yield self.pieces[seen]
             seen += 1
 
+    def wait_for_text(self, timeout: float | None = None) -> bool:
+        """Wait for the first piece of text, or for the end. False if the time runs out."""
+        return self._engine.wait(
+            lambda: bool(self.pieces) or self.finish_reason is not None, timeout
+        )
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
         if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
@@ -171,6 +189,21 @@ class Handle:
             error=self.error,
             vector=self.vector,
         )
+
+    @property
+    def pending(self) -> int:
+        """The number of pieces that `take_delta` has not returned yet."""
+        return len(self.pieces) - self._taken
+
+    def take_delta(self, most: int) -> Delta:
+        """The text of all commits since the last call, of at most `most` pieces. Never waits.
+
+        For one reader. Commit only appends, so whatever a slow reader leaves is in its next delta.
+        """
+        has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
+        pieces = self.pieces[self._taken : self._taken + most]
+        self._taken += len(pieces)
+        return Delta("".join(pieces), has_ended and not self.pending)
 
     @property
     def metrics(self) -> Metrics:
@@ -193,7 +226,19 @@ class Handle:
             right=r.right,
         )
 
+    @property
+    def prefill(self) -> PrefillProgress:
+        """How far the prompt has been read by now."""
+        return self.prefill_at(self._engine.clock(), self._engine.sched.far)
+
     # --- what the engine and its ledger call
+
+    def prefill_at(self, now: float, far: int) -> PrefillProgress:
+        r = self.request
+        admitted = now if r.admitted is None else r.admitted
+        told = self.prefill_clock.look(len(r.prompt), r.reused, far, admitted, now)
+        # The first token is handed out a moment before its step is recorded
+        return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
     def view(self) -> RequestView:
         """This request as those see it who watch."""
@@ -264,7 +309,8 @@ class Handle:
         self.lengths.append(len(piece))
         self._show(piece)
         is_whole = self.grammar is not None and self.grammar.is_complete
-        stops = is_whole or self.stop is not None
+        is_over = bool(piece) and self._ends_with is not None and self._ends_with(piece)
+        stops = is_whole or is_over or self.stop is not None
         if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
         return "stop" if stops else None

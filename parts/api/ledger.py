@@ -20,6 +20,7 @@ from typing import Any
 
 from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle, TokenLogprob
+from parts.api.progress import UNREAD
 from parts.api.views import (
     Limits,
     ModelView,
@@ -79,10 +80,12 @@ class Ledger:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
+        self._news: dict[int, Handle] = {}  # open or ended: with output that nobody was told of
         self.steps = Log(4096)
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
         self.output_tokens = 0
+        self.prompt_tokens = 0
         self.steps_s = 0.0
 
     def deliver(
@@ -96,6 +99,7 @@ class Ledger:
         own failure."""
         handle = self.open[request.id]
         self.output_tokens += not handle.sampling.embeds
+        self._news[handle.id] = handle
         try:
             place = request.slot, request.committed - 1
             return handle.take(token, clock(), found.get(place))
@@ -109,6 +113,10 @@ class Ledger:
     def record(self, step: StepView) -> None:
         self.steps.add(step)
         self.steps_s += step.seconds
+        self.prompt_tokens += step.prompt_tokens
+        for _, id, start, stop in step.prefill:
+            if handle := self.open.get(id):  # else it has ended meanwhile
+                handle.prefill_clock.take(start, stop, step.began, step.ended)
 
     def retire(self, id: int) -> None:
         """Forget a request that has ended: its owner has the handle, and those who watch get a view
@@ -117,8 +125,15 @@ class Ledger:
         if handle is not None:
             # A handle would keep the engine, and all its log probabilities
             self.ended.add(handle.view())
+            self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
             handle.request.hints = None  # as many
+
+    def take_news(self) -> list[Handle]:
+        """The handles that have new output or have ended, since the last call."""
+        news = self._news
+        self._news = {}
+        return list(news.values())
 
     def snapshot(
         self,
@@ -137,6 +152,11 @@ class Ledger:
             came = list(islice(sched.waiting, self.QUEUE))
         else:
             came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        slots = []
+        for slot in range(sched.slots):
+            owner = owners.get(slot)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            slots.append(SlotView.of(slot, owner, sched, slot in shut, prefill))
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))
@@ -145,10 +165,7 @@ class Ledger:
             limits=limits,
             policy=sched.policy.name,
             draining_to=sched.draining_to.name if sched.draining_to else None,
-            slots=tuple(
-                SlotView.of(slot, owners.get(slot), sched, slot in shut)
-                for slot in range(sched.slots)
-            ),
+            slots=tuple(slots),
             waiting=len(sched.waiting),
             queue=tuple(
                 (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
@@ -163,6 +180,7 @@ class Ledger:
             submitted=sched.submitted,
             finished=sched.submitted - len(sched.waiting) - len(sched.running),
             output_tokens=self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
             steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
             ranks=ranks,

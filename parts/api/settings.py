@@ -16,9 +16,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from parts.checks import one_line, real, shown, whole
+from parts.files import ModelError, read_json_if_any
 
 GRAMMAR = 32_768  # characters of a schema or another grammar, at most
 SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
@@ -34,6 +36,29 @@ LIMITS = {  # for each field that is a number: the check, the least and the most
     "frequency_penalty": (real, -2, 2),
     "logprobs": (whole, 0, 100),
 }
+
+
+ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def advised(folder: Path) -> dict[str, float]:
+    """The settings of a request that says nothing itself, in every program: what the model's makers
+    advise in `generation_config.json`, else the likeliest token.
+
+    A small model answers most questions rightly at temperature 0 and few at 1 (docs/use.md).
+    """
+    path = folder / "generation_config.json"
+    advice = read_json_if_any(path)
+    found = {name: advice[name] for name in ADVICE if advice.get(name) is not None}
+    if advice.get("do_sample") is False:
+        found["temperature"] = 0.0
+    # In this file, as `transformers` reads it, the temperature left out is 1
+    found.setdefault("temperature", 1.0 if advice.get("do_sample") is True else 0.0)
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,9 @@ class Sampling:
     def __post_init__(self):
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+            is_usual = value is getattr(Sampling, name)  # the default
+            is_none = value is None and name in ("max_tokens", "seed", "logprobs")
+            if not (is_usual or is_none):
                 object.__setattr__(self, name, check(name, value, least, most))
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
 
+from parts.api.progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Plan, Request, Scheduler
 
 
@@ -193,9 +194,16 @@ class SlotView:
     reused: int = 0  # rows that were taken over from an earlier prompt and its answer
     # Rows that a free slot still holds: of the last prompt in it, and of the answer
     remembered: int = 0
+    prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
 
     @staticmethod
-    def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
+    def of(
+        slot: int,
+        owner: Request | None,
+        sched: Scheduler,
+        blocked: bool,
+        prefill: PrefillProgress = UNREAD,
+    ) -> SlotView:
         if owner is None:
             phase = "blocked" if blocked else "free"
             return SlotView(slot, phase, remembered=sched.prefixes.rows[slot])
@@ -208,6 +216,7 @@ class SlotView:
             prompt_tokens=len(owner.prompt),
             output_tokens=owner.committed,
             reused=owner.reused,
+            prefill=prefill,
         )
 
 
@@ -301,6 +310,11 @@ class StepView:
         )
 
     @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were read."""
+        return sum(stop - start for *_, start, stop in self.prefill)
+
+    @property
     def guessed(self) -> int:
         return sum(guessed for _, guessed, _ in self.guesses)
 
@@ -352,8 +366,15 @@ class Snapshot:
     submitted: int
     finished: int
     output_tokens: int
+    prompt_tokens: int  # read by all steps so far: cached tokens do not count
     steps_s: float  # the seconds of all steps so far
     seen: Seen
     ranks: RanksView
     model: ModelView
     roof: Roof
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Of all prompts that are being read now."""
+        reading = [slot.prefill for slot in self.slots if slot.prefill.done < slot.prefill.total]
+        return sum(each.tokens_per_s or 0.0 for each in reading)

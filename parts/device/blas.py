@@ -8,7 +8,7 @@ this applies.
 
 The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers
 it. A library that is loaded *before* `mlx.core`, with its names made global, therefore takes the
-place of the slow one. Ours is `rows.c`, which `rows.py` compiles. Where that cannot be, OpenBLAS
+place of the slow one. Ours is `matmul.c`, which is compiled at install. Where that could not be, OpenBLAS
 takes its place: the tokens are right as before, but nothing is promised about their last bits. So
 this module must come first: every file of ours takes its `mx` from `mlx.py`, which asks here, and
 no other file has to think of it.
@@ -39,15 +39,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from parts.device import rows
+from kernels import matmul
 from parts.program import install
 
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a BLAS by itself
 
 
 def say(line: str) -> None:
-    """Who starts our product may have to wait for a compiler. The screen puts another function in
-    this one's place."""
+    """Tell the user. The screen replaces this by a function of its own."""
     print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
@@ -89,7 +88,7 @@ def preload() -> Blas:
     if name == "rows" or not choice:
         try:
             return _load_rows(kernels)
-        except rows.Unbuilt as reason:
+        except matmul.Unbuilt as reason:
             if choice:
                 raise ImportError(f"NANOBATCH_BLAS={choice}: {reason}.") from None
             why_not = str(reason)
@@ -97,9 +96,9 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or rows.FORMS[rows.forms_here()[0]].openblas,
+        OPENBLAS_CORETYPE=kernels or matmul.openblas_kernels(),
         OPENBLAS_THREAD_TIMEOUT="4",
-        OPENBLAS_NUM_THREADS=str(rows.threads(most=1024)),
+        OPENBLAS_NUM_THREADS=str(matmul.threads(most=1024)),
     ):
         library = _load_openblas() if found == "openblas" else _global(found)
         if library and _offers(library):
@@ -155,7 +154,7 @@ def _environment(**settings: str) -> Iterator[None]:
 
 def _load_rows(form: str) -> Blas:
     """Our own product, made global once it has been looked at."""
-    library, said = rows.load(form, say)
+    library, said = matmul.load(form)
     ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     return Blas("rows", said, library=library)
 

@@ -4,7 +4,7 @@ The problem. A step with few rows takes as long as its weights take to be read. 
 four bits a weight is a seventh of what it is in float32. But on a CPU MLX multiplies float32
 matrices alone quickly.
 
-The way out. MLX hands our product (`rows.c`) an address, and never looks at what lies there. So a
+The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. So a
 packed matrix gets an array that *claims* to be float32, and costs no memory of its own. Our product
 knows a packed matrix by its first bytes, makes each weight into the float32 that it stands for, and
 adds up as ever: not one bit of a result changes.
@@ -12,13 +12,13 @@ adds up as ever: not one bit of a result changes.
     | what it is: form, N, K, group; 64 bytes | weights | scales | offsets |     each at a line of the cache
       ^ the claim begins here
 
-Weights of four bits lie in another order than in a file (`rows.c` draws it); `as_in_a_file` undoes it.
+Weights of four bits lie in another order than in a file (`matmul.c` draws it); `as_in_a_file` undoes it.
 
 What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
 that read it would read beyond its end. It holds the matrix's memory, and so does each product that
 has not been computed yet: the memory says what it is for as long as it is there.
 
-Where next: `parts/model/load.py`, what matrices are made of; `rows.c`, how they are multiplied.
+Where next: `parts/model/load.py`, what matrices are made of; `matmul.c`, how they are multiplied.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from kernels import matmul
+from kernels.matmul import LINE
 from parts.device import mlx as device
-from parts.device import rows
 from parts.device.mlx import mx
-from parts.device.rows import LINE
 
-FORMS = {mx.float32: rows.FLOAT32, mx.float16: rows.FLOAT16, mx.bfloat16: rows.BFLOAT16}
+FORMS = {mx.float32: matmul.FLOAT32, mx.float16: matmul.FLOAT16, mx.bfloat16: matmul.BFLOAT16}
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
 LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
 
@@ -148,7 +148,7 @@ def packed(matrix: Matrix) -> Matrix:
     group = matrix.group
     K = matrix.scales.shape[-1] * group
     bits = WIDER.get(matrix.bits, matrix.bits)
-    form = {4: rows.FOUR_BITS, 8: rows.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
+    form = {4: matmul.FOUR_BITS, 8: matmul.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
     arrays = [mx.contiguous(array) for array in matrix.arrays.values()]
     *many, N, _ = matrix.weight.shape
     count = math.prod(many)  # of matrices: one, or one for each expert
@@ -201,7 +201,7 @@ def row_nbytes(K: int, bits: int) -> int:
     """What a kept row of K weights takes."""
     if bits != 4:
         return K * bits // 8
-    return device.blas.library.rows_width(rows.FOUR_BITS, ctypes.c_long(K))
+    return device.blas.library.rows_width(matmul.FOUR_BITS, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:
@@ -212,7 +212,7 @@ def address(array: mx.array) -> int:
 
 def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
     """Rows of four bits, as they are kept, in the order that MLX knows."""
-    lanes = ctypes.c_int.in_dll(device.blas.library, "rows_lanes").value
+    lanes = matmul.ORDER
     places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
     rest = words.shape[:-1]
     numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)

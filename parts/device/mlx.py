@@ -19,7 +19,7 @@ import weakref
 from functools import cache
 from pathlib import Path
 
-from parts.book import opened
+from course.overlay import opened
 from parts.device import limits
 from parts.device.blas import Blas, preload
 from parts.program import install
@@ -32,7 +32,7 @@ def _fail(line: str) -> None:
     checkout = Path(__file__).resolve().parents[2]
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(line) from None
-    if program and Path(program).resolve().parent in (checkout, checkout / "docs" / "learn"):
+    if program and Path(program).resolve().parent in (checkout, checkout / "course" / "ladder"):
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)
     raise ImportError(line) from None
@@ -72,7 +72,7 @@ def has_gpu() -> bool:
 
 
 def is_exact() -> bool:
-    """Are a row's bits the same in any company? On a CPU our own product sees to that (`rows.c`). It
+    """Are a row's bits the same in any company? On a CPU our own product sees to that (`matmul.c`). It
     takes float32 matrices, and packed ones."""
     return blas.name == "rows" and not has_gpu()
 

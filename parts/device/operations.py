@@ -4,7 +4,7 @@ The problem. On a CPU, MLX computes a softmax or a norm as a chain of nodes, num
 without the processor's vectors. In a prompt of a small model that takes half as long as all
 products of matrices.
 
-The way out. MLX hands our product (`rows.c`) an address, and never looks at what lies there. A
+The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. A
 packed matrix uses that already (`matrix.py`). So an operation claims to be a matrix, too: `x @ claim`
 is the softmax of each row of x. What lies at the address says which operation it is, and the memory
 says so for as long as a product holds it.
@@ -12,7 +12,7 @@ says so for as long as a product holds it.
 What this file keeps. An array that claims more than there is lives in `Operation` alone: anything
 else that read it would read beyond its end.
 
-Where next: `parts/model/ops.py`, the formulas; `rows.c`, how they are computed.
+Where next: `parts/model/ops.py`, the formulas; `matmul.c`, how they are computed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+from kernels import matmul
+from kernels.matmul import LINE
 from parts.device import mlx as device
-from parts.device import rows
 from parts.device.matrix import address
 from parts.device.mlx import mx
-from parts.device.rows import LINE
 
 
 def take(x: mx.array) -> bool:
@@ -36,12 +36,12 @@ class Operation:
     """Takes rows of float32 numbers. It looks like a matrix to MLX, and to nothing else."""
 
     def __init__(self, form: int, setting: float = 0.0, weight: mx.array | None = None):
-        """`form`: which operation, as `rows.c` calls it.
+        """`form`: which operation, as `matmul.c` calls it.
         `setting`: the scale of a softmax, the eps of a norm.
         `weight`: a norm's."""
         own = mx.zeros(0) if weight is None else weight
         self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
-        self._halves = form in (rows.SWIGLU, rows.GEGLU)
+        self._halves = form in (matmul.SWIGLU, matmul.GEGLU)
         at = ctypes.c_void_p(address(self._memory))
         device.blas.library.rows_operation(at, form, own.size, ctypes.c_float(setting))
 

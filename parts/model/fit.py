@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from course.overlay import opened
 from parts import checks
-from parts.book import opened
 from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable
 from parts.files import ModelError
@@ -144,9 +144,11 @@ def sources() -> list[Path]:
     """All that a step is made of, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[2]
     book = [path for path in checkout.glob("*.py") if path.stem in BOOK]
-    parts = [path for path in (checkout / "parts").rglob("*") if path.suffix in (".py", ".c")]
+    below = [*checkout.glob("parts/**/*"), *checkout.glob("kernels/*")]
+    below = [path for path in below if path.suffix in (".py", ".c")]
     own = opened()
-    return [*sorted([*book, *parts]), *(own.files if own else ())]
+    files = sorted([*book, *below, checkout / "course" / "overlay.py"])
+    return [*files, *(own.files if own else ())]
 
 
 def check_alike(model: Model) -> None:

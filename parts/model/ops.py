@@ -2,12 +2,12 @@
 
 The problem. The page of `llama.py` shows what a Llama computes. How fast that goes depends on
 details that have nothing to do with a Llama. On a CPU, MLX computes number by number, so there
-`rows.c` takes float32 rows (`parts/device/operations.py`). On a GPU, a step of a few tokens takes
+`matmul.c` takes float32 rows (`parts/device/operations.py`). On a GPU, a step of a few tokens takes
 the time to read the weights, and some microseconds for each kernel (a function that runs there),
 however little it computes: so there the fewest kernels win.
 
 What this file keeps. Each docstring begins with the formula. MLX's own words for it stand below,
-and are what runs wherever `rows.c` does not. A test holds both against the formula
+and are what runs wherever `matmul.c` does not. A test holds both against the formula
 (`tests/model/test_ops.py`). No result depends on what else runs in the step, since a request's bits
 must not.
 """
@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from kernels.matmul import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
 from parts.device import operations
 from parts.device.mlx import mx
-from parts.device.rows import GEGLU, NORM, SOFTMAX, SWIGLU
 
 
 def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
@@ -67,4 +67,6 @@ def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
 
 def capped(x: mx.array, cap: float) -> mx.array:
     """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    if operations.take(x):
+        return operations.usual(CAP, cap)(x)
     return cap * mx.tanh(x / cap)

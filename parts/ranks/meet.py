@@ -45,12 +45,12 @@ from pathlib import Path
 
 from parts import program
 from parts.checks import one_line, shown
-from parts.device.keeper import PYTHON
 from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.ranks.line import answer, call
 from parts.ranks.ranks import ALONE, Ranks
 
+PYTHON = [sys.executable or "python3", "-I", "-S"]  # the standard library, and nothing else
 MEET_S = 30  # so long a rank waits for its neighbours
 LOOPBACK = "127.0.0.1"
 

@@ -18,7 +18,8 @@ request that is cancelled a moment earlier on one of them would make their steps
 adds up the arrays of different steps without complaint.
 
 The invariant: all ranks take part in the same collective operations in the same order. A step has
-the sums, of which each depends on the one before, and one operation for the tokens.
+the sums, of which each depends on the one before, one for each chunk that yields no token (are its
+rows finite on every rank?), and one operation for the tokens.
 
 Orders do not go through MLX. Each rank has a line of our own to the next one, and the last one to
 the first:

@@ -32,7 +32,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
 from typing import Any
@@ -165,6 +165,19 @@ class Grammars:
             if fault := self._judge(source):
                 raise ValueError(fault)
             return makers().submit(make, self._tokenizer, source).result()
+        except ValueError as error:
+            raise ValueError(f"grammar: {one_line(error, 300)}") from None
+
+    def special(self, tokens: Iterable[int]) -> set[int]:
+        """The tokens that the library takes for special: no text in a grammar matches them.
+
+        subtle: these are not the tokenizer's own special tokens alone, but all added tokens of the
+        form <...>. Qwen's <tool_call> is one, although its file says `"special": false`.
+        """
+        try:
+            if fault := self._judge({"json": "{}"}):  # before the library reads the tokenizer here
+                raise ValueError(fault)
+            return {token for token in tokens if self._tokenizer.is_special_token(token)}
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 

@@ -184,7 +184,7 @@ def as_written(format: Format, text: str, place: int) -> Format | None:
     if begin < 0:
         return None
     format = with_layout(format, text[begin:], place - begin)
-    parser = Parser(Speech(format=format), {"is_called": {}})
+    parser = Parser(Speech(format=format), {"is_called": {}}, is_strict=True)
     first = dict(reversed(parser.push(text[begin:])))  # of each kind
     is_read = first.get("call") == "is_called" and loads(first.get("arguments", "")) == {"n": 7}
     return format if is_read else None
@@ -228,27 +228,17 @@ def grammar(
     answer: Mapping[str, Any] | None = None,
     is_single: bool = False,
     is_thinking: bool = False,
-    special: Mapping[str, int] = {},
+    marks: Mapping[str, int] = {},
 ) -> str:
     """In the notation of `grammar.py`: an answer that calls these tools, behind a thought if the
     model thinks.
 
     `answer`: a JSON schema of what may be said instead.
-    `special`: the ids of marks that are special tokens.
+    `marks`: the ids of those that are tokens. They are written as tokens, as in the model's training.
     """
 
-    spelled = partial(spell, special)
+    spelled = partial(spell, marks)
     rules = {}
-
-    def up_to(name: str, opens: str, closes: str, form: str = ANY) -> None:
-        """A rule for a text of this form between two marks. The first that closes ends it."""
-        if any(mark in closes for mark in special):
-            rules[name] = f"{spelled(opens)} {name.upper()} {spelled(closes)}"
-            rules[name.upper()] = as_regex(form)
-        else:
-            end = re.escape(closes)
-            text = as_regex(re.escape(opens) + form + end)
-            rules[f"{name}[lazy]"] = f"{text} & ~{as_regex(f'{ANY}{end}(?s:.+)')}"
 
     if answer is not None:
         rules["answer"] = as_json(answer)
@@ -257,7 +247,7 @@ def grammar(
 
         def value(form: str) -> str:
             name = "value" if form == ANY else f"value_{len(rules)}"
-            up_to(name, "", tags.behind_value, form)
+            rules.update(up_to(name, "", tags.behind_value, marks, form))
             return name
 
         bodies = [
@@ -279,15 +269,34 @@ def grammar(
         opens, closes = speech.thought
         rules["start"] = f"{'thought' if is_thinking else 'thought?'} SPACE ({ways})"
         rules["SPACE"] = r"/[ \n]{0,4}/"
-        up_to("thought", "" if is_thinking else opens, closes)
+        rules |= up_to("thought", "" if is_thinking else opens, closes, marks)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def spell(special: Mapping[str, int], text: str) -> str:
-    """A text in the grammar's notation, with its special tokens by their ids."""
-    marks = "|".join(map(re.escape, special))
-    pieces = re.split(f"({marks})", text) if marks else [text]
-    known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
+def up_to(
+    name: str, opens: str, closes: str, marks: Mapping[str, int], form: str = ANY
+) -> dict[str, str]:
+    """The rules for a text of this form between two marks. The first that closes ends it, be it
+    written as a token or in letters: the parser reads text, and sees no difference."""
+    before = spell(marks, opens)
+    tokens = [mark for mark in marks if mark in closes]
+    if tokens:
+        without = "".join(f" & ~{as_regex(ANY + re.escape(mark) + ANY)}" for mark in tokens)
+        text = as_regex(form) + without
+        return {name: f"{before} {name.upper()} {spell(marks, closes)}", name.upper(): text}
+    end = re.escape(closes)
+    beyond = as_regex(f"{ANY}{end}(?s:.+)")
+    return {
+        name: f"{before} {name}_end",
+        f"{name}_end[lazy]": f"{as_regex(form + end)} & ~{beyond}",
+    }
+
+
+def spell(marks: Mapping[str, int], text: str) -> str:
+    """A text in the grammar's notation, with the marks in it by their ids."""
+    inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
+    known = {mark: f"<[{marks[mark]}]>" for mark in inside}
     return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
 
@@ -416,8 +425,33 @@ NAME = r"[\w.-]{1,128}"  # of a tool
 KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
 # Separators of calls, and the tool's name, if it stands before the body
 BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
-# How a body begins that need not be read whole before it can be told, behind its brace
-BEGINNING = rf'\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)'
+# Calls in JSON begin so, piece by piece, since an answer may end or pause after any. A body that
+# begins otherwise is read whole before it can be told
+GAP = r"\s{0,20}"
+BODY = [r"\{", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
+BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
+# Without a mark they begin a line. Models write them so that were trained little on calls: as they
+# are, in a list, or in a block of code. Then the first argument or the end must follow, too
+FENCE = "```"
+FENCED = [r"[ \t]{0,20}", *FENCE, *(f"(?i:{letter})" for letter in "json"), r"[\s\[]{1,20}"]
+LISTED = [r"[\s,;\[]{0,20}"]
+BARE = [*BODY, r"\{", GAP, r'["}]']
+LINE = r"(?:\A|(?<=\n))"
+
+
+def begun(pieces: Sequence[str]) -> str:
+    """A pattern for the beginnings of a text that is made of these pieces."""
+    pattern = ""
+    for piece in reversed(pieces):
+        piece = piece.replace("(arguments|parameters)", "[a-z]{1,10}")
+        pattern = f"(?:{piece}{pattern})?"
+    return pattern
+
+
+BODY_BEGINS = re.compile("".join(BODY) + r"(?=\{)")
+BODY_MAY_BEGIN = re.compile(begun(BODY) + r"\Z")
+BARE_BEGINS = re.compile(f"{LINE}(?:{''.join(FENCED)}|{LISTED[0]})(?P<body>{''.join(BARE)})")
+BARE_MAY_BEGIN = re.compile(f"{LINE}(?:{begun([*FENCED, *BARE])}|{begun([*LISTED, *BARE])})\\Z")
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
@@ -428,6 +462,7 @@ class Parser:
     `tools`: by name, the schema of the arguments. Without any, what looks like a call is text.
     `is_thinking`: the prompt has opened a thought already.
     `is_single`: at most one call is wanted.
+    `is_strict`: a call without its mark is text, because the answer may be JSON of a schema.
     """
 
     def __init__(
@@ -436,8 +471,9 @@ class Parser:
         tools: Mapping[str, Mapping[str, Any]] = {},
         is_thinking: bool = False,
         is_single: bool = False,
+        is_strict: bool = False,
     ):
-        self._reader = Reader(speech, tools, is_thinking, is_single)
+        self._reader = Reader(speech, tools, is_thinking, is_single, is_strict)
         # The generator refers to the reader, and nothing there refers to the generator. Else an
         # answer that is cut off would stay in memory until the collector comes.
         self._reading = self._reader.read()
@@ -447,12 +483,23 @@ class Parser:
         """So many characters of the answer are thoughts, with their marks."""
         return self._reader.thought
 
-    def push(self, piece: str | None) -> list[Part]:
+    @property
+    def is_over(self) -> bool:
+        """One call is wanted, and it has come. What follows is dropped."""
+        return self._reader.is_over
+
+    def push(self, piece: str | None, is_cut: bool = False) -> list[Part]:
         """What a piece of the answer tells. None is its end: what may have become a mark has not,
-        and is text."""
-        self._reader.add(piece)
+        and is text. But if the end is where `max_tokens` cut the answer, the beginning of a call is
+        no text: it is dropped."""
+        self._reader.add(piece, is_cut)
         next(self._reading, None)
         return self._reader.take()
+
+    def ends(self, piece: str) -> bool:
+        """Is the answer over with this piece?"""
+        self.push(piece)
+        return self.is_over
 
 
 class Reader:
@@ -469,21 +516,28 @@ class Reader:
         tools: Mapping[str, Mapping[str, Any]],
         is_thinking: bool,
         is_single: bool,
+        is_strict: bool,
     ):
         self.is_complete = False  # no more text will come
+        self.is_cut = False  # because `max_tokens` have come
+        self.is_over = False  # what follows is not wanted
         self.thought = 0  # so many characters of the answer are thoughts, with their marks
         self.calls = 0  # so many have begun
         self._marks = speech.thought
         self._format = (tools and speech.format) or SILENT
         self._tools = tools
         self._is_single = is_single or self._format.is_bare
+        self._reads_bare = bool(self._format.opens and not self._format.tags and not is_strict)
+        self._is_line_start = True
+        self._is_fenced = False  # a block of code has been opened for calls
         # What has not been understood yet. Of a thought that the prompt has opened: its mark
         self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
         self._parts: list[Part] = []
 
-    def add(self, piece: str | None) -> None:
+    def add(self, piece: str | None, is_cut: bool) -> None:
         self.is_complete = piece is None
+        self.is_cut = is_cut
         self._text += piece or ""
         self._length += len(piece or "")
 
@@ -494,21 +548,22 @@ class Reader:
         return parts
 
     def read(self) -> Reading[None]:
-        """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
-        behind a mark."""
-        say = partial(self._say, "answer")
+        """The whole answer. A thought may stand at the beginning and behind a mark, and so may any
+        form of a call, if the model's own has no mark."""
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
                 yield from self._say_up_to(partial(self._say, "thought"), self._marks[1])
                 self.thought = self._length - len(self._text)
+                self._is_line_start = True
                 yield from self._skip_space()
             elif is_start and self._format.is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._calls("")
-            elif mark := (yield from self._say_up_to(say, self._format.opens)):
-                is_start = yield from self._calls(mark)
+            elif (opening := (yield from self._answer())) is not None:
+                is_start = yield from self._calls(opening)
             if self.calls and self._is_single:
-                return  # what follows is not wanted
+                self.is_over = not self.is_complete  # at the end, the call may be cut off
+                return
 
     def _wait(self, look: Callable[[str], T | None]) -> Reading[T | None]:
         """What `look` says of the text that comes next. It says None as long as more text may
@@ -573,17 +628,71 @@ class Reader:
         say(words)
         return before[len(words) :] + mark
 
-    def _calls(self, mark: str) -> Reading[bool]:
-        """Calls behind a mark. False if there is none: then the mark is text."""
+    def _answer(self) -> Reading[str | None]:
+        """Say the answer up to a call. Returns what opens the call, and the white space before it;
+        None, if the answer ends without one. What may be the beginning of a call has to wait, and
+        so has white space."""
+        while not (place := self._next_call()):
+            words = self._text
+            left = words[self._undecided() :]
+            is_held = not self.is_complete or (self.is_cut and left.strip())
+            if self._format.opens and is_held:
+                words = without_space(words.removesuffix(left))
+            self._say("answer", words)
+            self._text = "" if self.is_complete else self._text[len(words) :]
+            if self.is_complete:
+                return None
+            yield
+        start, end = place
+        words = without_space(self._text[:start])
+        self._say("answer", words)
+        opening = self._text[len(words) : end]
+        self._text = self._text[end:]
+        return opening
+
+    def _next_call(self) -> tuple[int, int] | None:
+        """Where the next call's mark begins and ends. Without a mark: where what stands before the
+        body does, which may be nothing."""
+        mark = self._format.opens
+        place = self._text.find(mark) if mark else -1
+        if self._reads_bare:
+            end = len(self._text) if place < 0 else place
+            for found in BARE_BEGINS.finditer(self._text, not self._is_line_start, end):
+                if found[2] in self._tools:
+                    return after_space(found), found.start("body")
+        return None if place < 0 else (place, place + len(mark))
+
+    def _undecided(self) -> int:
+        """Where the end of the text begins that may become the beginning of a call."""
+        mark = self._format.opens
+        place = len(self._text) - len(beginning(mark, self._text))
+        if self._reads_bare and not self._text.isspace():  # white space waits anyway
+            found = BARE_MAY_BEGIN.search(self._text, not self._is_line_start)
+            place = min(place, after_space(found)) if found else place
+        return place
+
+    def _calls(self, opening: str) -> Reading[bool]:
+        """Calls behind a mark, or one that has none. False if there is none: then the mark is text."""
         count = self.calls
+        is_marked = bool(self._format.opens) and self._format.opens in opening
+        self._is_fenced |= FENCE in opening
         is_tagged = self._format.tags and not (yield from self._begins_with("{"))
         read = self._call_in_tags if is_tagged else self._call_in_json
         while (taken := (yield from read())) is None:
-            mark = ""
-            if self._is_single or (yield from self._close()):
+            opening = ""
+            if self._is_single or (yield from self._close()) or not is_marked:
                 return True
-        self._say("answer", mark + taken)
+        if self.is_cut and self._is_begun(opening, taken + self._text):
+            self._text = ""
+        else:
+            self._say("answer", opening + taken)
         return self.calls > count
+
+    def _is_begun(self, opening: str, rest: str) -> bool:
+        """Was the answer cut off in a call, of which this is the beginning?"""
+        closes = self._format.closes
+        is_closed = len(closes) > 1 and closes in rest
+        return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
 
     def _call_in_tags(self) -> Reading[str | None]:
         """One call. Returns None. But if it is no call, what has been taken away, here nothing."""
@@ -654,8 +763,9 @@ class Reader:
         name = before[1]
         if name and not self._format.is_named:
             return before[0]
-        found = None if name else (yield from self._take("{", BEGINNING))
+        found = None if name else (yield from self._wait(body_begins))
         if found:
+            self._text = self._text[found.end() :]
             name = found[1]
             if self._format.is_bare and name not in self._tools:
                 return before[0] + found[0]
@@ -670,16 +780,18 @@ class Reader:
 
     def _close(self) -> Reading[bool]:
         """The mark behind a call. It may be missing, and the answer may be cut off in it. A list of
-        calls may end before it."""
+        calls, or their block of code, may end before it."""
         mark = self._format.closes
         yield from self._skip_space()
+        is_closed = (yield from self._skip("]")) and mark == "]"
+        if self._is_fenced and (yield from self._skip(FENCE)):
+            self._is_fenced = False
         if mark != "]":
-            yield from self._skip("]")
-        if (yield from self._skip(mark)):
-            return True
-        if self.is_complete and mark.startswith(self._text):
+            is_closed = yield from self._skip(mark)
+        ends = [mark, FENCE, self._format.tags.end.strip() if self._format.tags else ""]
+        if self.is_complete and not is_closed and any(end.startswith(self._text) for end in ends):
             self._text = ""
-        return False
+        return is_closed
 
     def _late_body(self) -> Reading[str | None]:
         """A call in which the name and the arguments do not stand first, or not in this order."""
@@ -691,7 +803,7 @@ class Reader:
                 given = None
             case _:
                 return body
-        is_known = name in self._tools and given is not None
+        is_known = name in self._tools and isinstance(given, dict)
         if not name or (self._format.is_bare and not is_known):
             return body
         self._begin(name)
@@ -731,10 +843,13 @@ class Reader:
 
     def _begin(self, tool: str) -> None:
         self.calls += 1
+        self._is_line_start = True
         self._say("call", tool)
 
     def _say(self, kind: str, text: str) -> None:
         """Neighbouring pieces of one kind are one. Each call is a call of its own."""
+        if kind == "answer" and text:
+            self._is_line_start = text.endswith("\n")
         if self._parts and self._parts[-1].kind == kind != "call":
             text = self._parts.pop().text + text
         if text:
@@ -755,6 +870,17 @@ def begins(text: str, mark: str) -> bool | None:
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
+
+
+def after_space(found: re.Match) -> int:
+    """Where what was found begins, but for white space."""
+    return found.end() - len(found[0].lstrip())
+
+
+def body_begins(text: str) -> re.Match | bool | None:
+    """How a call in JSON begins, up to its arguments. False, if the body must be read whole. None,
+    if more text has to come first."""
+    return BODY_BEGINS.match(text) or (None if BODY_MAY_BEGIN.match(text) else False)
 
 
 def ending(mark: str) -> str:

@@ -5,10 +5,10 @@ which makes one text of a conversation. Jinja's sandbox keeps it away from files
 own names. But within the sandbox it may loop for ever, or ask for a text of gigabytes, and the
 process would die of it with all its requests.
 
-The way out. When a model is loaded, a child process renders `TRIALS` with its template (`try_out`).
-The system holds the child to `LIMITS`, whatever the template does (`trials.py`). A template that
-the child survives is trusted: this process renders it in Jinja's plain sandbox, in the thread that
-asks and never in the one that steps.
+The way out. When a model is loaded, a child process renders some conversations with its template
+(`tryout.py`). The system holds the child to limits, whatever the template does (`trials.py`). A
+template that the child survives is trusted: this process renders it in Jinja's plain sandbox, in the
+thread that asks and never in the one that steps.
 
 What remains. A template may be quick on the trials and slow on a client's conversation: a loop over
 all pairs of 10,000 messages is 100 million turns. (Jinja bounds a `range`, but no loops in loops.)
@@ -26,7 +26,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jinja2
@@ -36,71 +36,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from parts.checks import one_line
-from parts.files import LARGEST
-from parts.text.trials import Allowance, BusyError, LimitError, Trials
-
 PATIENCE = 1.0  # seconds of a processor for a rendering; an honest template takes milliseconds
-LIMITS = Allowance(seconds=5.0, patience=20.0, memory=512 * 2**20)  # of the child
-LONGEST = LARGEST["chat_template.jinja"]  # wherever its text lies
-
-
-# --- in the child -------------------------------------------------------------------------------
-
-
-def turns(count: int, content: str) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": content} for i in range(count)]
-
-
-# A question; one with a system prompt; and a long talk, with which what grows too fast shows.
-TRIALS = (
-    turns(1, "What is a KV cache?"),
-    [{"role": "system", "content": "Be terse."}, *turns(3, "Grüße, 中文 👩‍👩‍👧\n\n{{ 1 }}")],
-    turns(101, "Some words of a turn. " * 20),
-)
-
-
-def prepare(_: None) -> Callable[[list], str]:
-    return lambda job: fault(*job)
-
-
-def fault(source: str, trials: Sequence[Mapping[str, Any]]) -> str:
-    try:
-        template = Template(source)
-    except Exception as error:
-        return f"is broken ({one_line(error)})"
-    for variables in trials:
-        try:
-            template.render(variables)
-        except MemoryError:
-            raise
-        except PatienceError:
-            return f"takes more than {PATIENCE:g} s for a trial conversation"
-        except Exception:  # it refuses this conversation, and may well take others
-            continue
-    return ""
-
-
-# --- its parent ---------------------------------------------------------------------------------
-
-
-def try_out(source: str, trials: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong with a template, in words that follow "the chat template"; empty if it is fit."""
-    if len(source) > LONGEST:
-        return f"is {len(source):,} characters long, more than {LONGEST:,}"
-    child = Trials("parts.text.template", None, LIMITS)
-    try:
-        return child.run([source, list(trials)])
-    except LimitError as error:
-        return f"{error} for a trial conversation"
-    except BusyError as error:
-        return f"cannot be tried ({error})"
-    finally:
-        child.close()
-
-
-# --- the sandbox --------------------------------------------------------------------------------
 
 
 class PatienceError(jinja2.TemplateError):

@@ -14,6 +14,7 @@ Where next: `parts/model/config.py`, which reads the rest of a model folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -22,12 +23,24 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from parts.api.settings import advised
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json_if_any, read_text
 from parts.text.grammar import Grammar, Grammars
 from parts.text.speech import MARKS, PROBE, TOOLS, Speech, beginning, learn
 
-OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
+OURS = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+
+FIRST = 100_000  # characters of a prompt that are tokenized at first, at least
+
+
+class TooLongError(ValueError):
+    """A prompt far beyond the tokens that there is room for. `tokens`: it has at least as many."""
+
+    def __init__(self, tokens: int):
+        super().__init__(f"the prompt has more than {tokens:,} tokens")
+        self.tokens = tokens
 
 
 class Prompt(NamedTuple):
@@ -61,6 +74,10 @@ class Text:
             )
         check_plain(path)
         check_size(path)
+        self.folder = folder
+        older = read_json_if_any(folder / "special_tokens_map.json")
+        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
+        self._source, self.unfit = self._try_out(path)
         try:
             self.tokenizer = calmly(Tokenizer.from_file, str(path))
             self.tokenizer.no_truncation()
@@ -75,17 +92,11 @@ class Text:
             raise ModelError(
                 f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}."
             )
-        self.folder = folder
         self.vocabulary = vocabulary
         # Marks of calls and thoughts are shown, even where they are special tokens
-        marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS}
-        self.special_marks = {mark: id for mark, id in marks.items() if id in silent}
-        self._silent = silent - {*self.special_marks.values()}
-        older = read_json_if_any(folder / "special_tokens_map.json")
-        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
+        self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
         self.end_tokens = self._end_tokens()
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
-        self._source, self.unfit = self._find_template()
 
     def _end_tokens(self) -> frozenset[int]:
         """Every id that ends an answer, be it named by the config, the generation config or the
@@ -139,9 +150,10 @@ class Text:
                 "write it in a language that the model has read"
             )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, room: float = math.inf) -> list[int]:
         """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text
         has its own, too."""
+        self._check_length(text, room)
         ids = self._ids(text, True)
         bos = self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -151,11 +163,29 @@ class Text:
         writes."""
         return self._ids(self.render(messages), False)
 
+    def _check_length(self, text: str, room: float) -> None:
+        """Refuse a text far beyond so many tokens after a part of it: to tokenize 1 MB takes 350 MB.
+
+        Twice as much is looked at each time. Near the cut the tokens of the whole may be others, so
+        a part must be well beyond.
+        """
+        size = max(FIRST, 8 * room)
+        while size < len(text):
+            tokens = len(self._ids(text[: int(size)], False))
+            if tokens > 1.25 * room:
+                raise TooLongError(int(tokens / 1.25))
+            size *= 2
+
     def read(
-        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt,
+        room: float = math.inf,
     ) -> Prompt:
         """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it
-        is, unless it was read for another model."""
+        is, unless it was read for another model.
+
+        `room`: TooLongError is raised for a text far beyond so many tokens.
+        """
         if isinstance(prompt, Prompt):
             self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
@@ -164,10 +194,12 @@ class Text:
         ids = prompt
         shown = "token ids"
         if isinstance(prompt, Chat):
-            ids = self._ids(self.render(*prompt), False)
+            text = self.render(*prompt)
+            self._check_length(text, room)
+            ids = self._ids(text, False)
             shown = str(prompt.messages[-1].get("content"))
         elif isinstance(prompt, str):
-            ids = self.encode(prompt) if prompt else ()
+            ids = self.encode(prompt, room) if prompt else ()
             shown = prompt
         is_list = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
         if not is_list or any(type(i) is not int for i in ids):
@@ -178,6 +210,11 @@ class Text:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
         return Prompt(tuple(ids), shown, self.is_thinking(ids))
+
+    @cached_property
+    def advice(self) -> dict[str, float]:
+        """The settings of a request that says nothing itself."""
+        return advised(self.folder)
 
     @cached_property
     def longest(self) -> int:
@@ -219,14 +256,49 @@ class Text:
         """What a request's answer must be, from `Sampling.grammar`. It may take a second."""
         return self._grammars.grammar(source)
 
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The tokens that a grammar has to name by their ids: marks of calls and thoughts, and every
+        other added token that the grammar library takes for special."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        added = {token.content: id for id, token in decoder.items()}
+        special = self._grammars.special(added.values())
+        return {text: id for text, id in added.items() if text in MARKS or id in special}
+
     @property
     def has_template(self) -> bool:
         return self._source is not None and not self.unfit
 
-    def _find_template(self) -> tuple[str | None, str]:
-        """The template's text, and in one line why it cannot be used. It is a file of its own, or
-        in the config, alone or as one of several with names. One may be for chats with tools
-        alone."""
+    def _try_out(self, path: Path) -> tuple[str | None, str]:
+        """Try template and tokenizer in a child process, before either is used here. Returns the
+        template's text, and in one line why it cannot be used."""
+        from parts.text.tryout import TRIALS, TryOut
+
+        source, for_tools, place = self._find_template()
+        why = ""
+        texts: list[str] = []
+        with TryOut() as child:
+            # The demo's own came with this file, and is as good as this file
+            if source is not None and not is_ours(source, "chat_template.jinja"):
+                trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
+                why, texts = child.template(source, trials)
+                if for_tools is not None and not why:
+                    # "+" keeps the white space that a template begins or ends with
+                    both = [text.removesuffix("\n") for text in (for_tools, source)]
+                    joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
+                    fault, more = child.template(joint, trials)
+                    if not fault:
+                        source = joint
+                        texts += more
+            if not is_ours(path.read_bytes(), path.name) and (
+                fault := child.tokenizer(path, texts)
+            ):
+                raise ModelError(f"{path}: the tokenizer {fault}; take another model.")
+        return source, why and f"{place}: the chat template {why}; mend it, or give plain text."
+
+    def _find_template(self) -> tuple[str | None, str | None, Path]:
+        """The template's text, the one for chats with tools, if it is another, and their place. It
+        is a file of its own, or in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
         for_tools = None
@@ -243,22 +315,10 @@ class Text:
             }
             source = named.get("default", next(iter(named.values()), None))
             for_tools = named.get("tool_use")
-        if not isinstance(source, str):
-            return None, ""
-        # The demo's own came with this file, and is as good as this file. A child takes 60 ms.
-        if OURS.exists() and source == OURS.read_text(encoding="utf-8"):
-            return source, ""
-        from parts.text.template import TRIALS, try_out
-
-        trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
-        why = try_out(source, trials)
-        if isinstance(for_tools, str):
-            # "+" keeps the white space that a template begins or ends with
-            both = [text.removesuffix("\n") for text in (for_tools, source)]
-            joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
-            if not why and not try_out(joint, trials):
-                source = joint
-        return source, why and f"{path}: the chat template {why}; mend it, or give plain text."
+        source, for_tools = (
+            text if isinstance(text, str) else None for text in (source, for_tools)
+        )
+        return source, for_tools, path
 
     def _variables(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -321,6 +381,13 @@ class Text:
             raise ValueError(
                 f"the chat template refuses these messages: {one_line(error)}"
             ) from None
+
+
+def is_ours(data: str | bytes, name: str) -> bool:
+    """Is this what the demo has in its file of this name? That came with the program."""
+    data = data.encode(errors="replace") if isinstance(data, str) else data
+    path = OURS / name
+    return path.exists() and data == path.read_bytes()
 
 
 class TextStream:

@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STACK = 128 * 2**20  # of a trial: who walks down a text by recursion needs it
 NICE = 5  # a trial takes what the others leave of the processor
 START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer takes six
+READY = b"!\n"
 GRACE = 5.0  # seconds: the nursery answers so long after its trial had to end, or it is gone
 
 
@@ -82,9 +83,12 @@ class Trials:
         self._sending = threading.Lock()
         self._nursery: weakref.finalize | None = None  # ends the nursery
         self._line: socket.socket | None = None
+        self._unfit = ""  # why a nursery cannot prepare what it was given
 
     def run(self, job: Any) -> Any:
-        """What the function finds. Raises LimitError or BusyError."""
+        """What the function finds. Raises LimitError or BusyError; ValueError if `prepare` fails."""
+        if self._unfit:
+            raise ValueError(self._unfit)
         if not self._turns.acquire(timeout=self.limits.patience):
             raise BusyError("too many others are being tried; try again")
         try:
@@ -158,9 +162,13 @@ class Trials:
         self._line.settimeout(START)
         try:
             self._line.sendall(json.dumps(self._first).encode() + b"\n")
-            if not self._line.recv(1):
+            said = self._line.makefile("rb").readline()
+            if not said:
                 raise OSError("it ended at once")
-        except OSError:
+            if said != READY:
+                self._unfit = said.decode().strip()
+                raise ValueError(self._unfit)
+        except (OSError, ValueError):
             self.close()
             raise
 
@@ -192,8 +200,14 @@ def nurse() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries its children
     with socket.socket(fileno=0) as line:
         module, given, limits = json.loads(line.makefile("rb").readline())
-        function = importlib.import_module(module).prepare(given)
-        line.sendall(b"!")  # ready
+        try:
+            function = importlib.import_module(module).prepare(given)
+        except MemoryError:
+            raise
+        except BaseException as error:  # a panic in a library's Rust is no Exception
+            line.sendall(f"{one_line(error)}\n".encode())
+            return
+        line.sendall(READY)
         while True:
             _, ends, *_ = socket.recv_fds(line, 1, 1)
             if not ends:

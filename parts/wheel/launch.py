@@ -36,7 +36,7 @@ nanobatch page IN.json OUT   a recording as a page that plays in any browser
 The programs take --help; `nanobatch --version` says what you have."""
 LEARN = """{folder} holds all of nanobatch, to read and to change. Begin with README.md there. The ladder:
     cd {folder}
-    {python} docs/learn/1_one_token.py
+    {python} course/ladder/1_one_token.py
 For exercises and tests, which need pytest, give it an environment of its own:
     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[cpu,test]'"""
 

@@ -329,7 +329,9 @@ def draw(state: State, on: Paper) -> None:
         return
     draw_counter(state, on, found)
     on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
-    settings = f"temperature {found.ask.temperature:g}, {found.ask.max_tokens} tokens at most"
+    usual = state.view.temperature
+    temperature = usual if found.ask.temperature is None else found.ask.temperature
+    settings = f"temperature {temperature:g}, {found.ask.max_tokens} tokens at most"
     on.entries({"settings": settings, "product": product_of(found)}, on.muted)
     if not found.runs:
         return

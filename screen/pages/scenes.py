@@ -281,17 +281,24 @@ def tell_elephant(seen: Sight) -> Story:
     found = drops(seen)
     if len(found) < 2:
         raise ValueError("the elephants were not read to their end")
-    quiet = min(drop.quiet_gap for drop in found)
-    right = 2 if max(drop.gap for drop in found) > 1.1 * quiet else 3
+    yield explained(found)
+
+
+def explained(found: list[Drop]) -> Explanation:
+    """Each drop is compared with the gaps just before it, and the answer with the widest one."""
+    widest = max(found, key=lambda drop: drop.widest)
+    right = 2 if widest.gap > 1.1 * widest.quiet_gap else 3
     if max(drop.steps_between for drop in found) > 2:
         right = 1
     told = [
-        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, "
-        f"its first token after {span(drop.ttft)}."
+        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, just before "
+        f"{span(drop.quiet_gap)}; its first token after {span(drop.ttft)}."
         for drop in found
     ]
-    without = f"Without it, gaps of {span(quiet)}. [ and ] turn the budget."
-    yield Explanation(right, f"{' '.join(told)} {without}")
+    if any(drop.gap < drop.quiet_gap for drop in found):
+        told.append("Gaps that were longer before: another program was at work then.")
+    told.append("[ and ] turn the budget.")
+    return Explanation(right, " ".join(told))
 
 
 # --- who starves --------------------------------------------------------------------------------
@@ -535,6 +542,6 @@ SCENES = (
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._may_fly"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),
-    Scene("the same answer in company", ("parts/device/rows.c", "multiply"), tell_same),
+    Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),
 )

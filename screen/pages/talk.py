@@ -69,8 +69,12 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
         on.say(told(state, turn, before), on.muted)
     elif not now.text:
         slot = next((slot for slot in state.slots() if slot.request == r.id), None)
-        read = f"reading: {slot.used:,} of {slot.prompt_tokens:,} tokens" if slot else "in line"
-        on.say(read, on.muted)
+        words = "in line"
+        if slot and slot.prefill.is_long:
+            words = f"reading: {slot.prefill.words}"
+        elif slot:
+            words = f"reading: {slot.used:,} of {slot.prompt_tokens:,} tokens"
+        on.say(words, on.muted)
     on.pen()
 
 

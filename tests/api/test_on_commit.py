@@ -32,7 +32,7 @@ class Hook:
         self.engine, self.calls, self.threads = engine, [], []
         engine.on_commit = self
 
-    def __call__(self) -> None:
+    def __call__(self, handles) -> None:
         taken = []
 
         def take() -> None:
@@ -117,7 +117,7 @@ def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, capl
     expected = engine.submit([1, 2], LONG).result().tokens
     before = engine.snapshot()
 
-    def broken() -> None:
+    def broken(handles) -> None:
         raise KeyError("I do not want to hear it")
 
     engine.on_commit = broken
@@ -129,7 +129,7 @@ def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, capl
 
 
 def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
-    engine.on_commit = lambda: sys.exit(3)
+    engine.on_commit = lambda handles: sys.exit(3)
     with engine.serving():
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
@@ -138,7 +138,7 @@ def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
 def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engine):
     inside, go = threading.Event(), threading.Event()
 
-    def slow() -> None:
+    def slow(handles) -> None:
         inside.set()
         go.wait(60)
 
@@ -160,7 +160,7 @@ def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engin
 def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
     expected, handles = engine.submit([5], LONG).result().tokens, []
 
-    def more() -> None:
+    def more(_) -> None:
         if len(handles) < 4:
             handles.append(engine.submit([5], LONG))
             if len(handles) % 2:
@@ -177,14 +177,14 @@ def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
     before = engine.snapshot()
     with engine.serving():
         handle = engine.submit([1], LONG)
-        engine.on_commit = lambda: handle.result()
+        engine.on_commit = lambda handles: handle.result()
         assert handle.result(timeout=60).finish_reason == "length"
     assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
 
 
 def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)
-    engine.on_commit = engine.close
+    engine.on_commit = lambda handles: engine.close()
     handles = [engine.submit([n], LONG) for n in range(4)]
     with engine.serving():
         assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)

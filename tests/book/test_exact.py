@@ -18,8 +18,8 @@ from processes import python
 
 import kv
 import llama
+from kernels import matmul
 from nanobatch import Engine, Model, Sampling, Text
-from parts.device import rows
 from parts.device.matrix import Matrix
 from parts.device.mlx import mx
 from parts.model import ops
@@ -66,7 +66,7 @@ WHAT = (
 
 
 def test_the_form_that_was_asked_for_computes():
-    for form in rows.forms_here():
+    for form in matmul.forms_here():
         code = "from parts.device import mlx as device; print(device.blas.kernels)"
         done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
         assert done.stdout.strip() == f"{form}, 3 threads", done

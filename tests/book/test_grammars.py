@@ -281,3 +281,18 @@ def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine
         assert (
             engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS)).result().tokens == expected
         )
+
+
+def test_a_tap_records_no_ghost(parts):
+    """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
+    sampling = Sampling(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
+    with Engine(*parts, slots=1, max_len=128, guesses=0) as engine:
+        tap = Tap(engine)
+        handle = engine.submit([5, 6, 7], sampling)
+        handle.result()
+        engine.wait(lambda: not engine.has_work)
+        ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
+        first = engine.submit([5, 6, 7], Sampling(max_tokens=1))
+        first.result()
+    assert ghosts == 1 and len(handle.tokens) > 1
+    assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])

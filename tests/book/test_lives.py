@@ -1,8 +1,10 @@
 """Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody
 else's affair."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soak
 from checkpoints import make_checkpoint
@@ -284,3 +286,44 @@ def test_what_was_checked_at_submit_cannot_be_changed_after(engine):
 def test_result_may_wait_for_ever(engine):
     with engine.serving():
         assert engine.submit([1], LONG).result(timeout=float("inf")).finish_reason == "length"
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_prompt_asked_again_reads_at_most_one_chunk_twice(parts, run_ahead):
+    """A cancel before the first token left nothing in the slot, so a client that hung up in time
+    never got anywhere."""
+    prompt = [n % 250 for n in range(400)]
+    options = {"slots": 2, "max_len": 512, "chunk": 32, "budget": 34}
+    with Engine(*parts, run_ahead=run_ahead, **options) as engine:
+        expected = Engine(*parts, reuse=False, **options).submit(prompt, LONG).result().tokens
+        first = engine.submit(prompt, LONG)
+        read = 0
+        while read < 300:
+            engine.step()
+            read = first.request.prefilled
+        first.cancel()
+        again = engine.submit(prompt, LONG).result()
+        assert again.metrics.cached_tokens >= read - 32 * run_ahead
+        assert again.tokens == expected
+        engine.check()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [10, 40, 70])
+def test_what_is_not_finite_is_not_kept_after_a_cancel(parts, value, at):
+    """The chunks before it are, and the next owner of the slot says what it says alone."""
+    model, text = parts
+    weight = np.array(model.table.weight)
+    weight[99, 0] = value
+    spoiled = replace(model, table=model.table._replace(weight=mx.array(weight)))
+    good = [n % 90 for n in range(130)]
+    with Engine(spoiled, text, slots=1, max_len=256, chunk=32, budget=1) as engine:
+        settings = Sampling(max_tokens=20, ignore_eos=True, logit_bias={99: -100})
+        alone = engine.submit(good, settings).result().tokens
+        engine.submit([5], settings).result()
+        bad = engine.submit([*good[:at], 99, *good[at:]], settings)
+        for _ in range(4):
+            engine.step()
+        bad.cancel()
+        again = engine.submit(good, settings).result()
+        assert again.metrics.cached_tokens == at // 32 * 32 and again.tokens == alone

@@ -12,7 +12,7 @@ import sampling
 from nanobatch import Engine, Model, Sampling, Text
 from parts.device.mlx import mx
 from parts.model.load import read_model
-from sampling import Pick, SlotState, choose, uniform
+from sampling import Pick, SlotState, choose
 
 DRAWS = 20_000
 V = 272
@@ -105,15 +105,6 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     if common.sum() > 1:
         chi2 = ((counts - DRAWS * expected) ** 2 / (DRAWS * expected + 1e-30))[common].sum()
         assert chi2 < common.sum() + 5 * math.sqrt(2 * common.sum())
-
-
-def test_the_noise_is_even_and_no_two_seeds_or_positions_share_it():
-    draws = np.array([[uniform(seed, index) for index in range(200)] for seed in range(200)])
-    assert draws.min() > 0 and draws.max() < 1
-    assert np.abs(np.histogram(draws, bins=10, range=(0, 1))[0] / draws.size - 0.1).max() < 0.01
-    assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.02
-    assert uniform(-1, 5) != uniform(1, 5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ are, how many kernels a GPU makes of them, or that those do what MLX says.
 from functools import partial
 from unittest import mock
 
-import kernels
+import gpu_kernels
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ from policies import POLICIES
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with kernels.as_on_a_gpu():
+    with gpu_kernels.as_on_a_gpu():
         yield
 
 
@@ -158,12 +158,12 @@ def test_a_soak(tmp_path):
 
 
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [1, 2, 4, 5]])
-@pytest.mark.parametrize("weights", kernels.WEIGHTS)
+@pytest.mark.parametrize("weights", gpu_kernels.WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lms(weights, slots):
     """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
     own."""
     layer, rest, peers_layer, peers_rest = (
-        part.total() for part in kernels.compare(weights, slots)
+        part.total() for part in gpu_kernels.compare(weights, slots)
     )
     assert 13 <= layer <= peers_layer and peers_layer >= 17
     assert 3 <= rest <= peers_rest

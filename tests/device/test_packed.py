@@ -12,9 +12,9 @@ from checkpoints import make_checkpoint
 from parity import CONFIGS, seed_of, whole
 from processes import python
 
+from kernels import matmul
 from nanobatch import Engine, Sampling
 from parts.device import mlx as device
-from parts.device import rows
 from parts.device.matrix import Matrix, address, joined, packed
 from parts.device.mlx import mx, tree_flatten
 from parts.model.count import arrays
@@ -181,12 +181,12 @@ def test_float32_numbers_are_never_taken_for_packed_ones():
     """Even if they begin as a packed matrix does, but for one bit of its key. (Numbers made of it
     may be no numbers. So the first column of a result is not looked at.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
-    begins = (ctypes.c_char * rows.LINE).from_address(address(matrix.weight) - rows.LINE)
+    begins = (ctypes.c_char * matmul.LINE).from_address(address(matrix.weight) - matmul.LINE)
     x, wide = normal(2, 3, 64), np.array(normal(3, 64, 64))
     for bit in range(128):
         line = np.frombuffer(bytes(begins), np.uint8).copy()
         line[bit // 8] ^= 1 << bit % 8
-        wide[0, : rows.LINE // 4] = line.view(np.float32)
+        wide[0, : matmul.LINE // 4] = line.view(np.float32)
         right = np.array(x, np.float64) @ wide[1:].astype(np.float64).T
         found = np.array(x @ mx.array(wide).T)[:, 1:]
         assert np.allclose(found, right, atol=1e-4)
@@ -214,7 +214,7 @@ def test_memory_that_was_a_packed_matrix_may_become_any_other():
     before: set[int] = set()
     for seed in range(60):
         matrix = packed(quantized(seed, (40, 256), 8, 64))
-        before.add(address(matrix.weight) - rows.LINE)
+        before.add(address(matrix.weight) - matmul.LINE)
         mx.eval(matrix(x))
         del matrix
         # As long as the packed one was, and so perhaps at its place

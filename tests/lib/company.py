@@ -23,8 +23,8 @@ import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
+from kernels import matmul
 from nanobatch import Engine, Handle, Model, Sampling, Text
-from parts.device import rows
 from parts.device.mlx import mx
 from parts.guess import Guesser
 from parts.model.load import read_model
@@ -304,7 +304,7 @@ def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> li
 
 def everywhere() -> list[str]:
     """NANOBATCH_BLAS for each form of our product that this machine can run."""
-    return [f"rows:{form}" for form in rows.forms_here()]
+    return [f"rows:{form}" for form in matmul.forms_here()]
 
 
 def run(form: str, schedules: int) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""A first book: the functions of docs/zero, each as simple as can be, written from the blank book alone.
+"""A first book: the functions of course/from_zero, each as simple as can be, written from the blank book alone.
 
 A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
 that they use stand in those chapters.
@@ -225,20 +225,27 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
+    def _cut(self, request, left):
+        start = request.prefilled
+        price = price_of(start, self.far, self.chunk)
+        tokens = int(min(left, self.chunk) // price)
+        stop = min(len(request.prompt), start + tokens)
+        cost = math.ceil((stop - start) * price)
+        return Chunk(request, request.slot, start, stop, cost, None)
+
     def _chunks(self, requests, left):
         left = max(left, self.chunk)
         chunks = []
-        for request in requests:
-            start = request.prefilled
-            price = price_of(start, self.far, self.chunk)
-            tokens = int(min(left, self.chunk) // price)
-            if tokens == 0:
-                break
-            stop = min(len(request.prompt), start + tokens)
-            cost = math.ceil((stop - start) * price)
-            left -= cost
-            self._note(request, start, stop, None)
-            chunks.append(Chunk(request, request.slot, start, stop, cost, None))
+        kept = self._cut(requests[0], (left + 1) // 2).cost if requests else 0
+        for request in sorted(requests, key=self._rest):
+            if request is requests[0]:
+                kept = 0
+            chunk = self._cut(request, left - kept)
+            if chunk.stop == chunk.start:
+                continue
+            left -= chunk.cost
+            self._note(chunk)
+            chunks.append(chunk)
         return chunks
 
     def commit(self, plan, tokens, accept, now):

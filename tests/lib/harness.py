@@ -46,7 +46,9 @@ class Tap:
             found = [row for logits in calls for row in np.array(logits)]
             # Behind a wrong guess, logits are recorded once more when the right token is known.
             for pick, logits in zip(chosen, found, strict=True):
-                self.logits[owners[pick.slot], pick.index] = logits
+                # A ghost's pick counts from 0, as that of a new request does (`Engine._picks`).
+                if owners[pick.slot] in engine.sched.running:
+                    self.logits[owners[pick.slot], pick.index] = logits
             return finish(begun, picks)
 
         runner.model = replace(runner.model, head=tapped_head)

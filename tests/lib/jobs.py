@@ -8,6 +8,9 @@ from typing import Any
 
 
 def prepare(given: Any):
+    if given == "broken":
+        raise RuntimeError("some\nwords")
+
     def do(job: list) -> Any:
         name, *rest = job
         return JOBS[name](given, *rest)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import EOS, make_checkpoint
+from checkpoints import EOS, make_checkpoint, make_tokenizer
 from doors import Server
+from tokenizers import AddedToken
 
 from door.door import Door
 from door.http import Options
@@ -117,12 +119,17 @@ class Parrot:
         max_len: int = 4096,
         template: str = TEMPLATE,
         is_taught: bool = True,
+        marks: Sequence[str] = (),
         **options: Any,
     ):
         self._place = tempfile.TemporaryDirectory()
         folder = Path(self._place.name) / "parrot"
         make_checkpoint(folder, seed=1, max_position_embeddings=max_len)
         (folder / "chat_template.jinja").write_text(template)
+        if marks:  # as Qwen's tokenizer has them: added, and not special
+            tokenizer = make_tokenizer()
+            tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+            tokenizer.save(str(folder / "tokenizer.json"))
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
         self.engine = Engine.load(folder, slots=slots, max_len=max_len, embeds=True)

@@ -1,12 +1,17 @@
 """A scheduler's story, step by step: requests come and end at given steps, and every plan is
 checked and drawn."""
 
+import math
 import random
 from collections.abc import Sequence
 
-from parts.replay import Replay
+from parts.replay import Replay, Stuck
 from policies import POLICIES
 from sched import Plan, Request, Scheduler
+
+NAN = math.nan  # this object: a list contains it, though it equals nothing
+MOST_STEPS = 2_000  # a story that has not ended by then will not end
+BAD = -2  # a token whose row is not finite, and so is no row behind it
 
 
 class Story(Replay):
@@ -15,6 +20,9 @@ class Story(Replay):
     `lag`: 0 is the plain loop, 1 is run-ahead. `rows` is a slab of tokens instead of keys: what the
     device would have written in each slot.
     `dice`: tokens are guessed at random, right and wrong.
+    `fails`: requests whose numbers are not finite: their rows are NaN, and their tokens -1.
+
+    What a scheduler does wrong is an assertion that says in which step, and what.
     """
 
     def __init__(
@@ -37,7 +45,8 @@ class Story(Replay):
         self.plans: list[Plan] = []
         self.tokens: dict[int, list[int]] = {}
         self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
-        self.rows: list[list[int | None]] = [[None] * max_len for _ in range(slots)]
+        self.fails: set[int] = set()
+        self.rows: list[list[int | float | None]] = [[None] * max_len for _ in range(slots)]
 
     def submit(
         self,
@@ -62,7 +71,7 @@ class Story(Replay):
 
     def says(self, request: Request, index: int) -> int:
         """A token that no other request says, and no prompt holds, unless it goes on from there."""
-        return 1_000 * (request.id + 1) + index
+        return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
 
     def guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
         guesses = {}
@@ -83,10 +92,13 @@ class Story(Replay):
     def run(self, plan: Plan) -> dict[int, list[int]]:
         self.write(plan)
         self.plans.append(plan)
-        assert plan.cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+        most = max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+        assert plan.cost <= most, f"step {plan.step} costs {plan.cost}, and may cost {most} at most"
         for chunk in plan.chunks:
             assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
-        assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
+        assert plan.waiting or not plan.blocked, (
+            f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
+        )
         said = {}
         for request, slot, *_, guess in plan.emitters:
             index = request.planned - 1 - len(guess)
@@ -98,37 +110,83 @@ class Story(Replay):
                 is_right = is_right and token == guessed
         return said
 
+    def finite(self, plan: Plan) -> list[int]:
+        good = {c.slot for c in plan.chunks if c.stop <= self.good_rows(c.request)}
+        return [slot for slot in super().finite(plan) if slot in good]
+
     def write(self, plan: Plan) -> None:
         """What the device would do. All that a sequence looks back on must have been written for
         its own tokens."""
         for slot, start, stop in plan.scrubs:
             self.rows[slot][start:stop] = [None] * (min(stop, self.sched.max_len) - start)
         for chunk in plan.chunks:
-            rows = self.rows[chunk.slot]
             prompt = chunk.request.prompt
+            rows = self.rows[chunk.slot]
             if chunk.source is not None:
                 rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
-            assert rows[: chunk.start] == list(prompt[: chunk.start]), (chunk, rows)
-            rows[chunk.start : chunk.stop] = prompt[chunk.start : chunk.stop]
+            self.look_back(plan, chunk.request, chunk.slot, prompt[: chunk.start])
+            new = prompt[chunk.start : chunk.stop]
+            rows[chunk.start : chunk.stop] = self.kept(chunk.request, chunk.start, new)
         for request, slot, position, guess in plan.decodes:
             rows = self.rows[slot]
             assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
             rows[position + 1 : position + 1 + len(guess)] = guess
-            count = position - len(request.prompt) + 1
+            count = request.planned - 1 - len(guess)
             answer = [self.says(request, index) for index in range(count)]
-            rows[position] = answer[-1]
-            assert rows[: position + 1] == [*request.prompt, *answer], (request, rows)
+            rows[position] = self.kept(request, position, answer[-1:])[0]
+            self.look_back(plan, request, slot, [*request.prompt, *answer])
+            last = len(request.prompt) + count - 1
+            assert position == last, (
+                f"step {plan.step}: the newest token of {name(request)} goes into row {position}, "
+                f"and should go into row {last}"
+            )
+
+    def good_rows(self, request: Request) -> float:
+        """How many of its first rows are finite."""
+        if request.id in self.fails:
+            return 0
+        return request.prompt.index(BAD) if BAD in request.prompt else math.inf
+
+    def kept(self, request: Request, start: int, tokens: Sequence[int]) -> list[int | float]:
+        """What the rows of these tokens hold, from row `start` on."""
+        good = self.good_rows(request)
+        return [token if start + i < good else NAN for i, token in enumerate(tokens)]
+
+    def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
+        """Are these the tokens in a slot's first rows, and is nowhere in it another's NaN? Attention
+        multiplies the rows that it must not see by 0, but 0 x NaN is NaN."""
+        if self.good_rows(request) < math.inf:
+            return
+        rows = self.rows[slot]
+        who = f"step {plan.step}, {name(request)}"
+        assert NAN not in rows, f"{who}: in slot {slot} rows of NaN are left"
+        found = rows[: len(wanted)]
+        assert found == list(wanted), (
+            f"{who}: before its new tokens stand {found}, and should stand {list(wanted)}"
+        )
 
     def accept(self, request: Request, token: int) -> str | None:
         said = self.tokens[request.id]
-        assert token == self.says(request, len(said)), "a token went to the wrong request"
+        if token < 0:
+            return "error"
+        wanted = self.says(request, len(said))
+        assert token == wanted, (
+            f"{name(request)} gets token {token}, and should get {wanted}: a token went to the "
+            f"wrong request"
+        )
         said.append(token)
+        assert request.answer[-len(said) :] == said, (
+            f"the answer of {name(request)} is {request.answer}, and should be {said}"
+        )
         return "stop" if len(said) == self.eos.get(request.id) else None
 
     def step(self) -> bool:
         """One turn of the wheel; False if there was nothing to do."""
         planned = len(self.plans)
-        read = list(self.turn())
+        try:
+            read = list(self.turn())
+        except Stuck as error:
+            raise AssertionError("\n".join([f"{error}; so far:", *self.lines()[-6:]])) from None
         self.sched.check()
         return len(self.plans) > planned or bool(read)
 
@@ -140,9 +198,11 @@ class Story(Replay):
         ]
 
     def drawn(self) -> list[str]:
+        """A line for each step, to the end."""
         while self.step():
-            pass
-        print("\n".join(self.lines()))
+            if len(self.plans) > MOST_STEPS:
+                begins = "\n".join(self.lines()[:6])
+                raise AssertionError(f"after {MOST_STEPS} steps it has not ended:\n{begins}")
         return self.lines()
 
     def lines(self) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 
 from nanobatch import Engine, Order, Picks
 from parts.api.handle import TokenLogprob
@@ -55,6 +56,7 @@ class WordText:
     """
 
     has_template, end_tokens = False, frozenset()
+    advice: ClassVar = {"temperature": 0.0}
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -91,6 +93,7 @@ class WordFlight:
     began: float
     cost: float
     device_s: float
+    finite: list[int]
     logprobs: dict[tuple[int, int], TokenLogprob] = field(default_factory=dict)
     ended: float | None = None
     build_s: float = 0.001
@@ -131,7 +134,8 @@ class WordRunner:
         tokens = [[-1] for _ in range(self.slots)]
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         device_s = max(0.0, self.clock() - began - 0.001)
-        self.flight = WordFlight(self, tokens, began, cost, device_s)
+        finite = [chunk.slot for chunk in order.prefills if not chunk.asked]
+        self.flight = WordFlight(self, tokens, began, cost, device_s, finite)
         return self.flight
 
     def says(self, slot: int, index: int) -> int:

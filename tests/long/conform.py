@@ -38,6 +38,7 @@ SCHEMAS = [
     {"name": each["name"], "description": "What it does.", "input_schema": each["parameters"]}
     for each in (WEATHER, TIME)
 ]
+SEVERAL = {"type": "auto", "disable_parallel_tool_use": False}
 PARIS = {"city": "Paris"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CALLS = CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
@@ -108,14 +109,18 @@ def a_call_is_an_entry_of_tool_calls_and_the_answer_ends_for_it(s):
 
 @point
 def two_calls_have_two_ids(s):
-    first, second = choice(chat(s, CALLS))["message"]["tool_calls"]
+    first, second = choice(chat(s, CALLS, parallel_tool_calls=True))["message"]["tool_calls"]
     assert first["id"] != second["id"] and second["function"]["name"] == "get_time"
     assert json.loads(second["function"]["arguments"]) == {}
 
 
 @point
-def one_call_is_told_if_parallel_calls_are_off(s):
-    assert len(choice(chat(s, CALLS, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
+def one_call_is_told_unless_parallel_calls_are_asked_for(s):
+    for fields in ({}, {"parallel_tool_calls": False}):
+        whole = chat(s, CALLS, **fields)
+        assert len(choice(whole)["message"]["tool_calls"]) == 1
+        assert choice(whole)["finish_reason"] == "tool_calls"
+        assert whole.json["usage"]["completion_tokens"] < len(CALLS) - 20, "it goes on calling"
 
 
 @point
@@ -151,7 +156,11 @@ def a_stream_with_a_call_ends_for_it(s):
 
 @point
 def two_streamed_calls_have_two_indices(s):
-    calls = [d["tool_calls"][0] for d in deltas(chat(s, CALLS, stream=True)) if "tool_calls" in d]
+    calls = [
+        d["tool_calls"][0]
+        for d in deltas(chat(s, CALLS, stream=True, parallel_tool_calls=True))
+        if "tool_calls" in d
+    ]
     begun = [(call["index"], call["function"]["name"]) for call in calls if "id" in call]
     assert begun == [(0, "get_weather"), (1, "get_time")]
 
@@ -404,7 +413,7 @@ def a_response_repeats_what_it_was_asked_for(s):
     for name in ("instructions", "temperature", "top_p", "max_output_tokens", "metadata"):
         assert body[name] == options[name], name
     assert [tool["name"] for tool in body["tools"]] == ["get_weather", "get_time"]
-    assert body["tool_choice"] == "auto" and body["parallel_tool_calls"] is True
+    assert body["tool_choice"] == "auto" and body["parallel_tool_calls"] is False
     assert body["previous_response_id"] is None and body["store"] is False
     assert body["truncation"] == "disabled" and body["text"]["format"] == {"type": "text"}
 
@@ -454,7 +463,7 @@ def a_function_call_is_an_item(s):
 
 @point
 def text_a_thought_and_two_calls_are_four_items(s):
-    found = output(respond(s, f"{THOUGHT}I look.\n{CALLS}", tools=FLAT))
+    found = output(respond(s, f"{THOUGHT}I look.\n{CALLS}", tools=FLAT, parallel_tool_calls=True))
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item["type"] for item in found] == kinds
     assert len({item["id"] for item in found}) == 4
@@ -768,7 +777,7 @@ def streamed_text_is_text_deltas(s):
 
 @point
 def a_streamed_call_is_partial_json(s):
-    events = data(message(s, f"I look.\n{CALLS}", tools=SCHEMAS, stream=True))
+    events = data(message(s, f"I look.\n{CALLS}", tools=SCHEMAS, tool_choice=SEVERAL, stream=True))
     begun = [e for e in events if e["type"] == "content_block_start"]
     assert [e["index"] for e in begun] == [0, 1, 2]
     use = begun[1]["content_block"]
@@ -800,7 +809,9 @@ def a_choice_of_tools_is_kept_or_refused(s):
     none = message(s, CALL, tools=SCHEMAS, tool_choice={"type": "none"})
     assert content(none)[0]["type"] == "text"
     single = {"type": "auto", "disable_parallel_tool_use": True}
-    assert len(content(message(s, CALLS, tools=SCHEMAS, tool_choice=single))) == 1
+    for fields in ({}, {"tool_choice": {"type": "auto"}}, {"tool_choice": single}):
+        assert len(content(message(s, CALLS, tools=SCHEMAS, **fields))) == 1
+    assert len(content(message(s, CALLS, tools=SCHEMAS, tool_choice=SEVERAL))) == 2
 
 
 @point
@@ -998,9 +1009,8 @@ def tagged(function: Callable[[Server], None]) -> Callable[[Server], None]:
 def a_call_in_tags_has_arguments_of_the_schemas_types(s):
     tools = [{"type": "function", "function": WRITES}]
     for stream in (False, True):
-        reply = chat(
-            s, f"I write.\n{IN_TAGS}\n{IN_TAGS}", tools=tools, stream=stream, max_tokens=999
-        )
+        fields = {"tools": tools, "parallel_tool_calls": True, "stream": stream}
+        reply = chat(s, f"I write.\n{IN_TAGS}\n{IN_TAGS}", max_tokens=999, **fields)
         if not stream:
             message = choice(reply)["message"]
             assert message["content"] == "I write."

@@ -67,7 +67,7 @@ class Hook:
         self.dice, self.acts = random.Random(seed), Counter()
         engine.on_commit = self
 
-    def __call__(self) -> None:
+    def __call__(self, handles) -> None:
         if not self.loop.is_here or self.dice.random() > 0.25:
             return  # a thread that cancels, or serves the other engine, may wait, and would
         name = self.dice.choice(list(ACTS))

@@ -18,7 +18,7 @@ from parts.device.mlx import mx
 from parts.model.config import read_config
 from parts.model.layers import Norm, SideBySide
 from parts.model.load import read_model
-from parts.model.ops import geglu, softmax, swiglu
+from parts.model.ops import capped, geglu, softmax, swiglu
 from parts.model.rope import Kind, Rope, both_of_a_plane, rope_frequencies, rotate, turning
 
 PLAIN = Kind(rope=None, span=None, cap=None, frequencies=None, periods=None)
@@ -37,7 +37,7 @@ def wide(x: mx.array) -> np.ndarray:
 # --- one number at a time -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["rows.c", "MLX"])
+@pytest.fixture(params=["matmul.c", "MLX"])
 def form(request, monkeypatch) -> str:
     """Who computes: our own product, or MLX where that does not run."""
     if request.param == "MLX":
@@ -60,7 +60,7 @@ def test_rms_norm_is_its_formula(form, D, size):
     mean = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
     wanted = x / np.sqrt(mean + 1e-5) * weight
     y = Norm.of(mx.array(weight), 1e-5)(mx.array(x))
-    if form == "rows.c":
+    if form == "matmul.c":
         assert places_off(y, wanted) < 4
     elif size < 1e20:
         assert np.abs(wide(y) - wanted).max() < 2e-5
@@ -75,7 +75,7 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above(form):
     x = np.concatenate([np.linspace(-91, 91, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
     y = alone(swiglu, mx.array(x))
-    if form == "rows.c":
+    if form == "matmul.c":
         assert places_off(y, wanted) < 4
     assert (np.abs(wide(y) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
     # No inf, no NaN
@@ -98,6 +98,18 @@ def test_gelu_is_its_formula_from_far_below_zero_to_far_above(form):
     assert half.dtype == mx.float16 and np.abs(wide(half) - wanted[::100]).max() < 0.02
 
 
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
+def test_the_cap_is_its_formula(form, cap):
+    x = np.concatenate([cap * np.linspace(-20, 20, 20_000), [-1e-6, 1e-30]]).astype(np.float32)
+    wanted = cap * np.tanh(x.astype(np.float64) / cap)
+    y = capped(mx.array(x), cap)
+    if form == "matmul.c":
+        assert places_off(y, wanted) < 4
+    assert (np.abs(wide(y) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    extremes = mx.array([-math.inf, -1e38, 0.0, 1e38, math.inf])
+    assert wide(capped(extremes, cap)).tolist() == [-cap, -cap, 0, cap, cap]
+
+
 @pytest.mark.parametrize("gated", [swiglu, geglu])
 def test_a_gate_multiplies_the_second_half_of_a_row(form, gated):
     gate, up = normal(3, 2, 21), normal(3, 2, 21, seed=1)
@@ -118,6 +130,7 @@ def test_a_number_that_is_none_stays_none(form, place):
     lost[1] = np.arange(37) == place
     for gated in (swiglu, geglu):
         assert np.array_equal(np.isnan(wide(alone(gated, mx.array(x)))), lost)
+    assert np.array_equal(np.isnan(wide(capped(mx.array(x), 30.0))), lost)
 
 
 @pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
@@ -162,6 +175,24 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
     assert mx.array_equal(whole.mask, longer.mask)
 
 
+@pytest.mark.parametrize(
+    "slots, starts, L",
+    [
+        ([2], [0], 1),
+        ([-1], [0], 1),
+        ([0], [90], 8),
+        ([0], [-1], 1),
+        ([0, 0], [3, 4], 1),
+        ([0, 1], [3], 1),
+    ],
+)
+def test_a_window_outside_the_slab_is_refused(slots, starts, L):
+    """MLX checks no bounds. Asserts did, which `python -O` removes."""
+    slab = Slab(1, 2, 2, 96, 16, mx.float32)
+    with pytest.raises(IndexError):
+        Window(slab, slots, starts, L)
+
+
 def test_each_sequence_of_a_look_has_a_mask_of_its_own():
     """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
     window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
@@ -192,7 +223,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
     y = wide(softmax(mx.array(x), scale))
     powers = np.exp(scale * (x.astype(np.float64) - x.max(-1, keepdims=True)))
     off = np.abs(y - powers / powers.sum(-1, keepdims=True)).max()
-    assert off < (2**-22 if form == "rows.c" else 3e-5)
+    assert off < (2**-22 if form == "matmul.c" else 3e-5)
     assert (y[np.isinf(x)] == 0).all(), "what is masked weighs exactly nothing"
     if T == 1:
         assert (y == 1).all()

@@ -6,7 +6,6 @@ code.
 """
 
 import io
-import os
 import re
 import shutil
 import signal
@@ -366,34 +365,21 @@ def in_shell(program: str, streams: str, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_no_standard_input_and_a_full_disk_get_their_line(model):
-    done = in_shell("ask.py", "<&-", "--model", model, "--max-tokens", "4")
-    assert done.returncode == 2 and "empty" in lines(done.stderr)[-1]
-    if Path("/dev/full").exists():
-        done = in_shell("ask.py", ">/dev/full", "--model", model, "--max-tokens", "4", "x")
-        assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
-
-
-@pytest.mark.parametrize(
-    ("program", "closed"),
-    [
-        ("ask.py --max-tokens 4 x", ">&-"),
-        ("ask.py --max-tokens 4 x", "<&- >&- 2>&-"),
-        ("ask.py --max-tokens 4 x", "2>/dev/full"),
-        ("tui.py --plain --script burst2", ">&-"),
-        ("bench.py --from", ">&-"),
-    ],
-)
-def test_a_standard_stream_that_is_closed_is_one_of_nothing(model, program, closed):
-    """`ask.py hi >&-` was an AttributeError."""
-    if "full" in closed and not Path("/dev/full").exists():
-        pytest.skip("Linux has a device that is full")
-    name, *arguments = program.split()
-    given = [str(ROOT / "docs" / "bench-15m.json")] if name == "bench.py" else ["--model", model]
-    done = in_shell(name, closed, *arguments, *given)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_output_to_a_full_disk_is_one_line_and_exit_code_1(model):
+    done = in_shell("ask.py", ">/dev/full", "--model", model, "--max-tokens", "4", "x")
+    assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
     assert "Traceback" not in done.stderr
-    assert bool(done.stdout) == (closed in ("2>&-", "2>/dev/full"))
+
+
+def test_output_whose_reader_has_seen_enough_ends_silently_with_141(model):
+    """`ask.py ... | head -1`."""
+    words = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--ignore-eos"]
+    words += ["--max-len", "100100", "--max-tokens", "100000", "--prompt", "x"]
+    command = ["bash", "-c", '"$@" | head -c 20 > /dev/null; exit ${PIPESTATUS[0]}', "bash", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr and "written" not in done.stderr
 
 
 def test_a_server_whose_standard_error_cannot_be_written_serves():
@@ -462,80 +448,6 @@ def test_every_program_says_its_version_on_standard_output_and_ends(here, asked)
     assert (done.returncode, done.stderr) == (0, "")
     line = rf"nanobatch {re.escape(number)} \(mlx \S+, Python \S+, \w+ \w+\)\n"
     assert re.fullmatch(line, done.stdout)
-
-
-def hears_ctrl_c() -> None:
-    """A shell's background job ignores Ctrl-C, and so does all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize(
-    ("program", "module"),
-    [
-        *(("ask.py", name) for name in ("argparse", "dataclasses", "ctypes", "mlx", "tokenizers")),
-        *(("bench.py", name) for name in ("argparse", "statistics", "mlx", "tokenizers")),
-        # The screen's loader imports MLX and what is beyond, while the first frame is shown.
-        *(("tui.py", name) for name in ("argparse", "textual", "mlx", "tokenizers")),
-    ],
-)
-def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, module):
-    """A signal came while the imports ran, outside of any `try`: a traceback, and no exit code 130.
-
-    Here the signal comes from within an import: of the first module that a program needs, of the
-    last, and between.
-    """
-    reached = tmp_path / "reached"
-    (tmp_path / f"{module}.py").write_text(
-        f"import signal, time\nopen({str(reached)!r}, 'w').close()\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(5)\n"
-    )
-    script = ["--script", "burst1"] if program == "tui.py" else []
-    environment = {"PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"}
-    done = run(ROOT / program, *script, preexec_fn=hears_ctrl_c, **environment)
-    assert reached.exists(), "the signal never came"
-    assert (done.returncode, done.stderr) == (130, "")
-
-
-INTERRUPTS = """
-import os, signal, sys
-class Presses:
-    def find_spec(name, *_):
-        if name == os.environ["AT"]:
-            open(os.environ["REACHED"], "w").close()
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Presses)
-"""
-
-
-@pytest.mark.parametrize("module", ["parts", "parts.program", "parts.checks"])
-@pytest.mark.parametrize("name", ["ask.py", "serve.py", "bench.py", "tui.py"])
-def test_ctrl_c_is_quiet_from_a_programs_first_line_on(tmp_path, name, module):
-    """One that came while the file was imported that makes it quiet was a traceback."""
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
-    reached = tmp_path / "reached"
-    environment = {"PYTHONPATH": str(tmp_path), "AT": module, "REACHED": str(reached)}
-    done = run(ROOT / name, preexec_fn=hears_ctrl_c, **environment)
-    assert reached.exists(), "the signal never came"
-    assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
-    """A service may be started without them. The weights were opened as file 0, which MLX takes for
-    a failure."""
-    record = tmp_path / "record"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tui.py"),
-            "--plain",
-            "--script",
-            "burst1",
-            "--record",
-            str(record),
-        ],
-        preexec_fn=lambda: [os.close(number) for number in range(3)],
-        timeout=120,
-    )
-    assert done.returncode == 0 and record.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
@@ -648,7 +560,7 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compiler, tmp_path):
+def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
     """A ctypes that finds no library, as on a machine that has none. The line stands in every
     engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -658,7 +570,6 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(quick_compile
         "import nanobatch; from parts.device import mlx as device; print(device.blas)",
         PYTHONPATH=str(tmp_path),
         NANOBATCH_BLAS="",
-        **quick_compiler,
     )
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     assert done.stdout.startswith("mlx, so bits may differ with the company: ")
@@ -682,26 +593,12 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
 # --- environments -------------------------------------------------------------------------------
 
 
-def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(
-    model, quick_compiler, tmp_path
-):
+def test_a_read_only_tmpdir_and_a_missing_home_change_nothing(model):
     arguments = ("--model", model, "--prompt", "hello", "--max-tokens", "8", "--ignore-eos")
     expected = answer(asked(*arguments))
-    broken = tmp_path / "bin"
-    broken.mkdir()
-    for name in ("cc", "gcc", "clang", "g++"):
-        (broken / name).write_text("#!/bin/sh\nexit 1\n")
-        (broken / name).chmod(0o755)
-    empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
-    environments = [
-        {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"},
-        {"PATH": "/nowhere"} | empty,
-        {"PATH": str(broken)} | empty,
-        {"TMPDIR": "/proc", "HOME": "/proc/nowhere"} | quick_compiler,
-    ]
-    for environment in environments:
-        done = asked(*arguments, **environment)
-        assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
+    environment = {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"}
+    done = asked(*arguments, **environment)
+    assert done.returncode == 0 and answer(done) == expected, done.stderr
 
 
 def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):

@@ -136,9 +136,43 @@ def test_a_file_that_is_no_conversation_is_refused_in_one_line(engine, tmp_path,
     assert len(dialogue.talk.turns) == 2  # what was said before is still there
 
 
-def test_an_unknown_command_shows_which_there_are(engine):
-    dialogue, said = talk(engine, "/what", "/help", "/drop", "/bye", "Why batch?")
-    assert said.count("/system TEXT") == 3 and not dialogue.talk.turns
+def test_a_command_that_is_wrong_is_named(engine):
+    """The help came, and did not say what was wrong."""
+    dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
+    assert "nanobatch: '/what' is no command; /help names them" in said
+    assert "nothing to forget" in said and "nothing to ask again" in said
+    assert "/save needs a file: /save FILE" in said
+    assert said.count("/system TEXT") == 1 and not dialogue.talk.turns
+
+
+def test_retry_asks_the_last_question_again(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?", "/set seed=4", "/retry")
+    questions = [turn["content"] for turn in dialogue.talk.turns[::2]]
+    assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
+
+
+def test_a_retry_that_fails_leaves_the_answer_as_it_was(engine, monkeypatch):
+    typed = iter(["Count from 3 to 5.", "/retry"])
+    dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
+    with engine.serving():
+        dialogue.take(next(typed))
+        before = dialogue.talk.messages()
+        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
+        with pytest.raises(ValueError, match="no"):
+            dialogue.take("/retry")
+    assert dialogue.talk.messages() == before
+
+
+def test_set_changes_how_answers_are_sampled(engine):
+    dialogue, said = talk(
+        engine, "/set temperature=0.7 seed=3 max_tokens=5", "/set", "/set seed=none"
+    )
+    assert dialogue.sampling.temperature == 0.7 and dialogue.sampling.seed is None
+    assert said.count("temperature=0.7 top_p=1.0 top_k=0 min_p=0.0") == 3
+    _, said = talk(engine, "/set heat=1", "/set seed", "/set temperature=hot", "/set top_p=0")
+    assert "/set 'heat=1': give NAME=NUMBER; the names are temperature, top_p" in said
+    assert "/set 'seed'" in said and "temperature = 'hot', but it must be a number" in said
+    assert "top_p = 0 keeps no token" in said and "temperature=0.0" not in said
 
 
 def test_a_thought_is_kept_apart_from_the_answer():
@@ -212,6 +246,19 @@ def test_in_a_terminal_one_talks_and_ctrl_c_stops_an_answer_alone(tmp_path):
     file = tmp_path / "nanobatch" / "history"
     assert "Tell me a story." in file.read_text()
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_history_file_with_zeros_is_read(tmp_path):
+    """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
+    file = tmp_path / "nanobatch" / "history"
+    file.parent.mkdir()
+    file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
+    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
+    terminal.until(">>> ")
+    terminal.type("\x1b[A")  # Up
+    terminal.until("What is a slot?")
+    terminal.type("\x15/bye\n")
+    assert terminal.end() == 0
 
 
 def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):

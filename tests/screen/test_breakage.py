@@ -279,8 +279,8 @@ def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
     told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
     assert told[1:] == [
         "break it: a client that vanishes",
-        "r5 was cancelled after 3 tokens",
-        "ended: r5: cancelled",
+        "r1 was cancelled after 3 tokens",
+        "ended: r1: cancelled",
         "1 ended by it, 11 went on to the end of their answers; no bit changed",
         "compared: 531 tokens and 1,062 log probabilities with those of the same requests alone, all bits",
     ]

@@ -3,14 +3,12 @@
 import re
 from itertools import pairwise
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 from stage import EndsAfter, Stage, at_every_size, disturb, drawn, like_golden, plain, show
 
 import ask
 import tui
-from docs.make import film
 from nanobatch import Sampling
 from parts import clock
 from policies import POLICIES
@@ -210,41 +208,6 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
         for c in stage.state.history
         if static.first_step <= c.step <= static.last_step
     )
-
-
-def test_the_film_of_a_race_counts_an_answer_when_the_cover_leaves_its_last_token():
-    """Two clocks in one picture: the counter's keyframes, and the cover, which moves over cells
-    drawn to scale."""
-    stage = Stage(slots=3).load()
-    stage.session.obey("/race 7")
-    contest = race.shown_in(stage.finish().state).last
-    root = ElementTree.fromstring(film.draw(contest))
-    style = "".join(part.text for part in root.iter("{http://www.w3.org/2000/svg}style"))
-    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    boxes = [
-        box
-        for box in root.iter("{http://www.w3.org/2000/svg}rect")
-        if re.fullmatch(r"r\d+", box.get("class", ""))
-    ]
-    tops = sorted({float(box.get("y")) for box in boxes})
-    assert (
-        len(tops) == 6 and "7 requests, 3 slots" in texts[0] and texts.count("7 of 7 answered") == 2
-    )
-    assert f"{len(contest.runs[1].columns):,} steps" in "".join(texts)
-    for number, leg in enumerate((tops[:3], tops[3:])):
-        edges = [
-            float(box.get("x")) + float(box.get("width"))
-            for box in boxes
-            if float(box.get("y")) in leg
-        ]
-        (moments,) = re.findall(rf"@keyframes c{number}{{(.*?}})}}", "".join(style))
-        percents = [float(percent) for percent in re.findall(r"([\d.]+)%", moments)][1:]
-        covers = [
-            film.LEFT + percent / 100 * film.WHOLE / film.PLAYS * film.WIDE for percent in percents
-        ]
-        assert len(covers) == 7 and all(
-            min(abs(cover - edge) for edge in edges) < 1 for cover in covers
-        )
 
 
 def test_a_race_ends_a_pause_even_while_the_slots_are_drained():

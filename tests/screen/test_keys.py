@@ -312,7 +312,7 @@ def test_the_charts_cover_the_same_time():
     rate, batch = (
         plain(drawn(draw, stage.state, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
     )
-    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.31", "s", "0", "s"]
     assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, (
         "the same moment stood in other columns"
     )
@@ -811,8 +811,10 @@ def test_cancelling_what_is_not_there_says_so():
 def test_set_alone_prints_the_settings():
     """It said "set "."""
     stage = Stage().load()
-    assert stage.session.obey("/set") == "temperature=0 max=320 seed=none burst=12 rate=2"
-    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=0")
+    assert stage.session.obey("/set") == "temperature=default max=320 seed=none burst=12 rate=2"
+    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith(
+        "set temperature=default"
+    )
 
 
 def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
@@ -846,7 +848,7 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
 
     async def scenario(it):
         await it.press("e", turns=0)
-        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=0")
+        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=default")
         await it.press("escape", turns=0)
         assert it.app.query_one(app.PromptBox).value == "" and it.app.focused is None
         await it.press("i", *"draft", "escape", turns=0)
@@ -894,21 +896,32 @@ def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
     show(scenario)
 
 
-def test_text_that_is_typed_at_the_start_opens_no_page_and_stands_in_the_box():
-    """`hello there` and Enter opened the clients, then wrote into the settings. Later it was refused,
-    with the advice to press `i` first."""
+def test_a_letter_that_is_no_key_begins_a_prompt():
+    """It was refused, with the advice to press `i` first."""
 
     async def scenario(it):
         assert "press i to type" in it.text()
-        await it.press(*"hello there", "enter", turns=2)
-        assert it.stage.prompt(1) == "hello there"
-        assert it.app.focused is it.app.prompt and not it.stage.state.view.load
+        await it.press(*"my name", "enter", turns=2)
+        assert it.stage.prompt(1) == "my name"
+        assert it.app.focused is it.app.prompt
         await it.press("escape", turns=0)
         assert "temp 0" in it.text() and "press i to type · temp" not in it.text()
-        await it.press("h")
-        assert "Clients" in it.text().split("\n")[0]
 
     show(scenario, size=(120, 40))
+
+
+@pytest.mark.parametrize("key", ["E", "t", "h", "f"])
+def test_on_a_fresh_screen_the_keys_of_pages_open_them(key):
+    """They went into the prompt box, and so did `o`, until something had run."""
+
+    async def scenario(it):
+        await it.press(key, turns=0)
+        assert it.app.page.key == key and it.app.focused is None
+        await it.press("escape", turns=0)
+        await it.press("o", turns=0)
+        assert it.stage.state.talking and it.app.focused is None
+
+    show(scenario)
 
 
 def test_tab_completes_commands_and_what_may_stand_behind_them():

@@ -30,13 +30,13 @@ def test_static_leaves_slots_blocked_while_requests_wait_and_continuous_never_do
 def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
     stage = Stage(slots=3).load()
     # A chunk is 16 tokens, and a step's budget is 32
-    for letter, length in (("a", 64), ("b", 48), ("c", 10)):
+    for letter, length in (("a", 48), ("b", 64), ("c", 16)):
         stage.session.obey(letter * length)
     stage.turns(20)
-    assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒▒███", "▒▒▒████", "┈┈┈▒███"]
+    assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "┈▒▒▒▒▒█", "▒██████"]
     lines = plain(drawn(panes.draw_timeline, stage.state, 73, 5))
-    assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒▒███", "  1 ▒2▒████", "  2 ┈3┈▒███"]
-    assert lines[0].endswith("useful 95 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
+    assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ┈2▒▒▒▒█", "  2 ▒3█████"]
+    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
 
 
 def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():

@@ -1,6 +1,5 @@
 """The command line of the screen, and the plain log."""
 
-import os
 import re
 from types import SimpleNamespace
 
@@ -125,14 +124,6 @@ def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
-
-
-@pytest.mark.parametrize("option", ["--screenshot", "--record"])
-def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(option, tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe.svg")
-    with pytest.raises(SystemExit):
-        tui.parse_arguments([option, str(tmp_path / "pipe.svg")])
-    assert "No such device" in capsys.readouterr().err
 
 
 # Of each kind one: what a terminal obeys, what turns the direction, what draws nothing, half a pair.

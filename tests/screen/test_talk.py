@@ -59,8 +59,8 @@ def test_typing_leads_to_the_conversation_and_a_question_goes_on_with_what_was_s
     """Told a name and asked for it, the model said another."""
 
     async def scenario(it):
-        await it.press("h", "i", turns=0)
-        assert "Type a question" in it.text() and it.app.prompt.value == "hi"
+        await it.press("m", "y", turns=0)
+        assert "Type a question" in it.text() and it.app.prompt.value == "my"
         await ask(it, 'Say "Ada".')
         await ask(it, "Who?")
         assert it.stage.shown == ['u:Say "Ada".;', 'u:Say "Ada".;a:Ada;u:Who?;']

@@ -19,8 +19,6 @@ from doors import COMPLETIONS, Line, free_ports
 from processes import run
 from terminals import OTHER, ROOT, Terminal
 
-from parts.device import mlx as device
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -80,45 +78,6 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_even_then(model, tmp_path
         terminal.sees("watch an LLM serving engine work", "starting MLX")
         terminal.type("q")
         terminal.ends(0)
-
-
-@pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
-def test_a_first_start_shows_among_its_stages_that_it_compiles(model, quick_compiler, tmp_path):
-    """Printed, the line would stand in the middle of the picture, and two seconds would pass
-    without a word."""
-    (tmp_path / "compiler" / "go").unlink()
-    serves = ("--model", model, "--serve", "0")
-    with Terminal(*serves, size=(80, 24), environment=quick_compiler) as terminal:
-        terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in seconds", "q quits")
-        (tmp_path / "compiler" / "go").touch()
-        terminal.sees("Slots", "idle", without="compiling")
-        assert list(tmp_path.glob("cache/nanobatch/rows-*.so"))
-        terminal.type("q")
-        terminal.ends(0)
-    command = [
-        sys.executable,
-        str(ROOT / "tui.py"),
-        "--model",
-        model,
-        "--max-len",
-        "128",
-        "--plain",
-    ]
-    done = subprocess.run(
-        command,
-        input=b"hello\n",
-        env=os.environ | quick_compiler,
-        capture_output=True,
-        timeout=120,
-        cwd="/",
-        check=True,
-    )
-    stages = [line for line in done.stdout.decode().splitlines() if line.startswith("loading: ")]
-    assert (
-        stages[0] == "loading: starting MLX"
-        and stages[-1] == f"loading: warming up with {device.blas}"
-    )
-    assert not any("compiling" in line for line in stages), "it was compiled a second time"
 
 
 @pytest.mark.parametrize(
@@ -274,13 +233,11 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
-@pytest.mark.parametrize("given", ["< /dev/null", "<&-"])
-def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model, given):
-    """Eight prompts of its own were answered, on any model, however slow; a closed input was a
-    traceback."""
-    words = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
-    command = ["sh", "-c", f'exec "$@" {given}', "sh", *words]
-    done = subprocess.run(command, capture_output=True, timeout=120, cwd="/")
+def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model):
+    """Eight prompts of its own were answered, on any model, however slow."""
+    command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
+    nothing = subprocess.DEVNULL
+    done = subprocess.run(command, stdin=nothing, capture_output=True, timeout=120, cwd="/")
     assert done.returncode == 2 and b" waits: " not in done.stdout
     (line,) = done.stderr.decode().splitlines()
     assert (

@@ -203,7 +203,7 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
 def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     stage = Stage(slots=4).load()
     # C gets the 7 that are left of the budget
-    for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 5)):
+    for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
         stage.session.obey(letter * length)
     stage.turns(2)
     text = "\n".join(plain(drawn(steps.draw_step, stage.state, 70, 14)))
@@ -211,10 +211,10 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
         "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
     )
     assert admitted in " ".join(text.split())
-    assert "r1 0–16 → slot 0, r2 0–9 → slot 1, r3 0–7 → slot 2" in text
+    assert "r1 0–16 → slot 0, r2 0–9 → slot 1, r4 0–7 → slot 3" in text
     assert "32 prefill + 0 decode = 32 in one step" in text
     assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
-    assert "held     r4: over the budget, or what they share is being written" in text
+    assert "held     r3: over the budget, or what they share is being written" in text
     stage.turns()  # now the device works on the step before, while Python stands
     lines = plain(drawn(steps.draw_step, stage.state, 70, 14))
     assert lines[-3:-1] == [

@@ -603,8 +603,8 @@ def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
     assert note.exists() and not offered()
 
 
-def test_the_note_lies_in_the_users_cache_and_there_is_no_offer_without_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_note_is_kept_for_the_user_and_there_is_no_offer_without_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert tui.tour_note() == tmp_path / "nanobatch" / "tour"
     (tmp_path / "nanobatch").rmdir()
     (tmp_path / "nanobatch").touch()

@@ -1,14 +1,21 @@
 """The screen on real traffic: with a door of its own (`--serve`), and on a server in another
 process (`--watch`)."""
 
+import copy
+import json
+import math
+import operator
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 from doors import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
@@ -22,6 +29,7 @@ from door.http import Options
 from door.journal import Call, DoorView
 from nanobatch import Sampling
 from screen import ink, panes
+from screen.app import PANES
 from screen.pages import clients, requests
 from screen.remote import RemoteRoom, base_of
 from screen.room import EngineRoom, View
@@ -367,6 +375,81 @@ def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
         it.sees(lambda state: state.view.gone_s is not None)
         server.process.send_signal(signal.SIGCONT)
         it.sees(lambda state: state.view.gone_s is None)
+
+
+HOSTILE = (
+    4_000_000_000,
+    -1,
+    0,
+    10**400,
+    1e308,
+    math.inf,
+    math.nan,
+    None,
+    True,
+    "x\x1b[31m",
+    [],
+    {},
+)
+
+
+def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """The path to each value in nested lists."""
+    if path:
+        yield path
+    for i, each in enumerate(data if isinstance(data, list) else ()):
+        yield from places_of(each, (*path, i))
+
+
+def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
+    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 300
+    of them, seed 1."""
+    stage = Stage().load()
+    stage.session.obey("/burst 6")
+    engine = stage.turns(12).engine.snapshot()
+    data = json.loads(wire.Sender(True).pack(wire.Frame(False, 0, 0.0, engine, canned_door()[0])))
+    places = [*places_of(data)]
+    dice = random.Random(1)
+    refused = 0
+    for _ in range(300):
+        hostile = copy.deepcopy(data)
+        *path, last = dice.choice(places)
+        reduce(operator.getitem, path, hostile)[last] = dice.choice(HOSTILE)
+        try:
+            frame = wire.Receiver().take(hostile)
+        except ValueError:
+            refused += 1
+            continue
+        state = State("small")
+        state.absorb(View(stage="ready", watches=True, life=1, **frame._asdict()))
+        for draw in PANES.values():
+            for line in plain(drawn(draw, state, 120, 40)):
+                assert "\x1b" not in line
+    assert 100 < refused < 280, refused
+
+
+def test_a_hostile_server_is_a_line_on_the_screen(server):
+    """A frame that cannot be is a reason to ask again, as a lost connection is."""
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        take = wire.Receiver.take
+        with pytest.MonkeyPatch.context() as patch:
+
+            def lie(receiver: wire.Receiver, data: list) -> wire.Frame:
+                data[3][1][0] = 4_000_000_000
+                return take(receiver, data)
+
+            patch.setattr(wire.Receiver, "take", lie)
+            it.sees(lambda state: state.view.gone_s is not None)
+        assert "4,000,000,000 in its limits; trying again" in it.state.faults[-1].message
+        it.sees(lambda state: state.view.gone_s is None)
+
+
+def test_the_name_of_a_folder_moves_no_cursor():
+    state = State("/models/\x1b[2Jx\u202e")
+    state.absorb(View(stage="ready", engine=Stage().load().engine.snapshot()))
+    line = plain(drawn(panes.draw_status, state, 120, 1))[0]
+    assert "␛[2Jx<U+202E>" in line
 
 
 def test_keys_decide_what_is_seen():

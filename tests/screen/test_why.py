@@ -122,6 +122,25 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, 
     assert (compared["guessed"] > REPLAYS) == guesses, compared
 
 
+def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
+    """It was left out. So its chunks took no time, and the first token of a request that was
+    cancelled beside it came 10.50 ms before the request."""
+    stage = Stage(slots=4, max_len=4_000).load()
+    stage.engine.submit([97] * 5, Sampling(max_tokens=600))
+    stage.turns(10)
+    stage.engine.submit([98] * 3_000, Sampling(max_tokens=5))
+    stage.turns(60)
+    late = stage.engine.submit([99] * 5, Sampling(max_tokens=200))
+    stage.turns(20)
+    late.cancel()
+    stage.turns(3)
+    found = {each.name: each for each in outcomes(stage.state, late.id)}
+    measured = found["measured"]
+    assert measured.steps == found["continuous"].steps
+    assert found["continuous"].ttft == pytest.approx(measured.ttft, rel=0.5)
+    assert all(0 < each.ttft <= each.life for each in found.values()), found
+
+
 def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
     """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
     stage = Stage(policy="fair", slots=2).load()

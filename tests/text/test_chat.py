@@ -30,7 +30,7 @@ from waiting import wait_for
 from nanobatch import Text
 from parts.files import ModelError
 from parts.replay import Replay
-from parts.text import template
+from parts.text import tryout
 from parts.text.speech import PROBE, TOOLS
 from policies import POLICIES
 from prefix import SEGMENT
@@ -698,7 +698,7 @@ def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
     tmp_path, monkeypatch, source
 ):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    monkeypatch.setattr(template, "LIMITS", template.LIMITS._replace(seconds=0.3))
+    monkeypatch.setattr(tryout, "LIMITS", tryout.LIMITS._replace(seconds=0.3))
     line = unfit(make_model(tmp_path, source))
     assert "takes more than 0.3 s for a trial conversation" in line
 
@@ -727,21 +727,27 @@ def executable(path: Path, script: str) -> str:
         (None, "cannot be tried (no process can be started ("),
     ],
 )
-def test_a_child_that_hangs_dies_or_cannot_start_is_a_model_without_a_template(
-    tmp_path, monkeypatch, script, words
-):
-    """Nothing is known of such a template, so it is not trusted. Loading must not raise."""
+def test_a_model_that_no_child_can_try_is_refused_in_one_line(tmp_path, monkeypatch, script, words):
+    """Nothing is known of its template and its tokenizer, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
     if "timed out" in words:
         monkeypatch.setattr("parts.text.trials.START", 0.2)
-    assert words in unfit(make_model(tmp_path / "model", CHATML))
+    monkeypatch.setattr(tryout, "PASSED", set())
+    with pytest.raises(ModelError) as refused:
+        make_model(tmp_path / "model", CHATML)
+    assert f"the tokenizer {words}" in str(refused.value)
 
 
 def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp_path, monkeypatch):
     """It came with the program, and is as good as the program. A child would cost its start."""
     asked = []
-    monkeypatch.setattr("parts.text.template.try_out", lambda source, _: asked.append(source) or "")
+
+    def note(child, source: str, _) -> tuple[str, list[str]]:
+        asked.append(source)
+        return "", []
+
+    monkeypatch.setattr(tryout.TryOut, "template", note)
     ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
     assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
     assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template
@@ -795,7 +801,7 @@ def interrupted(tmp_path, monkeypatch):
 
     def run(source: str, how: str) -> tuple[str, int]:
         with monkeypatch.context() as patch:
-            patch.setattr("parts.text.template.try_out", lambda *_: "")
+            patch.setattr(tryout.TryOut, "template", lambda *_: ("", []))
             make_model(tmp_path, source)
         program = subprocess.Popen(
             [sys.executable, "-c", LOADS, str(tmp_path), how],

@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from nanobatch import Engine, Sampling, Text
-from parts.text.tokens import TextStream, calmly
+from parts.text.tokens import OURS, TextStream, TooLongError, calmly
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (
@@ -733,3 +733,25 @@ def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused_in_one_line(tm
     with pytest.raises(ValueError, match="knows no character of '你好'") as caught:
         text.ask("你好")
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_far_beyond_its_room_is_refused_after_a_part_and_no_other(monkeypatch):
+    """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. 300 random texts
+    and rooms, seed 1."""
+    monkeypatch.setattr("parts.text.tokens.FIRST", 64)
+    text = Text(OURS, 1536)
+    dice = random.Random(1)
+    pieces = ["the fox ", "lantern", " ", "Zürich ", "中", "}{", "aaaa", "\n", "<|end|>"]
+    refused = 0
+    for _ in range(300):
+        long = "".join(dice.choices(pieces, dice.choices(range(1, 10), k=9), k=dice.randrange(900)))
+        room = dice.choice((4, 16, 64, 256))
+        whole = text.encode(long)
+        try:
+            assert text.encode(long, room) == whole
+        except TooLongError as error:
+            assert room <= error.tokens <= len(whole)
+            refused += 1
+        else:
+            assert len(long) <= max(64, 8 * room) or len(whole) <= 3 * room
+    assert 50 < refused < 250, refused

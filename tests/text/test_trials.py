@@ -86,6 +86,15 @@ def test_those_who_find_all_places_taken_are_told_so():
     trials.close()
 
 
+def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
+    """It looked like a busy machine, and each request with a grammar started another process."""
+    trials = Trials("jobs", "broken", LIMITS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^some words$"):
+            trials.run(["given"])
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+
+
 def test_a_nursery_that_was_killed_is_replaced(trials):
     nursery, _ = trials.run(["processes"])
     with pytest.raises(BusyError):

@@ -367,7 +367,9 @@ def test_the_files_that_the_page_names_are_links_where_their_address_is_known(op
 def test_the_picture_of_the_page_shows_the_finished_race(opens, tmp_path):
     out = tmp_path / "card.png"
     subprocess.run(
-        [sys.executable, ROOT / "docs" / "make" / "card.py", out], check=True, timeout=120
+        [sys.executable, ROOT / "docs" / "make" / "pictures.py", "card", "--out", tmp_path],
+        check=True,
+        timeout=120,
     )
     drawn, kept = (path.read_bytes() for path in (out, ROOT / "docs" / "card.png"))
     assert drawn[:24] == kept[:24], "of another size"

@@ -18,7 +18,9 @@ from recordings import HOSTILE, TEXTS
 
 import tui
 from nanobatch import Sampling
+from parts.api import progress
 from parts.api.ledger import Log
+from parts.dialogue import Conversation
 from screen.room import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +119,7 @@ def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(t
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
-    """It took the protocol's temperature of 1 and no limit, and a small model ran away."""
+    """It took no limit, and a small model ran away. The temperature is the server's to choose."""
     tab = talks()
     say(tab, "say: one")
     for name in ("temperature", "length"):
@@ -229,6 +231,69 @@ def test_a_question_is_asked_again_and_a_new_conversation_knows_nothing(talks):
     say(tab, "say: three")
     lengths = [len(body["messages"]) for body in sent(tab)]
     assert lengths == [1, 3, 3, 1]
+
+
+def test_an_answer_is_copied_as_it_was_written(talks):
+    tab = talks(permissions=["clipboard-read", "clipboard-write"])
+    say(tab, "say: **Hello**, `Ada`.")
+    copy = tab.locator(".turn .copy")
+    copy.click()
+    until(tab, "document.querySelector('.turn .copy').textContent === 'Copied.'")
+    assert tab.evaluate("navigator.clipboard.readText()") == "**Hello**, `Ada`."
+
+
+def test_a_question_that_is_edited_takes_the_place_of_what_followed(talks):
+    tab = talks()
+    for text in ("one", "two", "three"):
+        say(tab, f"say: {text}")
+    edit = tab.locator(".turn .asked .tab")
+    edit.nth(1).click()
+    assert part(tab, "box").input_value() == "say: two" and tab.locator(".edited").count() == 2
+    part(tab, "box").press("Escape")  # all stays
+    assert part(tab, "box").input_value() == "" and tab.locator(".edited").count() == 0
+    assert tab.locator(".turn").count() == 3
+    edit.nth(1).click()
+    say(tab, "say: 2")
+    assert [m["content"] for m in sent(tab)[-1]["messages"]] == ["say: one", "one", "say: 2"]
+    assert tab.locator(".turn").count() == 2 and part(tab, "note").inner_text() == ""
+
+
+def test_a_conversation_is_saved_as_the_terminal_loads_it(talks, tmp_path):
+    tab = talks()
+    part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
+    assert part(tab, "save").is_hidden()
+    say(tab, "say: <think>Easy.</think>**one**")
+    with tab.expect_download() as download:
+        part(tab, "save").click()
+    file = tmp_path / "conversation.json"
+    download.value.save_as(file)
+    loaded = Conversation.load(str(file))
+    assert loaded.system == "Be short." and loaded.turns[1] == {
+        "role": "assistant",
+        "content": "**one**",
+        "reasoning_content": "Easy.",
+    }
+
+
+def test_the_box_to_talk_is_in_sight_before_anything_has_run(talks):
+    """It came below a timeline of nothing."""
+    tab = talks()
+    above = "document.querySelector('[data-chat]').compareDocumentPosition(document.querySelector('[data-race]'))"
+    assert tab.evaluate(above) == 4, "the timeline follows"
+
+
+def test_while_a_long_prompt_is_read_its_turn_says_how_far(talks, parrots, monkeypatch):
+    """It said "about 0 tokens" for minutes."""
+    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    parrot = parrots()
+    tab = talks(parrot)
+    parrot.loop.slow = 8  # steps a second
+    say(tab, "say: " + "on and on " * 300, waits=False)
+    said = "document.querySelector('.turn:last-child .facts').textContent"
+    until(tab, f"/^reading: [\\d,]+ of [\\d,]+ tokens, [\\d,]+ tokens.s, about /.test({said})")
+    parrot.loop.slow = 0.0
+    part(tab, "stop").click()
+    until(tab, STOPPED)
 
 
 def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(talks, parrots):

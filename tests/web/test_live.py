@@ -6,10 +6,12 @@ import time
 import pytest
 from browsers import in_node, needs_node
 from doors import Server
+from words import Clock, word_engine
 
 from door import page, wire
 from door.journal import DoorView
 from nanobatch import Sampling
+from parts.api.progress import PrefillProgress
 
 
 def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
@@ -160,3 +162,63 @@ def test_a_stream_is_read_wherever_it_is_cut(engine):
     played = play(frames_of(engine, True)[0][:1])
     assert [event["event"] for event in played["events"]] == ["hello", "message"]
     assert [event["data"] for event in played["events"]] == [{"a": 1}, [2]]
+
+
+PREFILLS = """
+import { LiveLane } from "./live.js";
+import { prefillInWords } from "./words.js";
+const live = new LiveLane(asked.shape, {});
+const said = asked.frames.map((frame) => {
+  live.take(frame);
+  return [...live.lane.prefills].map(([request, prefill]) => [request, prefillInWords(prefill)]);
+});
+tell(said);
+"""
+
+
+@needs_node
+def test_the_page_says_of_a_long_prompt_what_the_screen_says():
+    """The page had a hatched bar for minutes, and no word of how long it would take."""
+    clock, sender = Clock(), wire.Sender(False)
+    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    frames, told, seen = [], [], None
+    with word_engine(clock, clock, slots=2, max_len=9_000) as engine:
+        engine.runner.time = SlowClock(clock)
+        engine.submit([1] * 5_000, Sampling(max_tokens=2))
+        engine.submit([2] * 20, Sampling(max_tokens=30))
+        while engine.step():
+            seen = engine.snapshot(seen)
+            frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            long = [slot for slot in seen.slots if slot.prefill.is_long]
+            told.append([[slot.request, slot.prefill.words] for slot in long])
+    shape = page.SHAPE | {"protocol": wire.PROTOCOL}
+    said = in_node(PREFILLS, {"shape": shape, "frames": [json.loads(f) for f in frames]})
+    assert said == told and sum(map(bool, told)) > 200 and told[-1] == []
+
+
+class SlowClock:
+    """A hundred times as slow: a chunk takes half a second."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.clock.now += 100 * (now - self.clock.now)
+
+
+ROUNDED = """
+import { about } from "./words.js";
+tell(asked.map(about));
+"""
+
+
+@needs_node
+def test_the_page_rounds_the_time_left_as_the_engine_does():
+    seconds = [n / 8 for n in range(1_000)] + [60 * n / 4 for n in range(800)]
+    said = in_node(ROUNDED, seconds)
+    assert said == [PrefillProgress(left_s=each).left for each in seconds]

@@ -236,6 +236,23 @@ def test_whatever_has_been_changed_in_a_recording_it_is_refused_in_one_line(tmp_
     assert reasons.total() > 190 and min(reasons.values()) > 20 and len(reasons) == 2, reasons
 
 
+def test_a_recording_with_a_forged_seal_makes_a_page_or_one_line(tmp_path, capsys):
+    """Anybody can compute the seal. One mutated recording in three ended in a traceback."""
+    whole = recording(burst=2)
+    run, out = tmp_path / "run.json", tmp_path / "out.html"
+    ends: Counter[int] = Counter()
+    for seed in range(60):
+        try:
+            forged = json.loads(changed(random.Random(seed), whole))
+        except ValueError:  # no JSON any more
+            continue
+        run.write_text(json.dumps(forged | {"seal": record.seal_of(forged)}))
+        ends[page_program.main([str(run), str(out)])] += 1
+        assert capsys.readouterr().err.count("\n") == (not out.exists()), seed
+        out.unlink(missing_ok=True)
+    assert set(ends) == {0, 2} and min(ends.values()) > 5, ends
+
+
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
     run, out = tmp_path / "run.json", str(tmp_path / "out.html")
     deep = b"[" * 200_000

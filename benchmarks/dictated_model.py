@@ -1,0 +1,89 @@
+"""Answers that are known beforehand, for measuring prompt lookup.
+
+What prompt lookup gains depends on the text. A model with random weights says nothing that anybody
+would copy, and a small one copies badly. So texts of this project are dictated: its code with a name
+changed, its pages, and the same pages repeated. A word is a token. The model computes each row's
+logits and chooses a token as usual, and then the chosen token is replaced. So the same tokens come in
+the same places, with draft tokens and without.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nanobatch import Engine, Handle, Sampling
+from parts.device.mlx import mx
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/use.md", "docs/right.md", "docs/slots.md")
+NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
+LENGTH = 240  # tokens of an answer, and of a prompt
+
+
+class Dictated(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+
+
+def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
+    """Texts of this kind without end, the same ones in the same order each time."""
+    dice = random.Random(kind)
+    files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
+    while True:
+        words = dice.choice(files)
+        first = dice.randrange(max(1, len(words) - 2 * LENGTH))
+        before = words[first : first + LENGTH]
+        after = words[first + LENGTH : first + 2 * LENGTH]
+        if kind == "repeat":
+            after = before
+        elif kind == "rewrite":
+            name = max(NAMES, key=before.count)
+            after = [f"{name}_" if word == name else word for word in before]
+        yield Dictated(ids_of(before, vocabulary), ids_of(after, vocabulary))
+
+
+def words_of(path: Path, kind: str) -> list[str]:
+    """The words of a file. Tables and commands of a page repeat themselves, and are left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if kind != "rewrite":
+        lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
+    return re.findall(r"\w+|[^\w\s]|\s+", "".join(lines))
+
+
+def ids_of(words: list[str], vocabulary: int) -> list[int]:
+    return [zlib.crc32(word.encode()) % vocabulary for word in words]
+
+
+class DictatedModel:
+    """An engine whose answers are given."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.answers: dict[int, list[int]] = {}  # by request
+        self._choose = engine.runner._choose
+        engine.runner._choose = self._dictate
+
+    def submit(self, text: Dictated) -> Handle:
+        sampling = Sampling(max_tokens=len(text.answer), ignore_eos=True)
+        handle = self.engine.submit(text.prompt, sampling)
+        self.answers[handle.id] = text.answer
+        return handle
+
+    def _dictate(self, begun, picks):
+        emitted, *rest = self._choose(begun, picks)
+        owners = {request.slot: request.id for request in self.engine.sched.running.values()}
+        slots, rows = emitted.shape
+        said = [[-1] * rows for _ in range(slots)]
+        for slot in begun.slots:
+            answer = self.answers.get(owners.get(slot), ())
+            for i, pick in enumerate(picks[slot]):
+                known = pick.index < len(answer)
+                said[slot][i] = answer[pick.index] if known else 0
+        # Always true, but makes the result depend on what was chosen
+        return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), *rest

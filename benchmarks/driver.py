@@ -1,0 +1,449 @@
+"""Take samples: one loop (`drive`) sends requests to any engine, and each sample has a process of its
+own, so it inherits no other sample's memory, caches or threads.
+
+Columns take turns, so that a machine which slows down slows all of them. No sample's process
+outlives ours.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import chain
+from pathlib import Path
+
+from benchmarks.dictated_model import DictatedModel, texts
+from benchmarks.figures import (
+    Delivery,
+    Figures,
+    closed_figures,
+    decode_figures,
+    floor_figures,
+    guess_figures,
+    long_figures,
+    open_figures,
+    step_figures,
+    sums_of,
+)
+from benchmarks.peers import PEERS, LlamaCpp, MlxLm, News, TimedRequest
+from benchmarks.plan import (
+    TURNS,
+    Contestant,
+    Setup,
+    Spec,
+    capacity,
+    crowd_lengths,
+)
+from nanobatch import Engine, Handle, QueueFull, Sampling
+from parts import program
+from parts.api.answer import first_other
+from parts.api.handle import Result
+from parts.api.views import Metrics, StepView
+from parts.device import mlx as device
+from parts.device.mlx import mx
+from parts.ranks.meet import join
+
+GUESSED = 3  # `guesses`: texts, or for several rows as many at a time
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        f"is_the_{name}_of_this_order_known": {"type": "boolean"}
+        for name in ("customer", "address", "shipment", "supplier", "warehouse", "discount")
+    },
+    "additionalProperties": False,
+}
+SCHEMA["required"] = list(SCHEMA["properties"])
+CHUNK = 128  # `chat`: every version of nanobatch can go on from a multiple of it
+INTERLEAVED = 3  # `chat`: how often both ways take turns
+PATIENCE_S = 1800  # for one sample
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+class Nanobatch:
+    def __init__(self, spec: Spec, slots: int, max_len: int):
+        self.engine = Engine.load(
+            spec.folder,
+            dtype=spec.dtype,
+            policy=spec.contestant.split()[1],
+            guesses=program.read_guesses(spec.guesses),
+            slots=slots,
+            max_len=max_len,
+        )
+        self.handles: dict[int, Handle] = {}  # those under way
+        self.reported = Counter()  # how many tokens of each
+
+    def submit(self, request: TimedRequest) -> int:
+        sampling = Sampling(max_tokens=request.max_tokens, ignore_eos=True)
+        handle = self.engine.submit(request.prompt, sampling)
+        self.handles[handle.id] = handle
+        return handle.id
+
+    def step(self) -> Iterator[News]:
+        """For each request under way: the id, the new tokens, and whether the request has ended."""
+        self.engine.step()
+        for key, handle in list(self.handles.items()):
+            if handle.finish_reason == "error":
+                raise Failure(handle.error)
+            if handle.finish_reason:
+                del self.handles[key]
+            tokens = handle.tokens[self.reported[key] :]
+            self.reported[key] += len(tokens)
+            yield key, tokens, handle.finish_reason is not None
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def drive(
+    contestant: Nanobatch | MlxLm | LlamaCpp,
+    requests: Iterable[TimedRequest],
+    users: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Delivery]:
+    """Send each request when it is due, and step until all have ended. The answers are in the order
+    of the requests.
+
+    With `users` (a closed loop), a request is due when a user is idle. Without (an open loop), at the
+    time that it names.
+    """
+    waiting = deque(requests)
+    answers = []
+    under_way = {}
+    began = clock()
+
+    def is_due(request: TimedRequest, now: float) -> bool:
+        if users is not None:
+            return len(under_way) < users
+        return began + request.at <= now and all(
+            len(answer.times) >= request.after for answer in under_way.values()
+        )
+
+    while waiting or under_way:
+        now = clock()
+        while waiting and is_due(waiting[0], now):
+            request = waiting.popleft()
+            is_timed = users is None and not request.after
+            answers.append(Delivery(began + request.at if is_timed else now))
+            under_way[contestant.submit(request)] = answers[-1]
+        if not under_way:
+            sleep(max(0.0, began + waiting[0].at - now))
+            continue
+        came = list(contestant.step())
+        now = clock()
+        for key, tokens, has_ended in came:
+            under_way[key].times += [now] * len(tokens)
+            under_way[key].tokens += tokens
+            if has_ended:
+                del under_way[key]
+    return answers
+
+
+class Sample:
+    """A contestant, warmed up, and prompts. The prompts are random, so that no engine can reuse
+    computed prefixes."""
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self.random = random.Random(0)
+        self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
+        if spec.contestant.startswith("nanobatch"):
+            self.contestant = Nanobatch(spec, spec.rows, self.longest)
+        else:
+            self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
+        if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
+            self.contestant.engine.follow()
+            return
+        drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
+        mx.reset_peak_memory()  # loading does not count
+
+    def requests(
+        self, count: int, prompt: int | None = None, output: int | None = None
+    ) -> list[TimedRequest]:
+        """Requests of the spec's lengths, unless others are given."""
+        ids = range(self.spec.vocabulary)
+        prompt = prompt or self.spec.prompt
+        output = output or self.spec.output
+        return [TimedRequest(self.random.choices(ids, k=prompt), output) for _ in range(count)]
+
+    def decode(self) -> Figures:
+        spec = self.spec
+        requests = self.requests(spec.rows, output=spec.output + spec.overlap)
+        answers = drive(self.contestant, requests, clock=CLOCKS[spec.clock])
+        return decode_figures(answers, spec.output)
+
+    def closed(self) -> Figures:
+        users = self.spec.rows
+        clock = CLOCKS[self.spec.clock]
+        answers = drive(self.contestant, self.requests(4 * users), users, clock)
+        figures = closed_figures(answers, users)
+        if not isinstance(self.contestant, LlamaCpp):
+            figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # of MLX alone
+        return figures
+
+    def open(self) -> Figures:
+        """Prompts arrive as a Poisson process: the gaps between them are exponential, and scaled by
+        the rate."""
+        draw = random.Random(1)
+        at = 0.0
+        requests = []
+        for length in crowd_lengths(self.spec.output):
+            requests.append(TimedRequest(self.requests(1)[0].prompt, length, at))
+            at += draw.expovariate(1) / self.spec.rate
+        return open_figures(drive(self.contestant, requests))
+
+    def long(self) -> Figures:
+        spec = self.spec
+        for _ in range(2):  # once to warm up
+            (alone,) = drive(self.contestant, self.requests(1, spec.late, 2))
+        rows = self.requests(spec.rows - 1, output=spec.output + spec.overlap)
+        late = TimedRequest(
+            self.requests(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4)
+        )
+        *answers, last = drive(self.contestant, [*rows, late])
+        return long_figures(answers, last, alone)
+
+    def same(self) -> Figures:
+        spec = self.spec
+        requests = self.requests(spec.rows)
+        usual = spec._replace(contestant="nanobatch continuous")
+        with closing(Nanobatch(usual, spec.rows, self.longest)) as ours:
+            mine = [answer.tokens for answer in drive(ours, requests)]
+        theirs = [answer.tokens for answer in drive(self.contestant, requests)]
+        tokens = spec.rows * spec.output
+        places = map(first_other, mine, theirs)
+        equal = sum(spec.output if place is None else place for place in places)
+        return {
+            "equal tokens %": 100 * equal / tokens,
+            "tokens": tokens,
+            "distinct tokens": len(set(chain(*mine))),
+        }
+
+    def steps(self) -> Figures:
+        spec = self.spec
+        figures = step_figures(self.decode_steps())
+        length = spec.prompt + spec.output // 2
+        figures |= floor_figures(self.contestant.engine, spec.rows, length)
+        figures["floor / step"] = figures["floor ms"] / figures["step ms"]
+        return figures
+
+    def chat(self) -> Figures:
+        """Alternate a conversation and a prompt as long as its last one, whose earlier rows are in
+        the slab."""
+        turns = []
+        chunks = []
+        for _ in range(INTERLEAVED):
+            turns.append(self.last_turn())
+            chunks.append(self.lone_chunk())
+        turn_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
+        chunk_ms = 1e3 * statistics.median(chunk.ttft_s for chunk in chunks)
+        return {
+            f"turn {TURNS} TTFT ms": turn_ms,
+            "lone chunk TTFT ms": chunk_ms,
+            f"turn {TURNS} / lone chunk": turn_ms / chunk_ms,
+            f"turn {TURNS} tokens read": turns[-1].prompt_tokens - turns[-1].cached_tokens,
+            "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
+        }
+
+    def last_turn(self) -> Metrics:
+        """The last turn of a conversation. Each prompt is everything said before, and something
+        new."""
+        said = []
+        for _ in range(TURNS):
+            (request,) = self.requests(1)
+            said += request.prompt
+            result = self.answer(said, self.spec.output)
+            said += result.tokens
+        return result.metrics
+
+    def lone_chunk(self) -> Metrics:
+        """A prompt about as long as that of the last turn. All of it is cached but as many tokens as
+        a turn has new ones."""
+        new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
+        before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
+        rows = before // CHUNK * CHUNK
+        (request,) = self.requests(1, prompt=rows + new)
+        self.answer(request.prompt[:rows], 1)
+        return self.answer(request.prompt, 1).metrics
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Result:
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        return self.contestant.engine.submit(prompt, sampling).result()
+
+    def guesses(self) -> Figures:
+        """Dictate texts to all rows, or one kind to the first row and another to the others. The model
+        itself answers a schema. Count from when all rows decode to the end of the first."""
+        engine = self.contestant.engine
+        if self.spec.text == "schema":
+            return self.in_schema()
+        dictated = DictatedModel(engine)
+        kinds = [texts(kind, self.spec.vocabulary) for kind in self.spec.text.split()]
+        figures = []
+        for _ in range(GUESSED):
+            rows = [kinds[0], *[kinds[-1]] * (self.spec.rows - 1)]
+            handles = [dictated.submit(next(kind)) for kind in rows]
+            until = handles[: 1 if kinds[1:] else None]
+            figures.append(guess_figures(engine, handles, until))
+        return sums_of(figures)
+
+    def in_schema(self) -> Figures:
+        engine = self.contestant.engine
+        (request,) = self.requests(1, 16)
+        sampling = Sampling(max_tokens=200, grammar={"json": SCHEMA})
+        try:
+            handles = [engine.submit(request.prompt, sampling)]
+        except ValueError:  # a tokenizer without letters writes no JSON
+            return {}
+        return sums_of([guess_figures(engine, handles, handles)])
+
+    def decode_steps(self) -> list[StepView]:
+        """Steps in which all rows decode, and nothing else happens."""
+        spec = self.spec
+        engine = self.contestant.engine
+        for request in self.requests(spec.rows, output=spec.output + spec.overlap):
+            self.contestant.submit(request)
+        handles = list(self.contestant.handles.values())
+        while not all(handle.tokens for handle in handles):
+            engine.step()
+        seen = engine.snapshot()
+        for _ in range(spec.output + 2):
+            engine.step()
+        for handle in handles:
+            handle.cancel()
+        later = engine.snapshot(seen).steps[1:]  # the first was in flight already
+        return [step for step in later if len(step.decode) == spec.rows and not step.prefill]
+
+
+class Failure(RuntimeError):
+    """A sample could not be taken, and the request was not to blame."""
+
+
+def take(spec: Spec) -> Figures:
+    sample = Sample(spec)
+    with closing(sample.contestant):
+        try:
+            return {} if program.rank() else getattr(sample, spec.part)()
+        except Exception as error:
+            # With other ranks this is the end: they would wait for the next sample
+            join().fail(error)
+            raise
+
+
+def take_sample(text: str) -> int:
+    """In the sample's process: print a line of JSON, the figures or what is wrong with the request."""
+    spec = Spec(**json.loads(text))
+    # End with the process that started this one: see `measure`
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
+    try:
+        answer = {"figures": take(spec)}
+        if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
+            blas = device.blas
+            answer["blas"] = f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
+    except (ValueError, QueueFull) as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+def measure(spec: Spec, column: Contestant) -> dict:
+    """Take one sample of a column in a fresh process. Return the figures, and the BLAS under them.
+
+    The process ends when the pipe to its input does, so it cannot outlive this call. Ranks stay in
+    their processes: they have found each other, and over MPI no other process could join.
+
+    subtle: `subprocess.run` kills the process when it is interrupted, but not while it starts the
+    process.
+    """
+    spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
+    if program.backend():
+        return {"figures": take(spec)}
+    program_file = os.path.join(column.checkout or program.ROOT, "bench.py")
+    # Another checkout may not know what is new, and has defaults of its own
+    usual = Spec._field_defaults
+    wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
+    theirs, ours = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, program_file, "--sample", json.dumps(wanted)],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=os.environ | column.environment,
+            cwd=column.checkout,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise Failure(
+            f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output"
+        ) from None
+    except (IndexError, ValueError):
+        said = done.stderr.splitlines() or ["it said nothing"]
+        raise Failure(
+            f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}"
+        ) from None
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer
+
+
+def take_all(
+    plan: Sequence[Setup], samples: int, records: list[dict], report: Callable[[str], None]
+) -> Iterator[None]:
+    """Append a record for each sample to `records`. `report` is called before each."""
+    for setup in plan:
+        for number in range(samples):
+            for column in setup.columns[:: -1 if number % 2 else 1]:
+                spec = setup.spec
+                report(f"{spec.part}, {setup.x}, {column.name}")
+                if spec.rate < math.inf and not program.rank():
+                    spec = spec._replace(rate=spec.rate * capacity(records))
+                record = {
+                    "part": spec.part,
+                    "x": setup.x,
+                    "contestant": column.name,
+                    "sample": number,
+                    **measure(spec, column),
+                }
+                records.append(record)
+                yield
+
+
+def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
+    """Everything that the figures depend on."""
+    machine = {
+        "processor": program.processor(),
+        "version": program.version(),
+        "load average": f"{os.getloadavg()[0]:.2f}",
+        "device": device.named(),
+        "commit": commit_of(program.ROOT),
+    }
+    for package in ("mlx-lm", "llama-cpp-python"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            machine[package] = importlib.metadata.version(package)
+    for rival in rivals:
+        if rival.checkout:
+            machine[f"commit of {rival.name}"] = commit_of(rival.checkout)
+    return machine
+
+
+def commit_of(folder: str | Path) -> str:
+    """The commit that is checked out there; "" without git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""

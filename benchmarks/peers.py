@@ -1,0 +1,302 @@
+"""The peers of `bench.py`: other engines behind one interface.
+
+A benchmark is fair if the other engine does the same work, and is as fast as its own developers would
+make it. Each peer is a class, and its docstring says which settings were chosen and why. A peer has our
+weights, is greedy, never stops early, and computes in float32 on a CPU. Only for packed weights
+llama.cpp has its own format with as many bits (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts
+same` counts how many of llama.cpp's tokens equal ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import tempfile
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from parts.device.cores import my_cores
+from parts.device.mlx import has_gpu, mx
+from parts.model.config import read_config
+from parts.model.load import ModelReader
+
+# Of a request, after a step: the key, the new tokens, and whether the request has ended
+News = tuple[int, list[int], bool]
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    prompt: list[int]
+    max_tokens: int
+    at: float = 0.0  # an open loop sends it this many seconds after the start
+    after: int = 0  # and not before all running answers have this many tokens
+
+
+class MlxLm:
+    """mlx-lm's BatchGenerator. The batch is as wide as we have slots. As many prompts are prefilled
+    together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
+    CPU the model computes in float32, because everything else is slow there.
+
+    mlx-lm multiplies with the BLAS under MLX. It gets OpenBLAS, the best one that its users can
+    install.
+    """
+
+    PACKAGES = ("mlx_lm",)
+    REMEDY = "pip install mlx-lm"
+    BLAS = "openblas"
+
+    def __init__(self, folder: str, rows: int, length: int):
+        from mlx_lm.generate import BatchGenerator
+        from mlx_lm.utils import load_model
+
+        model, _ = load_model(Path(folder))
+        if not has_gpu():
+            model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
+
+    def submit(self, request: TimedRequest) -> int:
+        return self.generator.insert([request.prompt], max_tokens=[request.max_tokens])[0]
+
+    def step(self) -> list[News]:
+        _, responses = self.generator.next()
+        return [(r.uid, [r.token], r.finish_reason is not None) for r in responses]
+
+    def close(self) -> None:
+        self.generator.close()
+        mx.synchronize()  # mlx-lm runs ahead, and a process may hang if it exits meanwhile
+
+
+@dataclass
+class Row:
+    """A request to llama.cpp."""
+
+    key: int
+    ids: list[int]  # the prompt, and then the newest token: what goes in next
+    left: int  # tokens still to come
+    sequence: int = 0  # of the cache
+    length: int = 0  # tokens that have gone in
+
+
+class LlamaCpp:
+    """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for
+    each core.
+
+    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and as
+    many prompts as fit the batch, each in one piece. numpy finds the best token, because numpy is
+    quicker than llama.cpp's samplers.
+
+    The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention,
+    rounds more than float32 does, so that some answers differ.
+    """
+
+    PACKAGES = ("llama_cpp", "gguf")
+    REMEDY = "pip install llama-cpp-python gguf (it compiles for minutes)"
+    BLAS = ""
+    BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
+
+    def __init__(self, folder: str, rows: int, length: int):
+        import llama_cpp
+        import numpy
+
+        self.c = llama_cpp
+        self.numpy = numpy
+        with tempfile.TemporaryDirectory(prefix="nanobatch-") as place:
+            file = Path(folder, GGUF)
+            if not file.exists():
+                file = make_gguf(Path(folder), Path(place))
+            options = self.c.llama_model_default_params()
+            options.n_gpu_layers = 0
+            self.model = self.c.llama_model_load_from_file(str(file).encode(), options)
+        self.V = read_config(Path(folder), has_head=False).V
+        self.size = max(self.BATCH, rows + length)
+        options = self.c.llama_context_default_params()
+        options.n_seq_max = rows
+        options.n_ctx = rows * -(-length // 256) * 256
+        options.n_batch = self.size
+        options.type_k = options.type_v = self.c.GGML_TYPE_F32
+        options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        options.n_threads = options.n_threads_batch = len(my_cores())
+        self.context = self.model and self.c.llama_init_from_model(self.model, options)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot load {folder}; its own messages stand above")
+        self.batch = self.c.llama_batch_init(self.size, 0, 1)
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+        self.free = list(range(rows))
+        self.count = 0
+
+    def submit(self, request: TimedRequest) -> int:
+        self.count += 1
+        self.waiting.append(Row(self.count, request.prompt, request.max_tokens))
+        return self.count
+
+    def step(self) -> list[News]:
+        self.batch.n_tokens = 0
+        for row in self.running:
+            self.put(row)
+        while self.waiting and self.free:
+            if self.batch.n_tokens + len(self.waiting[0].ids) > self.size:
+                break
+            row = self.waiting.popleft()
+            row.sequence = self.free.pop()
+            self.running.append(row)
+            self.put(row)
+        if code := self.c.llama_decode(self.context, self.batch):
+            raise RuntimeError(f"llama_decode answered with {code}")
+        logits = self.c.llama_get_logits(self.context)  # of each row's last token, in their order
+        best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
+        for row, token in zip(self.running, best.tolist(), strict=True):
+            row.ids = [token]
+            row.left -= 1
+            if not row.left:
+                memory = self.c.llama_get_memory(self.context)
+                self.c.llama_memory_seq_rm(memory, row.sequence, -1, -1)
+                self.free.append(row.sequence)
+        came = [(row.key, row.ids, not row.left) for row in self.running]
+        self.running = [row for row in self.running if row.left]
+        return came
+
+    def put(self, row: Row) -> None:
+        """A row's tokens for the next call. The last one's logits choose a token."""
+        batch = self.batch
+        for at, id in enumerate(row.ids, batch.n_tokens):
+            batch.token[at] = id
+            batch.pos[at] = row.length
+            batch.logits[at] = False
+            batch.n_seq_id[at] = 1
+            batch.seq_id[at][0] = row.sequence
+            row.length += 1
+        batch.n_tokens += len(row.ids)
+        batch.logits[batch.n_tokens - 1] = True
+
+    def close(self) -> None:
+        self.c.llama_batch_free(self.batch)
+        self.c.llama_free(self.context)
+        self.c.llama_model_free(self.model)
+
+
+PEERS = {"mlx-lm": MlxLm, "llama.cpp": LlamaCpp}
+
+
+def obstacle(peer: str) -> str | None:
+    """Why a peer cannot be measured here, and what helps; None if the peer can be measured."""
+    packages = PEERS[peer].PACKAGES
+    if missing := [name for name in packages if not importlib.util.find_spec(name)]:
+        words = f"{peer} is not installed ({' and '.join(missing)} missing)"
+        return f"{words}; run {PEERS[peer].REMEDY}"
+    if peer == "llama.cpp" and has_gpu():
+        return "llama.cpp is measured on a CPU alone, where both compute in float32"
+    return None
+
+
+# --- GGUF, the files of llama.cpp ---------------------------------------------------------------
+
+OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+GGUF = "model.gguf"
+# The files of llama.cpp with about as many bits a weight. (Q4_0 and Q8_0 have a scale for each 32
+# weights, and llama.cpp rounds activations to 8 bits for such files.)
+GGUF_FORMS = {
+    4: "LLAMA_FTYPE_MOSTLY_Q4_0",
+    8: "LLAMA_FTYPE_MOSTLY_Q8_0",
+    16: "LLAMA_FTYPE_MOSTLY_BF16",
+}
+
+
+def make_gguf(folder: Path, place: Path) -> Path:
+    """A folder's model in llama.cpp's form, made in another folder. If the weights are packed here,
+    llama.cpp itself packs them there."""
+    import llama_cpp
+
+    file = place / GGUF
+    whole = place / "whole.gguf"
+    write_gguf(folder, whole)
+    table = ModelReader(folder, "checkpoint").part("model.embed_tokens")
+    bits = table.bits or 8 * table.weight.dtype.size
+    if bits == 32:
+        return whole.rename(file)
+    llama_cpp.llama_log_set(errors_alone(), None)  # else each tensor has a line
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.nthread = len(my_cores())
+    options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), options):
+        raise RuntimeError(f"llama.cpp cannot quantize {folder}; its own messages stand above")
+    whole.unlink()
+    return file
+
+
+@functools.cache
+def errors_alone():
+    """A function for llama.cpp to call instead of printing: prints errors, and nothing else."""
+    import llama_cpp
+
+    def say(level: int, text: bytes, _: object) -> None:
+        if level == 4:  # an error, in ggml's words
+            print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+    return llama_cpp.llama_log_callback(say)
+
+
+def write_gguf(folder: Path, file: Path) -> None:
+    """A plain Llama in float32, without a tokenizer."""
+    import numpy
+    from gguf import GGUFWriter
+
+    reader = ModelReader(folder, "float32")
+    c = reader.config
+    if (
+        c.model_type not in ("llama", "mistral")
+        or c.rope.type != "default"
+        or c.qkv_bias
+        or c.o_bias
+        or c.mlp_bias
+    ):
+        raise ValueError(
+            f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions"
+        )
+    writer = GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(c.V)
+    writer.add_context_length(c.max_positions)
+    writer.add_block_count(c.layers)
+    writer.add_embedding_length(c.D)
+    writer.add_feed_forward_length(c.hidden)
+    writer.add_head_count(c.H)
+    writer.add_head_count_kv(c.Hkv)
+    writer.add_key_length(c.Dh)
+    writer.add_value_length(c.Dh)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.Dh)
+    writer.add_rope_freq_base(c.rope.theta)
+    modules = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    if not c.tied:
+        modules["lm_head"] = "output"
+    for n in range(c.layers):
+        modules |= {
+            f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()
+        }
+    for ours, theirs in modules.items():
+        weight = numpy.array(reader.part(ours).weight)
+        # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's
+        # stand side by side.
+        if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(ours.split(".")[-1]):
+            weight = weight.reshape(heads, 2, c.Dh // 2, c.D).swapaxes(1, 2).reshape(-1, c.D)
+        writer.add_tensor(f"{theirs}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

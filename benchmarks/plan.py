@@ -1,0 +1,267 @@
+"""The plan of a benchmark: its parts, the rows and columns of the tables, and models with random
+weights.
+
+Every row of every table is known before the first sample is taken, and all columns of a row
+measure the same `Spec`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.dictated_model import LENGTH
+from benchmarks.peers import PEERS
+from course import overlay
+from parts.checks import shown
+from parts.device.mlx import mx
+from parts.model.config import read_config
+
+PARTS = {  # the name of a part, and the caption of its table
+    "decode": "all rows decode, and nothing else happens",
+    "closed": "users who send a prompt when the last one's answer has ended",
+    "open": "prompts arrive at random; load 1 is the capacity of static batching, at load inf all come at once",
+    "steps": "a decode step of nanobatch, and the time that the machine needs for it at best",
+    "long": "a long prompt arrives while seven rows decode",
+    "chat": "a chat's fifth turn, and a chunk of as many new tokens at the same row",
+    "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages repeated",
+    "same": "tokens of the peer that equal ours, up to the first difference of each answer",
+}
+# The policies that `open` compares. The others differ only where several clients ask, or prompts
+# of very different lengths.
+OF_ONE_CLIENT = ("continuous", "static", "serial")
+# Those that need nothing but requests and tokens
+PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
+# Of `guesses`: what is dictated, and to how many rows
+DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
+DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
+DICTATED += [("schema", 1), ("rewrite fresh", 4)]
+# Parts whose times may be processor time: nothing in them waits for a moment
+OF_ANY_CLOCK = "decode", "closed"
+ROWS = 8  # in the parts with one number of rows
+CROWD = 40  # requests of `open`
+LONGEST = 256  # tokens of their longest answer; the shortest has 16
+# `open`: as shares of what static batching can do; inf has to come first
+LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
+TURNS = 5  # of `chat`
+CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
+
+
+class Spec(NamedTuple):
+    """The settings of one sample, sent to the sample's process as JSON."""
+
+    part: str  # a method of `Sample`
+    contestant: str  # the engine of a column
+    folder: str
+    vocabulary: int
+    rows: int
+    prompt: int
+    output: int
+    rate: float = math.inf  # open: requests a second (in a plan: the load)
+    late: int = 0  # long: length of the late prompt
+    length: int = 0  # of a slot; 0: what the longest prompt and its answer need
+    # guesses: what is dictated, or "schema"; of two words, the first row's and the others'
+    text: str = ""
+    dtype: str = "auto"
+    guesses: str = "0"  # as for `--guesses`
+    clock: str = "wall"  # as for `--clock`
+
+    @property
+    def overlap(self) -> int:
+        """How many tokens longer answers must be for all of them to run at once. Ours begin one
+        after another: prompts are read in chunks, one a step, and late in a long prompt a chunk may
+        be as narrow as 16 tokens."""
+        if self.part in ("closed", "open"):
+            return 0
+        narrow = 64 if self.prompt <= 512 else 16
+        return self.rows * math.ceil(self.prompt / narrow)
+
+
+def crowd_lengths(longest: int) -> list[int]:
+    """The lengths of the answers of an open loop, the same for all contestants."""
+    draw = random.Random(2)
+    return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A column of the tables: an engine, and the surroundings in which it is measured."""
+
+    name: str
+    engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
+    # For the column's processes, beside the user's own
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Another version of nanobatch, whose bench.py takes the samples; None: this one
+    checkout: Path | None = None
+    dtype: str = "auto"
+    guesses: str = "0"  # as for `--guesses`
+
+
+WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
+
+
+def our_column(policy: str, guesses: str = "0") -> Contestant:
+    """This checkout, on the BLAS that the user's environment asks for. Others guess nothing, and
+    beside them neither do we, unless `--guesses` says so."""
+    name = f"nanobatch {policy}"
+    return Contestant(
+        name if guesses == "0" else f"{name}, guesses {guesses}", name, guesses=guesses
+    )
+
+
+def read_rivals(names: str, policy: str) -> list[Contestant]:
+    """The columns of `--vs`."""
+    each = dict.fromkeys(names.split(",")) if names else ()
+    return [read_rival(name, policy) for name in each]
+
+
+def read_rival(name: str, policy: str) -> Contestant:
+    """One name of `--vs`: a peer, or a folder with another checkout. After an @ stands a
+    NANOBATCH_BLAS."""
+    ours = f"nanobatch {policy}"
+    if name == WIDENED:
+        return Contestant(name, ours, dtype="float32")
+    rival, _, blas = name.partition("@")
+    if blas and rival == "llama.cpp":
+        raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
+    if rival in PEERS:
+        blas = blas or PEERS[rival].BLAS
+    environment = {"NANOBATCH_BLAS": blas} if blas else {}
+    if rival in PEERS:
+        return Contestant(name, rival, environment)
+    checkout = Path(rival).expanduser().absolute()
+    if rival and (checkout / "bench.py").is_file():
+        # A book that we run is none of its
+        return Contestant(name, ours, {overlay.VARIABLE: ""} | environment, checkout)
+    if rival and overlay.Book(checkout).files:  # a reader's chapters, and all else of this checkout
+        return Contestant(name, ours, {overlay.VARIABLE: str(checkout)} | environment)
+    raise ValueError(
+        f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
+        "a bench.py or a chapter such as llama.py"
+    )
+
+
+class Setup(NamedTuple):
+    """A line of a table, and the columns in which it is measured."""
+
+    x: str  # a word and a number, such as "rows 8"
+    spec: Spec  # complete but for the contestant
+    columns: list[Contestant]
+
+
+def make_plan(
+    parts: Sequence[str],
+    rows: Sequence[int],
+    usual: Spec,
+    ours: Contestant,
+    rivals: Sequence[Contestant],
+) -> list[Setup]:
+    """All setups of these parts."""
+    return [
+        Setup(x, usual._replace(part=part, **change), columns_of(part, ours, rivals))
+        for part in parts
+        for x, change in lines_of(part, rows).items()
+    ]
+
+
+def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> list[Contestant]:
+    """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
+    of_all = part in PARTS_OF_A_PEER
+    able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
+    if part == "open":
+        policies = map(our_column, OF_ONE_CLIENT)
+        return [ours, *(column for column in policies if column != ours), *able]
+    if part == "guesses":
+        policy = ours.engine.split()[1]
+        return [our_column(policy), our_column(policy, "auto")]
+    if part == "same":
+        return [rival for rival in able if rival.engine in PEERS]
+    return [ours, *able]
+
+
+def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
+    """The lines of a part's table: for each name the changes to the usual spec."""
+    return {
+        "decode": {f"rows {n}": {"rows": n} for n in rows},
+        "closed": {f"users {n}": {"rows": n} for n in rows},
+        "open": {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS},
+        "long": {"prompt 2000": {"late": 2000, "output": 256}},
+        "chat": {f"turn {TURNS}": CHAT},
+        "guesses": {
+            f"{text} rows {n}": {"rows": n, "text": text, "length": 2 * LENGTH}
+            for text, n in DICTATED
+        },
+    }.get(part, {f"rows {ROWS}": {}})
+
+
+def capacity(records: Sequence[dict]) -> float:
+    """Requests a second that static batching can do, as measured when all of them come at once."""
+    rates = [
+        record["figures"]["total tokens/s"]
+        for record in records
+        if record["x"] == "load inf" and record["contestant"] == "nanobatch static"
+    ]
+    return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
+
+
+SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
+    "15m": (288, 6, 6, 6, 768, 32_000),
+    "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
+    "1b": (2048, 16, 32, 8, 8192, 128_256),
+}
+GROUP = 64
+FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+
+
+def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
+    """Random weights, a tied head, and a tokenizer with a text for each id, as real ones have.
+
+    `bits`: of a weight. 32: float32; 16: bfloat16; 8 or 4: in groups of 64, with scales and offsets
+    in bfloat16.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    config = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+        **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True)),
+    }
+    if bits < 16:
+        config["quantization"] = {"bits": bits, "group_size": GROUP}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[])
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    mx.random.seed(0)  # of several processes, all make the same
+    shapes = read_config(folder, has_head=False).tensors()
+    dtype = mx.float32 if bits == 32 else mx.bfloat16
+    weights = {}
+    for name, size in shapes.items():
+        is_norm = len(size) == 1
+        weights[name] = (mx.ones(size) if is_norm else 0.02 * mx.random.normal(size)).astype(dtype)
+        if bits < 16 and not is_norm:
+            module = name.removesuffix(".weight")
+            weight, scales, biases = mx.quantize(weights[name], group_size=GROUP, bits=bits)
+            weights |= {name: weight, f"{module}.scales": scales, f"{module}.biases": biases}
+        mx.eval(weights)  # one by one: whole, a large model would not fit the memory
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    del weights
+    mx.clear_cache()  # the samples want the memory
+    return folder

@@ -1,0 +1,113 @@
+"""Tables of the samples, for a terminal: medians, and in brackets the lowest and the highest."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.plan import PARTS
+
+
+class Summary(NamedTuple):
+    median: float
+    low: float
+    high: float
+
+
+Key = tuple[str, str, str, str]  # part, x, name of the figure, contestant
+
+
+def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
+    samples = defaultdict(list)
+    for r in records:
+        for name, value in r["figures"].items():
+            samples[r["part"], r["x"], name, r["contestant"]].append(value)
+    return {
+        key: Summary(statistics.median(values), min(values), max(values))
+        for key, values in samples.items()
+    }
+
+
+def load_data(path: str) -> dict:
+    """Read a file of `bench.py --json`. If the file holds something else, one line says so."""
+    try:
+        data = json.loads(Path(path).read_text())
+        summarise(data["records"])
+        data["machine"] = dict(data["machine"])
+        data["command"] = str(data["command"])
+        return data
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        why = "holds something else"
+    raise ValueError(f"{path!r} {why}; name what --json has written")
+
+
+def compared_with(key: Key, known: Iterable[Key]) -> Key:
+    """The figure to divide this figure by: ours, in the first column."""
+    return next(other for other in known if other[:3] == key[:3])
+
+
+def cell_text(key: Key, table: dict[Key, Summary]) -> str:
+    """12.3 (11.9–12.8) ×1.25"""
+    if key not in table:
+        return ""
+    figure = table[key]
+    text, low, high = map(number, figure)
+    if low != high:
+        text += f" ({low}–{high})"
+    first = compared_with(key, table)
+    if first != key and table[first].median:
+        text += f" ×{figure.median / table[first].median:.2f}"
+    return text
+
+
+def number(value: float) -> str:
+    """Three significant digits: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'"""
+    if abs(value) >= 100 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+
+
+def column_heads(records: Iterable[dict]) -> dict[str, str]:
+    """The head of each contestant's column: the name, and the BLAS of the samples."""
+    heads = {}
+    for record in records:
+        name = record["contestant"]
+        heads[name] = f"{name}\nBLAS {record['blas']}" if "blas" in record else name
+    return heads
+
+
+def show(data: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console.print(
+        data["command"],
+        "; ".join(f"{name} {value}" for name, value in data["machine"].items()),
+        sep="\n",
+    )
+    console.print("median (lowest–highest) ×ratio to the first column", style="dim")
+    figures = summarise(data["records"])
+    heads = column_heads(data["records"])
+    for part, caption in PARTS.items():
+        keys = [key for key in figures if key[0] == part]
+        if not keys:
+            continue
+        columns = list(dict.fromkeys(key[3] for key in keys))
+        table = Table("", "", *(heads[who] for who in columns))
+        for x in dict.fromkeys(key[1] for key in keys):
+            label = x
+            for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
+                cells = [cell_text((part, x, name, who), figures) for who in columns]
+                table.add_row(label, name, *cells)
+                label = ""
+            table.add_section()
+        console.print(f"\n{part}: {caption}", table, sep="\n")

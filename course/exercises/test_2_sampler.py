@@ -1,0 +1,116 @@
+"""Exercise 2: a sampler.
+
+    python -m pytest -x course/exercises/test_2_sampler.py
+
+The task. `min_p` keeps the tokens that are at least a fraction m as likely as the likeliest one.
+That is right where the model is sure; where it is not, too few are kept. `top_a` keeps the tokens
+whose probability is at least
+
+    a x p x p        p is the probability of the likeliest token, at temperature 1
+
+So where the model is sure (p near 1) it keeps what `min_p` would, and where it is not, many more.
+Give every request a `Sampling(top_a=0.3)`; 0 keeps all. With a = 0.3:
+
+    probability   0.50   0.30   0.10   0.06   0.04
+    a x p x p     0.075                               keeps three
+
+Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. A token's
+probability is e^-gap / total, so the likeliest token has the probability 1 / total. What is the
+largest gap that `top_a` keeps? It depends on `total`.
+
+Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`;
+one more gap in `Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option
+`--top-a`; and its name in `PLAIN` of `door/openai.py`, so that clients over HTTP may ask for it.
+
+How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
+"""
+
+import json
+import math
+from dataclasses import fields
+
+import pytest
+from hints import not_done
+
+import ask
+import sampling
+from door.fields import Refusal
+from door.openai import understand
+from parts.api.settings import Sampling
+from parts.device.mlx import mx
+from sampling import Pick, SlotState, choose
+
+PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
+DRAWS = 1_000
+MESSAGE = {"role": "user", "content": "Why?"}
+
+
+def drawn(**options) -> set[int]:
+    """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
+    if "top_a" not in {field.name for field in fields(Sampling)}:
+        not_done("parts/api/settings.py: Sampling has no field top_a")
+    logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
+    picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
+    logits = mx.broadcast_to(logits, (DRAWS, 256))
+    return set(choose(logits, picks, SlotState(DRAWS, 256))[0].tolist())
+
+
+@pytest.mark.parametrize("a, kept", [(0.0, 5), (0.2, 4), (0.3, 3), (0.5, 2), (1.0, 2)])
+def test_top_a_keeps_what_its_definition_keeps(a, kept):
+    """a x p x p is 0, 0.05, 0.075, 0.125 and 0.25."""
+    assert drawn(temperature=1.0, top_a=a) == set(range(kept))
+
+
+def test_top_a_looks_at_probabilities_at_temperature_1():
+    assert drawn(temperature=3.0, top_a=0.3) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "other", [{"top_k": 2}, {"top_k": 4}, {"top_k": 200}, {"top_p": 0.75}, {"top_p": 0.99}]
+)
+@pytest.mark.parametrize("how", ["sorted", "bisected"])
+def test_top_a_works_beside_the_other_filters(other, how, monkeypatch):
+    """They take other ways through `draw`: a short list, a long list that is sorted, and one that
+    is bisected."""
+    monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if how == "sorted" else 0)
+    others = min(other.get("top_k", 5), 2 if other.get("top_p") == 0.75 else 5)
+    assert drawn(temperature=1.0, top_a=0.3, **other) == set(range(min(3, others)))
+
+
+def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
+    """Requests share a group, and their settings stand in columns."""
+    drawn(top_a=0.3)
+    settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
+    logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))
+    picks = [
+        Pick(i, Sampling(temperature=1.0, **settings[i % 4]), seed=5, index=i) for i in range(DRAWS)
+    ]
+    tokens = choose(logits, picks, SlotState(DRAWS, 256))[0].tolist()
+    assert [set(tokens[i::4]) for i in range(4)] == [set(range(n)) for n in (3, 2, 5, 2)]
+
+
+def test_top_a_is_checked_and_is_an_option_of_the_command_line():
+    drawn(top_a=0.3)
+    for wrong in (-0.1, 1.1, math.nan):
+        try:
+            Sampling(top_a=wrong)
+        except ValueError:
+            continue
+        not_done(f"Sampling(top_a={wrong}) is not refused: top_a has no limits in LIMITS")
+    try:
+        args = ask.parse_arguments(["--top-a", "0.3", "Why?"])
+    except SystemExit:
+        not_done("ask.py has no option --top-a")
+    assert args.top_a == 0.3
+
+
+def test_a_client_may_ask_for_top_a_over_http():
+    """As a client writes it: the body of a request, in both of OpenAI's forms."""
+    drawn(top_a=0.3)
+    for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
+        body = json.dumps({"model": "demo", "top_a": 0.3, **body})
+        try:
+            wish = understand(body.encode(), ["demo"], is_chat)
+        except Refusal as refusal:
+            not_done(f"door/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
+        assert wish.settings["top_a"] == 0.3

@@ -1,0 +1,123 @@
+"""Exercise 3: a pane.
+
+    python -m pytest -x course/exercises/test_3_pane.py
+
+The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows
+are used, of all slots together: by requests that run (used), by what free slots remember of earlier
+prompts (remembered), and by nothing (free). A line for each, with its percentage and a bar, under a
+heading:
+
+    ── Memory ─────────────── 8 slots × 1,024 rows ──
+     used          37 % ███████████
+     remembered    12 % ███
+     free          51 % ███████████████
+
+Round each percentage by itself. When the cursor stands in the past (arrow keys), the pane shows
+that step, as the others do. But what free slots remembered then is not known any more, and a pane
+must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
+width and height: what finds no room is left out, and no line is longer than the width.
+
+Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Paper` in `screen/paper.py`, on
+which it draws, and `Pen` in `screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
+
+Where: a function `draw_memory` in `screen/charts.py`; in `screen/app.py` its name in `PANES`; in
+`screen/places.py` its name in `CHARTS`. Then `LOWER`, which is made of them, has it too, and `v`
+leads there.
+
+How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that
+folder takes minutes). One of these compares each pane with a picture, and there is none of yours
+yet. Let it be drawn, and look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k
+memory` writes `tests/screen/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until
+it shows.
+"""
+
+import re
+
+import pytest
+from hints import not_done
+from rich.cells import cell_len
+from stage import Stage, drawn
+
+from screen import app, places
+
+
+def check_there_is_a_pane() -> None:
+    if "memory" not in app.PANES:
+        not_done("screen/app.py: PANES has no 'memory'")
+
+
+def draw(state, width: int = 60, height: int = 8) -> list[str]:
+    check_there_is_a_pane()
+    lines = drawn(app.PANES["memory"], state, width, height)[:height]
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def shares(lines: list[str]) -> dict[str, int]:
+    """What the pane says: {"used": 37, ...}"""
+    found = re.findall(
+        r"^ *(used|remembered|free|free or remembered) +(\d+) %", "\n".join(lines), re.MULTILINE
+    )
+    return {name: int(percent) for name, percent in found}
+
+
+def truth(slots, max_len: int, past: bool = False) -> dict[str, int]:
+    whole, used = max_len * len(slots), sum(slot.used for slot in slots)
+    remembered = sum(slot.remembered for slot in slots)
+    parts = {"used": used, "remembered": remembered, "free": whole - used - remembered}
+    if past:
+        parts = {"used": used, "free or remembered": whole - used}
+    return {name: round(100 * rows / whole) for name, rows in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    """Some requests have ended, others run."""
+    stage = Stage(slots=4).load()
+    stage.session.obey("/burst 12")
+    stage.turns(60)
+    assert stage.engine.sched.running and stage.state.history
+    return stage
+
+
+def test_the_pane_tells_the_truth_about_every_row(stage):
+    engine = stage.state.view.engine
+    said, wanted = shares(draw(stage.state)), truth(engine.slots, engine.limits.max_len)
+    assert said == wanted and said["used"] > 0
+
+
+def test_the_pane_goes_back_in_time_with_the_cursor(stage):
+    """A pane that shows now, beside panes that show then, would lie; so would one that says 0 % for
+    "not known"."""
+    draw(stage.state)
+    now = shares(draw(stage.state))
+    stage.state.cursor = stage.state.history[0].step
+    try:
+        then = shares(draw(stage.state))
+        wanted = truth(stage.state.slots(), stage.state.view.engine.limits.max_len, past=True)
+    finally:
+        stage.state.cursor = None
+    assert then == wanted and then["used"] != now["used"]
+
+
+def test_no_line_of_the_pane_is_longer_than_it(stage):
+    for width in (*range(20, 60), 80, 120, 200):
+        for height in (1, 2, 3, 4, 8, 20):
+            lines = draw(stage.state, width, height)
+            assert len(lines) <= height, (width, height)
+            assert all(cell_len(line) <= width for line in lines), (width, height, lines)
+
+
+def test_the_pane_is_empty_handed_before_anything_ran():
+    """Nothing is used, and nothing is divided by zero."""
+    assert shares(draw(Stage(slots=2).load().state)) == {"used": 0, "remembered": 0, "free": 100}
+
+
+def test_v_leads_to_the_pane():
+    check_there_is_a_pane()
+    if "memory" not in places.CHARTS:
+        not_done('screen/places.py: CHARTS has no "memory"')
+    if "memory" not in places.LOWER:
+        not_done("screen/places.py: LOWER has no longer the names of CHARTS: v does not lead there")
+    assert "memory" in places.arrange(80, 24, 4, "memory") and "memory" in places.arrange(
+        160, 50, 4, "memory"
+    )

@@ -1,0 +1,87 @@
+"""Exercise 4: a metric on the door.
+
+    python -m pytest -x course/exercises/test_4_metric.py
+
+The task. `python serve.py` has a page /metrics, which Prometheus reads. It does not say how often
+clients hung up, and an owner wants to know: people who leave have waited too long. Add the counter
+
+    # TYPE nanobatch_hung_up_total counter
+    nanobatch_hung_up_total 3.0
+
+A client may hang up before its answer has begun (then the status is 499), or in the midst of a
+stream, whose status was 200 long before. Both count. An answer that the server itself cancels,
+because it is ending, does not: its client was still there. A counter begins at 0, is there from the
+first look on, and never goes down.
+
+Read first: `Call` and `Figures` in `door/journal.py`.
+
+Where: `Figures` in `door/journal.py`: it names its counters in `__init__`, and counts in `count`.
+
+How to know: the command above, and `python -m pytest tests/door/test_serve.py -k metrics`. Then try
+it. Start `python serve.py`, and in another terminal ask for more than you want to read:
+
+    curl -N localhost:8000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"prompt": "A", "max_tokens": 999, "ignore_eos": true, "stream": true}'
+
+Press Ctrl-C while it tells, and look at http://127.0.0.1:8000/metrics.
+"""
+
+import re
+
+from hints import not_done
+
+from door.journal import Call, Figures
+
+NAME = "nanobatch_hung_up_total"
+
+
+def call(number: int, **fields) -> Call:
+    return Call(number, 0.0, "127.0.0.1", "POST /v1/completions", requests=(number,), **fields)
+
+
+def told(figures: Figures) -> int:
+    """What /metrics says."""
+    lines = figures.text(None, {}).splitlines()
+    values = [line.split()[1] for line in lines if line.split()[0] == NAME]
+    if not values:
+        not_done(f"door/journal.py: Figures.text has no line {NAME}")
+    assert len(values) == 1 and re.fullmatch(r"\d+(\.0)?", values[0]), values
+    at = lines.index(f"{NAME} {values[0]}")
+    assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"
+    return int(float(values[0]))
+
+
+def test_the_metric_is_there_before_anything_came():
+    assert told(Figures()) == 0
+
+
+def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
+    figures = Figures()
+    figures.count(call(1, status=499, reason="cancelled", hung_up=True))
+    assert told(figures) == 1
+    figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
+    assert told(figures) == 2
+    # In the midst of its own prompt: nothing had to be cancelled
+    figures.count(call(3, status=499, hung_up=True))
+    assert told(figures) == 3
+
+
+def test_the_metric_counts_nobody_else():
+    """Not an answer that was read to its end, not a refusal, not an error, not what the server
+    itself cancelled."""
+    figures = Figures()
+    told(figures)
+    others = [
+        (200, "stop"),
+        (400, "invalid"),
+        (429, "queue_full"),
+        (500, "error"),
+        (503, "cancelled"),
+    ]
+    for number, (status, reason) in enumerate(others):
+        figures.count(call(number, status=status, reason=reason))
+        assert told(figures) == 0, f"status {status}, {reason}: this client did not hang up"
+    figures.count(call(9, status=200, reason="cancelled", stream=True))
+    assert told(figures) == 0, (
+        "a stream that the server itself cancelled: this client did not hang up"
+    )

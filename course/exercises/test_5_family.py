@@ -1,0 +1,110 @@
+"""Exercise 5: a model family.
+
+    python -m pytest -x course/exercises/test_5_family.py
+
+The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in its config.json:
+
+    scale_emb        the embedding's output is multiplied by it
+    scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)
+    dim_model_base   what goes into the head, tied or not, is divided by hidden_size / dim_model_base
+
+Nothing of that has to be done in every step. A product with a number can be folded into the weights
+while they are loaded, so `forward` stays as it is. One family does so already: granite.
+
+Read first: docs/models.md, then what `parts/model/families.py` does about granite, and `tensor` in
+`parts/model/load.py`. What if the head is tied to the embedding, so that one array has to be both?
+(There mlx-lm's minicpm does not divide at all. The published model does. For greedy answers it
+makes no difference; for scores and for sampling it does.)
+
+Where: `parts/model/families.py`. A record in `FAMILIES`, and for its `own` a function like
+granite's: it gets the config's fields, and returns what the family has of its own.
+
+How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of
+`tests/lib/parity.py` and a line in docs/models.md, too; `python -m pytest` says so.
+"""
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint, make_config, save
+from hints import not_done, not_right
+
+from kv import Slab, Window
+from llama import forward
+from nanobatch import Engine, Sampling
+from parts.device.mlx import mx
+from parts.files import ModelError
+from parts.model.families import FAMILIES
+from parts.model.fit import slab_shape
+from parts.model.load import read_model
+from parts.text.tokens import Text
+
+CONFIG = {
+    "model_type": "minicpm",
+    "num_hidden_layers": 3,
+    "scale_emb": 1.5,
+    "scale_depth": 1.4,
+    "dim_model_base": 16,
+    "rope_theta": 10000.0,
+}
+TOKENS = 24
+IDS = list(range(7, 47))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if "minicpm" not in FAMILIES:
+        not_done("parts/model/families.py: FAMILIES has no 'minicpm'")
+    try:
+        return make_checkpoint(tmp_path_factory.mktemp("minicpm"), seed=4, **CONFIG)
+    except ModelError as error:
+        not_done(str(error))
+
+
+def scores(folder) -> np.ndarray:
+    model = read_model(folder)
+    slab = Slab(*slab_shape(model.config, 1, 64, 32), model.dtype)
+    window = Window(slab, slots=[0], starts=[0], L=len(IDS))
+    states = forward(model, mx.array(IDS), [window], asked=range(len(IDS)))
+    return np.array(model.head(states))
+
+
+def compare(ours: np.ndarray, wanted: np.ndarray, hint: str) -> None:
+    """All of a prompt's logits, to 1e-3. A multiplier that is off by a factor moves them by far
+    more."""
+    off = np.abs(ours - wanted).max()
+    if off >= 1e-3 * max(1, np.abs(wanted).max()):
+        not_right(f"logits differ by up to {off:.3g}: {hint}")
+
+
+def test_the_familys_scores_are_those_of_mlx_lm(folder):
+    compare(
+        scores(folder),
+        Reference(folder).logits(IDS),
+        "are all three multipliers in, and each as it is meant?",
+    )
+
+
+def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers(folder, tmp_path):
+    """One array is the embedding and the head, and only the embedding is multiplied by
+    scale_emb."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    untied = save(tmp_path / "untied", make_config(**CONFIG), weights)
+    del weights["lm_head.weight"]
+    tied = save(tmp_path / "tied", make_config(**CONFIG, tie_word_embeddings=True), weights)
+    compare(
+        scores(tied),
+        scores(untied),
+        "is a tied head's input divided by both, scale_emb and the third multiplier?",
+    )
+
+
+def test_the_family_answers_as_mlx_lm_does(folder):
+    """Greedy, three prompts at once, unless mlx-lm's two best tokens are nearer than rounding."""
+    prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
+    with Engine(read_model(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) as engine:
+        results = engine.generate(prompts, Sampling(max_tokens=TOKENS, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens, margins = reference.greedy(prompt, TOKENS)
+        decided = next((i for i, margin in enumerate(margins) if margin < 1e-4), TOKENS)
+        assert decided > 3 and result.tokens[:decided] == tokens[:decided]

@@ -1,0 +1,1 @@
+"""From zero: write the engine yourself. README.md says how."""

@@ -1,0 +1,79 @@
+"""The stages' tests run on our own chapters, or on a reader's: `--book mine`.
+
+A reader's functions run up to the stage that is tried, and ours in the place of all later ones. A
+test of a function that is still blank is skipped: `about` names the functions that a test tries, or
+it tries all of its stage.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+
+import pytest
+
+from course import overlay
+from course.from_zero.stages import STAGES, Stage, names
+
+if overlay.asked() and "nanobatch" not in sys.modules:
+    overlay.open_book(overlay.asked())
+if overlay.opened():
+    os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
+
+pytest.register_assert_rewrite("course.from_zero.helpers")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--book", metavar="DIR", help="try the chapters in this folder (course/)")
+
+
+def stage_of(item: pytest.Item | pytest.FixtureRequest) -> Stage:
+    return STAGES[int(item.path.name.split("_")[1]) - 1]
+
+
+def about(item: pytest.Item) -> set[str]:
+    """The functions that a test tries."""
+    mark = item.get_closest_marker("about")
+    return set(mark.args) if mark else {task.short for task in stage_of(item).tasks}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    book = overlay.opened()
+    blank = {name.rpartition(".")[2] for name, _ in book.blanks()} if book else set()
+    if found := about(item) & blank:
+        pytest.skip(f"{', '.join(sorted(found))}: blank")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def later_stages_are_ours(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not overlay.opened():
+        yield
+        return
+    with overlay.swapped(names(stage_of(request).number + 1)):
+        yield
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """What came out, and what should have. Of two drawings, where they begin to differ."""
+    if op != "==":
+        return None
+    if is_drawing(left) and is_drawing(right):
+        return ["", *side_by_side(left, right)]
+    return ["", f"came out         {left!r}", f"should come out  {right!r}"]
+
+
+def is_drawing(found: object) -> bool:
+    return isinstance(found, list) and len(found) > 1 and all(isinstance(x, str) for x in found)
+
+
+def side_by_side(came: list[str], wanted: list[str]) -> list[str]:
+    width = max(20, *(len(line) for line in (*came, *wanted)))
+    lines = [f"{'came out':<{width}}   should come out"]
+    mark = "   <- here"
+    for left, right in zip_longest(came, wanted, fillvalue=""):
+        line = f"{left:<{width}}   {right:<{width}}"
+        if left != right:
+            line += mark
+            mark = ""
+        lines.append(line.rstrip())
+    return lines

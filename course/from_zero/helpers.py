@@ -1,0 +1,156 @@
+"""What the stages' tests share: the demo model, engines, stories of a scheduler, and comparisons."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+from story import Story, timeline
+
+import kv
+import llama
+from course.from_zero.stages import names
+from course.overlay import swapped
+from nanobatch import Engine, Handle, Sampling
+from parts.device.mlx import mx
+from parts.model.find import DEMO
+from parts.model.fit import slab_shape
+from parts.model.load import read_model
+from parts.text.tokens import Text
+from sched import Request
+
+SUM = "What is 17 + 6?"
+ANSWERS = {
+    SUM: "7 + 6 = 13, so 17 + 6 = 23.",
+    "Spell lantern.": "l-a-n-t-e-r-n.",
+    "Reverse the word stone.": "s-t-o-n-e becomes enots.",
+    "Count from 5 to 9.": "5, 6, 7, 8, 9.",
+    "Is fox in this list: owl, fox, bee?": "owl, fox: yes, fox is in the list.",
+    "Name the months from March to June.": "March, April, May, June.",
+}
+MOST_STEPS = 3_000  # an engine that has not ended by then will not end
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float = 1e-4) -> None:
+    """Are these numbers the same, but for rounding? Else say where they begin to differ."""
+    __tracebackhide__ = True
+    assert isinstance(found, mx.array), f"{what}: {found!r} came out, and should be an mx.array"
+    assert found.shape == wanted.shape, (
+        f"{what}: the shape is {found.shape}, and should be {wanted.shape}"
+    )
+    found = found.astype(mx.float32)
+    wanted = wanted.astype(mx.float32)
+    size = mx.where(mx.isfinite(wanted), mx.abs(wanted), 0).max().item()
+    is_close = mx.abs(found - wanted) <= tolerance * max(1.0, size)
+    is_close = is_close | (found == wanted)  # infinities, too
+    if mx.all(is_close).item():
+        return
+    first = mx.argmin(is_close).item()
+    came = found.flatten()[first].item()
+    right = wanted.flatten()[first].item()
+    place = []
+    for axis in reversed(found.shape):
+        first, at = divmod(first, axis)
+        place.insert(0, at)
+    raise AssertionError(f"{what}: {came:.6g} came out at {place}, and should be {right:.6g}")
+
+
+def drawn(shape: Sequence[int], seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+# --- the demo model -----------------------------------------------------------------------------
+
+
+@cache
+def demo() -> tuple:
+    return read_model(DEMO), Text(DEMO, 1536)
+
+
+def ids_of(prompt: str = SUM) -> tuple[int, ...]:
+    return tuple(demo()[1].ask(prompt))
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return demo()[1].tokenizer.decode(list(ids))
+
+
+def new_slab(slots: int = 1, length: int = 128) -> kv.Slab:
+    model, _ = demo()
+    return kv.Slab(*slab_shape(model.config, slots, length, 32), model.dtype)
+
+
+def logits(
+    ids: Sequence[int],
+    slab: kv.Slab | None = None,
+    start: int = 0,
+    asked: Sequence[int] | None = None,
+) -> mx.array:  # (n, V)
+    """These tokens go into slot 0, from row `start` on."""
+    model, _ = demo()
+    window = kv.Window(slab or new_slab(), [0], [start], len(ids))
+    asked = range(len(ids)) if asked is None else asked
+    return model.head(llama.forward(model, mx.array(list(ids)), [window], asked))
+
+
+def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
+    """With our code in all functions."""
+    with swapped(names()):
+        return logits(ids)
+
+
+# --- engines ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_engine(slots: int, policy: str = "continuous", **options) -> Iterator[Engine]:
+    options = {"max_len": 128, "chunk": 32, "reuse": False, "guesses": 0} | options
+    with Engine(*demo(), slots=slots, policy=policy, **options) as engine:
+        yield engine
+
+
+def run_all(engine: Engine) -> None:
+    """Step until nothing is left. What fails in a step fails here."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    engine._fail = fail
+    for _ in range(MOST_STEPS):
+        worked = engine.step()
+        engine.check()
+        if not worked:
+            return
+    raise AssertionError(f"after {MOST_STEPS} steps, requests still run or wait")
+
+
+def ask(engine: Engine, prompt: str = SUM, **settings) -> Handle:
+    return engine.submit(ids_of(prompt), Sampling(**{"max_tokens": 40} | settings))
+
+
+def steps_for(engine: Engine, prompts: Iterable[str]) -> int:
+    """Answer all of them at once, rightly. How many steps does it take?"""
+    handles = {prompt: ask(engine, prompt) for prompt in prompts}
+    run_all(engine)
+    for prompt, handle in handles.items():
+        assert handle.result().text == ANSWERS[prompt]
+    return engine.steps
+
+
+# --- a scheduler without a model ----------------------------------------------------------------
+
+
+LEGEND = "timeline (p: a prompt's last chunk, P: any other, d: decode):"
+
+
+class Tale(Story):
+    """A story in which requests share no rows."""
+
+    def submit(self, *rest, **options) -> Request:
+        return super().submit(*rest, reuse=False, **options)
+
+    def should_be(self, drawing: str) -> None:
+        __tracebackhide__ = True
+        assert self.drawn() == timeline(drawing), LEGEND

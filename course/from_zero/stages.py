@@ -1,0 +1,598 @@
+"""The stages: what is blank, what each function must do, and three hints for each.
+
+No program by itself: `start.py` writes the tasks into the blank book, `check.py` tries what was
+written and tells hints. Beside each function stands what it must do in a *first* engine. Ours does
+more (guesses, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
+book until you want it.
+"""
+
+from typing import NamedTuple
+
+
+class Task(NamedTuple):
+    """A function to be written."""
+
+    name: str  # chapter and function: "kv.Window.write"
+    does: str  # stands in the blank book, in place of the body
+    hints: tuple[str, str, str]  # the last is nearly the answer
+
+    @property
+    def short(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class Stage(NamedTuple):
+    number: int
+    name: str
+    minutes: int
+    runs: str  # what runs after it
+    tasks: tuple[Task, ...]
+
+
+STAGES = (
+    Stage(
+        1,
+        "one token says something",
+        60,
+        "a prompt goes in, and the next token comes out",
+        (
+            Task(
+                "llama.attention",
+                """Compare each query with the keys, add the mask, make weights of the scores, and
+                add up the values by weight. Leave `kind.has_kernel` and `kind.cap` aside: the demo
+                model has neither. `q` holds the tokens of B sequences behind each other, L of
+                each.""",
+                (
+                    "Bring q into the shape (B, H, L, Dh) first. Then the last two axes are a matrix "
+                    "for each sequence and head, and `@` multiplies all of them at once.",
+                    "Query heads 0 .. G-1 belong to key head 0, the next G to key head 1. As "
+                    "(B, Hkv, G * L, Dh) the queries stand beside the keys (B, Hkv, T, Dh) of their "
+                    "own head. The scores, as (B, H, L, T), take the mask (B, 1, L, T).",
+                    """q = q.reshape(B, L, H, Dh).swapaxes(1, 2).reshape(B, Hkv, -1, Dh)
+scores = q @ k.swapaxes(-1, -2)              # (B, Hkv, G * L, T)
+scores = scores.reshape(B, H, L, T) * ... + mask
+weights = softmax(scores)                    # then as (B, Hkv, G * L, T), times v
+sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
+                ),
+            ),
+            Task(
+                "llama.heads",
+                """One product, `layer.qkv`, yields queries, keys and values side by side: H, Hkv and
+                Hkv heads of Dh numbers. Cut them apart. Queries and keys, side by side along axis 1,
+                go through `layer.qk_norm` and then through `turn`, together: cut them again. Values are
+                not turned.""",
+                (
+                    "`model.config` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
+                    "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
+                    """qkv = layer.qkv(x).reshape(-1, H + 2 * Hkv, Dh)
+q, k, v = mx.split(qkv, [..., ...], axis=1)
+qk = turn(layer.qk_norm(q and k, concatenated along axis 1))
+and cut qk into q and k again""",
+                ),
+            ),
+            Task(
+                "llama.forward",
+                """Look up the tokens (`model.table.embed`), let them run through all layers
+                (`model.layers`), and return the states of those that are asked (behind `model.norm`). The
+                docstring names what a layer calls. How a layer turns says its kind:
+                `model.kinds[layer.kind]`.""",
+                (
+                    "A layer adds twice to x: what attention found, and what the MLP makes of it. "
+                    "Before each of them stands a norm, and what is added goes to the x before the norm.",
+                    "Positions: those of all windows, behind each other. `turning(kind, positions)` is "
+                    "the turn of a kind of layer; a layer's is number `layer.kind` of `model.kinds`. "
+                    "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
+                    """x = model.table.embed(ids)
+for layer in model.layers:
+    q, k, v = heads(model, layer, layer.attn_norm(x), turns[layer.kind])
+    x = x + layer.out(attend(model, layer, q, k, v, windows))
+    x = x + layer.mlp(...)
+return model.norm(only(...))""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        2,
+        "norms and rotation",
+        45,
+        "the same token, and a whole answer; of a layer's operations only products and softmax are still ours",
+        (
+            Task(
+                "ops.rms_norm",
+                "Return a function of x. The mean is taken over the last axis, for each row by itself.",
+                (
+                    "A function within the function keeps `weight` and `eps`.",
+                    "`x.square().mean(axis=-1, keepdims=True)` has a number for each row. eps stands "
+                    "under the root.",
+                    """def norm(x):
+    mean = mx.mean(x * x, axis=-1, keepdims=True)
+    return x * mx.rsqrt(... + eps) * ...
+return norm""",
+                ),
+            ),
+            Task(
+                "ops.swiglu",
+                "The first half of the last axis is the gate, the second half is up.",
+                (
+                    "`mx.split(gate_up, 2, axis=-1)`",
+                    "x / (1 + e^-x) is x times `mx.sigmoid(x)`.",
+                    "gate, up = mx.split(gate_up, 2, axis=-1); then gate * sigmoid(gate) * ...",
+                ),
+            ),
+            Task(
+                "rope.rotate",
+                """Number i and number i + Dh/2 of a head are a point (a, b). Turn each. `cos` and
+                `sin` hold a number for each of the Dh places already, and `sin` has its minus in the
+                first half.""",
+                (
+                    "a stands in the first half of the last axis, b in the second. The result has the "
+                    "same order.",
+                    "The first half becomes a cos - b sin, the second b cos + a sin. As a whole: x times "
+                    "cos, and x with its halves exchanged, times sin.",
+                    """a, b = mx.split(x, 2, axis=-1)
+other = mx.concatenate([..., ...], axis=-1)
+return x * cos + other * sin""",
+                ),
+            ),
+            Task(
+                "rope.rope_angles",
+                """Plane i of a token at position p is turned by the angle p * kind.frequencies[i].
+                Return cos and sin for both numbers of each plane (`both_of_a_plane`), with an axis
+                of 1 for the heads. Leave `linear` and `gain` aside.""",
+                (
+                    "The angles have the shape (N, 1, Dh/2).",
+                    "`positions[:, None, None]` times `kind.frequencies` has it.",
+                    """angles = positions[:, None, None] * kind.frequencies
+return both_of_a_plane(mx.cos(angles), ...)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        3,
+        "the slab",
+        60,
+        "the same tokens, and each step computes one",
+        (
+            Task(
+                "kv.Window._seen",
+                """Which rows does each token see? The row of its own position, and all before it;
+                with a `span`, the last `span` of these. `self.positions` holds the tokens' positions,
+                (B * L,): those of one sequence stand together.""",
+                (
+                    "Compare the numbers of all rows, `mx.arange(T)`, with each token's position.",
+                    "Positions as (B, 1, L, 1) and rows as (T,) give (B, 1, L, T).",
+                    """positions = self.positions.reshape(self.B, 1, self.L, 1)
+seen = mx.arange(T) <= ...
+with a span: seen & (mx.arange(T) > positions - ...)""",
+                ),
+            ),
+            Task(
+                "kv.Window.write",
+                """Write the new keys and values of layer `layer` into `self.slab.k[layer]` and
+                `self.slab.v[layer]`: those of sequence i into slot `self.slots[i]`, from row
+                `self.starts[i]` on, L rows in each head. The slab has the shape (slots, Hkv, S, Dh).
+                A loop over the sequences is right. (It is slow for many: `_decoding_rows`, which is
+                left standing, shows how one operation writes all.)""",
+                (
+                    "k is (B * L, Hkv, Dh): the first L rows are those of the first sequence.",
+                    "A piece of L tokens is (L, Hkv, Dh), and its place in the slab (Hkv, L, Dh).",
+                    """for i in range(self.B):
+    slot, start = ...
+    piece = k[i * self.L : (i + 1) * self.L].swapaxes(0, 1)
+    self.slab.k[layer][slot, :, start : start + self.L] = piece     and the same with v""",
+                ),
+            ),
+            Task(
+                "kv.Window.read",
+                """The keys and values that a look reads: the first T rows of its slots, as views.""",
+                (
+                    "`look.slots` is a slice, and so the first index.",
+                    "The axes are slots, heads, rows, numbers of a head.",
+                    "self.slab.k[layer][look.slots, :, : ...] and the same of v",
+                ),
+            ),
+            Task(
+                "llama.attend",
+                """First all windows write their part of k and v; then each look of each window reads,
+                and `attention` takes its part of q. Return all sums, in the tokens' order.
+                `layer.index` is the layer's number in the slab, and a window's looks are
+                `window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H))`.""",
+                (
+                    "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
+                    "A look has `look.B * window.L` tokens, and `look.mask`. The kind is "
+                    "`model.kinds[layer.kind]`.",
+                    """for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes)):
+    window.write(layer.index, new_k, new_v)
+for window, window_q in zip(windows, cut(q, sizes)):
+    looks = window.looks(...)
+    for look, look_q in zip(looks, cut(window_q, ...)):
+        keys, values = window.read(layer.index, look)
+        sums.append(attention(look_q, keys, values, look.mask, kind))
+return mx.concatenate(sums)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        4,
+        "sampling",
+        60,
+        "answers with a temperature and a seed; the same seed says the same again",
+        (
+            Task(
+                "sampling.argmax",
+                "For each row the largest number and its id, both (n, 1). Of equals, the lowest id.",
+                (
+                    "`keepdims=True` keeps the axis of 1.",
+                    "`x.max` is the one, `mx.argmax` the other.",
+                    "return x.max(axis=-1, keepdims=True), mx.argmax(x, ..., ...)",
+                ),
+            ),
+            Task(
+                "sampling.uniform",
+                """A number above 0 and below 1, which depends on `seed` and `index` and on nothing
+                else: no generator, no state. Other seeds and other indices give other numbers, as if
+                drawn at random.""",
+                (
+                    "Mix the two into one whole number, so that each bit of them reaches each bit of "
+                    "the result; then divide.",
+                    "Any good hash will do, `hashlib.blake2b` too, if a step may take some "
+                    "microseconds more. Python's `hash` of a number is the number itself: no good.",
+                    """data = f"{seed} {index}".encode()
+x = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
+                ),
+            ),
+            Task(
+                "sampling.land",
+                """Where does a mark land that stands at u times the sum of the row's weights, if the
+                weights are laid behind each other? Never on a weight of 0. (u may be 1: then on the last
+                place with a weight.)""",
+                (
+                    "A running sum says where each place ends: `mx.cumsum`.",
+                    "How many places end at the mark or before it? So many lie before the one we look "
+                    "for.",
+                    """sums = mx.cumsum(weights, axis=-1)
+mark = u * sums[:, -1:]
+place = (sums <= mark).sum(axis=-1, keepdims=True)
+then no further than the last place with a weight: rounding may push the mark to the very end""",
+                ),
+            ),
+            Task(
+                "sampling.keep_first",
+                """Here the tokens of each row are sorted, the likeliest first. True for those that
+                `filters.count` and `filters.mass` keep. `mass` may be None. A token's share is
+                `spread.weights` over `spread.total`.""",
+                (
+                    "The count keeps the places below it.",
+                    "The mass keeps a token if the tokens *before* it have less than that: so the first "
+                    "is always kept. `mx.cumsum(..., inclusive=False)` adds up what stands before.",
+                    """keep = mx.arange(k) < filters.count
+if filters.mass is not None:
+    above = mx.cumsum(spread.weights, axis=-1, inclusive=False)
+    keep = keep & (above < ... * spread.total)""",
+                ),
+            ),
+            Task(
+                "sampling.draw",
+                """Draw an id for each row: (n, 1). Each pick has settings of its own: a column of
+                numbers for each setting. `Filters.of(spread, settings)` makes columns of the filters.
+                In the group "short list" the `SHORT_LIST` likeliest tokens are enough; in "long list"
+                all, sorted; in any other group nothing is filtered by count or mass. The filters look
+                at the weights at temperature 1, the draw at those of the pick's temperature. The
+                noise of a pick is `uniform(pick.seed, pick.index)`.""",
+                (
+                    "`likeliest(spread.gap, k)` are the ids of the k likeliest, sorted, and "
+                    "`spread.only(ids)` is the spread of these alone. What `land` finds is then a place "
+                    "in `ids`: `gather(ids, places)`.",
+                    "With a temperature t, a weight is `shrink(spread.gap / t)`. A weight that a filter "
+                    "forbids is multiplied by False. Each of `filters.gaps` forbids larger gaps.",
+                    """ids = None
+if group in ("short list", "long list"):
+    ids = likeliest(spread.gap, SHORT_LIST or V); spread = spread.only(ids)
+weights = shrink(spread.gap / column of temperatures)
+if ids is not None: weights = weights * keep_first(spread, filters)
+for gap in filters.gaps: weights = weights * (spread.gap <= gap)
+places = land(weights, column([uniform(...) for pick in picks]))
+and back from places to ids""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        5,
+        "static batching",
+        60,
+        "several prompts at a time: a batch is admitted, and the next one when it has ended",
+        (
+            Task(
+                "sched.Scheduler._admit",
+                """Take requests out of the line, in the order of `self.policy.next(self)`, as many as
+                `self._room()` says. Each one gets a slot (`self.prefixes.choose_slot(request.trail,
+                free)` chooses among the free ones, and says why), the moment, the policy's name, and
+                stands in `self.running` from now on. Return them.""",
+                (
+                    "`self.waiting` and `self.running` are by id. `self.free` is made anew each time "
+                    "that you ask.",
+                    "Take the requests out of the iterator before you change the line: "
+                    "`list(islice(self.policy.next(self), room))`.",
+                    """for request in admitted:
+    del self.waiting[request.id]
+    request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
+    request.admitted, request.policy = now, ...
+    self.running[...] = request; free.remove(...)""",
+                ),
+            ),
+            Task(
+                "nanobatch.Runner._forward",
+                """One forward pass for all that the order names: first each of `order.prefills`, with
+                a window of its own; then all of `order.decodes`, a slot and a row each, in one window.
+                The newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
+                the last token of each prefill that is `asked`, and each token that decodes.
+                What `self.model.head` makes of their states are the logits. Start the pass:
+                `self._start([logits])`; if nothing is asked, `self._start(self.slab.written())`.
+                Return a list of the states, a list of the logits, and the slots that are asked, in the
+                same order. If nothing is asked, all three are empty. (Leave `order.passes`, `alike` and
+                `_padded` aside: they are for what is switched off.)""",
+                (
+                    "Count the tokens as you go: `asked` are places among all tokens of the pass.",
+                    "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
+                    "slots and rows of all decodes, L=1, for these. No decodes, no window.",
+                    """for prefill in order.prefills:
+    ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
+    if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
+if order.decodes:
+    decoding = [each.slot for each in order.decodes]; rows = ...
+    ids.append(self._newest[mx.array(decoding)]); windows.append(...)
+    asked += range(count, count + len(decoding)); slots += decoding
+states = forward(self.model, mx.concatenate(ids), windows, asked)
+logits = self.model.head(states)
+start it; return [states], [logits], slots     (or [], [], [])""",
+                ),
+            ),
+            Task(
+                "nanobatch.Runner._choose",
+                """`begun.logits` has a row for each of `begun.slots`; `picks` says, by slot, how its
+                token is chosen: a list of one `Pick`. Return an array (slots, 1): the token of each
+                slot that was asked, and -1 for the others; the log probabilities, as `choose` returns
+                them; and an empty dict. If nothing was asked: all -1, and the others empty. (Leave
+                guesses and vectors aside.)""",
+                (
+                    "`choose(logits, picks, self._slot_state)` returns tokens (n,) and log "
+                    "probabilities. It wants the picks in the order of the rows.",
+                    "`mx.full((slots, 1), -1, mx.int32)`, and then `emitted[mx.array(slots), 0] = tokens`.",
+                    """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
+if not begun.slots: return emitted, [], {}
+chosen = [picks[slot][0] for slot in begun.slots]
+tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
+emitted[...] = tokens; return emitted, logprobs, {}""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        6,
+        "slots, and continuous batching",
+        60,
+        "a slot that is free is taken at once: the timeline at the top of sched.py comes out",
+        (
+            Task(
+                "sched.Request.next_row",
+                """The newest token that is planned has no row yet: it gets one when it goes in. Which
+                one? The prompt has rows 0 to len - 1.""",
+                (
+                    "Work it out for a prompt of 3 tokens, of whose answer 1 is planned.",
+                    "Rows 0, 1, 2 hold the prompt. The first token of the answer goes into row 3.",
+                    "len(self.prompt) + self.planned - ...",
+                ),
+            ),
+            Task(
+                "sched.Scheduler.plan",
+                """Admit; then all requests decode whose prompt is read (`phase`) and whose
+                answer may still have a token that is not planned; those in prefill get chunks:
+                `self._chunks(self.reading(), what is left of the budget)`. If nothing is to be done, return None. Else
+                count the step, and return a `Plan`. Whatever yields a token, a chunk that emits or a decode,
+                has a token more planned from now on. Rows that
+                `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
+                has the slot. `held` are in prefill and have no chunk. `blocked` are the slots that
+                are free after admission, if requests wait. (No guesses.)""",
+                (
+                    "Who decodes is known before anything is planned: make that list first. A decode "
+                    "goes into `request.next_row`, as it is before you count the new token.",
+                    "Each row that decodes takes 1 of the budget: `_chunks` gets "
+                    "`self.budget - len(decoding)`. A request that has been scrubbed is scrubbed "
+                    "once: `self._to_scrub.pop`.",
+                    """admitted = self._admit(now)
+blocked = tuple(self.free) if self.waiting else ()
+running = list(self.running.values())
+decoding = [r for r in running if r.phase == "decode" and r.planned < ...]
+chunks = self._chunks(self.reading(), self.budget - len(decoding))
+decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
+if not (chunks or decodes): return None
+self.steps += 1
+scrubs: (slot, start, stop) for each running r whose slot is in self._to_scrub
+plan = Plan(step=self.steps, at=now, admitted=tuple(admitted), ...)
+each one's request.planned += 1, for all `plan.emitters`
+return plan""",
+                ),
+            ),
+            Task(
+                "sched.Scheduler.commit",
+                """Each of `plan.emitters` gets its token, in order: the only one in the list of its slot.
+                Append it to `request.answer`, unless it is below 0 (then the logits were not finite).
+                `accept(request, token)` is told of each, and says why the answer ends, or None. With
+                `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A
+                request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
+                `Committed`: those that ended now, the slots of ghosts, and no guesses.""",
+                (
+                    "`request.finish_reason` is None until the request has ended.",
+                    "First append, then ask `accept`, then count: the reason that accept gives comes "
+                    'before "length".',
+                    """for member in plan.emitters:
+    request, token = member.request, tokens[member.slot][0]
+    if request.finish_reason is not None: ghosts.append(member.slot); continue
+    if token >= 0: request.answer.append(token)
+    reason = accept(request, token)
+    if reason is None and ...: reason = "length"
+    if reason: self.finish(request, reason, now); ended.append(request)
+return Committed(ended, tuple(ghosts), tried=())""",
+                ),
+            ),
+            Task(
+                "sched.Scheduler.finish",
+                """End a request in any phase: note reason and moment, and take it out of the line, or
+                out of those that run. One that ran leaves its slot (`_leave_slot`), and a drain may be over
+                (`_end_drain`). To end it a second time changes nothing.""",
+                (
+                    "A request waits or runs, or has ended. `dict.pop(id, None)` takes out what may be "
+                    "there.",
+                    "If `finish_reason` is there already, return.",
+                    """request.finish_reason, request.ended = reason, now
+self.waiting.pop(request.id, None)
+if self.running.pop(...): self._leave_slot(request); self._end_drain()""",
+                ),
+            ),
+            Task(
+                "sched.Scheduler._leave_slot",
+                """The slot counts as used just now (`self.prefixes.use`), and remembers nothing
+                (`self.prefixes.forget`), as long as you share no beginnings. And if the device has
+                written any row of it (`request.prefilled`), rows that may hold NaN must be zeroed before
+                the next owner: note in `self._to_scrub` which, as slot -> (start, stop). To name all
+                that may have been written is right. The docstring says why fewer would do.""",
+                (
+                    "Attention multiplies old rows by 0, but 0 x NaN is NaN: so the next owner would "
+                    "read NaN out of rows that it does not even see.",
+                    "Prompt and planned tokens have been written, a ghost's among them; and on a GPU "
+                    "up to a chunk more.",
+                    """self.prefixes.use(request.slot); self.prefixes.forget(...)
+if request.prefilled:
+    written = len(request.prompt) + request.planned
+    self._to_scrub[request.slot] = (0, ... + self.chunk)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        7,
+        "chunks under a budget",
+        60,
+        "a long prompt no longer stops the others: L in the screen shows it",
+        (
+            Task(
+                "sched.Scheduler._cut",
+                """Cut the next chunk from a prompt: from `request.prefilled` on, to the prompt's end at most.
+                A token takes `price_of(start, self.far, self.chunk)` of the budget, and the chunk may
+                cost no more than `left` and than `self.chunk`; its cost is rounded up. If not even one
+                token fits, the chunk is empty: `start` is `stop`. `source` is None.""",
+                (
+                    "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
+                    "down.",
+                    "The chunk ends where the prompt does, if that comes first.",
+                    """start = request.prefilled
+price = price_of(start, self.far, self.chunk)
+stop = min(start + int(min(left, self.chunk) / price), ...)
+return Chunk(request, request.slot, start, stop, math.ceil(... * price), source=None)""",
+                ),
+            ),
+            Task(
+                "sched.Scheduler._chunks",
+                """Share what is left of the budget among prompts; the first in `requests` is the oldest.
+                However little is left (`left` may be below 0), there is an allowance of `self.chunk` for
+                all of them together. The prompt with the fewest tokens left (`self._rest`) has its
+                chunk first. But those before the oldest leave half of the allowance for it, rounded
+                up, or as much as the oldest can use, if that is less. Tell `self._note(chunk)` of each
+                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.""",
+                (
+                    "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
+                    "What the oldest can use of half is the cost of a chunk of it, cut with half of "
+                    "`left`. When it is the oldest's turn, nothing is kept any more.",
+                    """kept = self._cut(oldest, left - left // 2).cost
+for request in sorted(requests, key=self._rest):
+    if request is oldest: kept = 0
+    chunk = self._cut(request, left - kept)
+    if it has tokens: left -= chunk.cost; self._note(chunk); chunks.append(chunk)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        8,
+        "run-ahead",
+        60,
+        "the next step starts before the last one is read, and the last token is right all the same",
+        (
+            Task(
+                "nanobatch.Runner.finish",
+                """Choose the tokens (`_choose`), and remember on the device, in `self._newest`, the token
+                of each slot that has one: -1 is none. Start all of it without waiting, with
+                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return a
+                `Flight`. Its `build_s` is what this half and `begun.took` took together, without
+                `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
+                (
+                    "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
+                    "here may.",
+                    "With `first = emitted[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
+                    """resumed = self.clock()
+emitted, logprobs, vectors = self._choose(begun, picks)
+self._newest = mx.where(...)
+self._enqueue(emitted, self._newest, logprobs)
+took = begun.took + self.clock() - resumed
+return Flight(emitted, logprobs, vectors, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
+                ),
+            ),
+            Task(
+                "nanobatch.Engine._may_fly",
+                """How many steps may be left unread now? With run-ahead one, if a step was just
+                planned; else none. If `self.hurries`, a step that yields a first token is read at once.
+                (No guesses.)""",
+                (
+                    "Nothing was planned: then there is nothing to run ahead with.",
+                    "`plan.is_due(self.hurries)` says whether its tokens must be read first.",
+                    "0 if plan is None or not self.run_ahead; 0 if it hurries and ...; else 1",
+                ),
+            ),
+            Task(
+                "nanobatch.Engine.step",
+                """One turn: plan (`self._plan()`, unless `plan` is False), start what was planned
+                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until no more
+                than `self._may_fly(planned)` of `self._flights` are left. All of it within
+                `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
+                An exception is told to `self._fail(error)`, and the engine goes on (True); what is no
+                `Exception`, such as SystemExit, is raised again after that.""",
+                (
+                    "Whether anything was in flight is asked after the start, and before the commits.",
+                    "`try` stands within the `with`.",
+                    """with self._changing(), device_lock, device_stream():
+    try:
+        planned = self._plan() if plan else None
+        if planned: self._run(planned)
+        worked = bool(self._flights)
+        while ... > self._may_fly(planned): self._commit()
+        return worked
+    except BaseException as error:
+        self._fail(error)
+        if not isinstance(error, Exception): raise
+        return True""",
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def names(first: int = 1) -> list[str]:
+    """The functions that are written from this stage on."""
+    return [task.name for stage in STAGES[first - 1 :] for task in stage.tasks]
+
+
+def tasks(first: int = 1) -> dict[str, dict[str, tuple[int, Task]]]:
+    """From this stage on, by chapter and function: the stage, and the task."""
+    found: dict[str, dict[str, tuple[int, Task]]] = {}
+    for stage in STAGES:
+        for task in stage.tasks:
+            chapter, _, function = task.name.partition(".")
+            if stage.number >= first:
+                found.setdefault(chapter, {})[function] = stage.number, task
+    return found

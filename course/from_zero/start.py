@@ -1,0 +1,121 @@
+"""Make a blank book.
+
+    python course/from_zero/start.py mine
+    python course/from_zero/start.py late --from 5      stages 1 to 4 are written already, by us
+
+It has our chapters as they are today: essays, names, shapes, docstrings. Some 30 functions are
+blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
+and a wrong row would be a write into other memory. Where next: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from course.from_zero.stages import STAGES, Task, tasks
+from course.overlay import CHAPTERS, file_in, functions, our_file
+
+MADE_OF = "made-of.txt"
+# Of the engine: switched off in the blank book, until it is wanted
+SWITCHES = {r"(reuse: bool) = True": r"\1 = False", r"(guesses: int \| None) = \w+": r"\1 = 0"}
+
+
+def task_of(task: Task, stage: int, indent: int) -> list[str]:
+    """What stands in place of a body."""
+    margin = " " * indent
+    says = " ".join(task.does.split())
+    lines = textwrap.wrap(f"Stage {stage}. {says}", 96 - indent, break_on_hyphens=False)
+    named = task.name.partition(".")[2]
+    told = f'raise NotImplementedError("stage {stage}: {named} is blank")'
+    return [*(f"{margin}# {line}" for line in lines), margin + told]
+
+
+def blank(text: str, wanted: dict[str, tuple[int, Task]]) -> str:
+    """A chapter, in which the bodies of these functions are tasks."""
+    lines = text.splitlines()
+    nodes = functions(text)
+    for name in sorted(wanted, key=lambda name: -nodes[name].lineno):
+        node = nodes[name]
+        stage, task = wanted[name]
+        has_docstring = ast.get_docstring(node) is not None
+        # A comment may stand before the first statement, and goes with it
+        last_kept = node.body[0].end_lineno if has_docstring else header_end(lines, node)
+        lines[last_kept : node.end_lineno] = task_of(task, stage, node.body[0].col_offset)
+    return "\n".join(lines) + "\n"
+
+
+def header_end(lines: list[str], node: ast.FunctionDef) -> int:
+    """The last line of `def ...:`, counted from 1."""
+    at = node.lineno
+    while not re.search(r":\s*(#.*)?$", lines[at - 1]):
+        at += 1
+    return at
+
+
+def blank_book(first: int = 1) -> dict[str, str]:
+    """All chapters of which a function is to be written in some stage, by the name of the file."""
+    book = {}
+    blanks = tasks(first)
+    for chapter in CHAPTERS:
+        name = chapter.rpartition(".")[2]
+        if name not in tasks():
+            continue
+        text = our_file(chapter).read_text(encoding="utf-8")
+        if chapter == "nanobatch":
+            for switch, off in SWITCHES.items():
+                text, count = re.subn(switch, off, text, count=1)  # the first is the engine's
+                assert count == 1, switch
+        book[f"{name}.py"] = blank(text, blanks.get(name, {}))
+    return book
+
+
+def mark() -> str:
+    """Which chapters of ours a book was made of: a later version may name things in other ways."""
+    texts = [our_file(chapter).read_bytes() for chapter in CHAPTERS]
+    return f"{zlib.crc32(b''.join(texts)):08x}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="start.py", description="Make a blank book.")
+    parser.add_argument("folder", help="where: a new folder, such as mine")
+    parser.add_argument(
+        "--from",
+        dest="first",
+        type=int,
+        choices=range(1, len(STAGES) + 2),
+        metavar="STAGE",
+        default=1,
+        help="leave blank what is written from this stage on (default: 1)",
+    )
+    args = parser.parse_args(arguments)
+    folder = Path(args.folder)
+    there = [file_in(folder, chapter) for chapter in CHAPTERS]
+    there = [file for file in there if file.exists()]
+    if there:
+        print(f"start.py: {there[0]} is there already; name another folder", file=sys.stderr)
+        return 2
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in blank_book(args.first).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / ".gitignore").write_text("*\n")  # so ruff leaves it alone, too
+        (folder / MADE_OF).write_text(f"{mark()}\n")
+    except OSError as error:
+        print(f"start.py: {folder}: {error.strerror}; name another folder", file=sys.stderr)
+        return 2
+    count = sum(len(stage.tasks) for stage in STAGES if stage.number >= args.first)
+    print(f"{folder}: {count} functions to write. Begin with course/from_zero/README.md, and then:")
+    print(f"    python course/from_zero/check.py {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Stage 1: one token says something. You write `attention`, `heads` and `forward` in llama.py.
+
+B sequences of L new tokens each look back on T rows; there are H query heads and Hkv key heads of
+Dh numbers each.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+import llama
+from course.from_zero.helpers import (
+    SUM,
+    assert_close,
+    demo,
+    drawn,
+    ids_of,
+    logits,
+    new_slab,
+    our_logits,
+    text_of,
+)
+from parts.device.mlx import mx
+
+
+def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+    """Token by token and head by head."""
+    count, H, Dh = q.shape
+    L = count // len(k)
+    G = H // k.shape[1]
+    sums = []
+    for token in range(count):
+        b, at = divmod(token, L)
+        for head in range(H):
+            keys, values = k[b, head // G], v[b, head // G]  # (T, Dh)
+            scores = keys @ q[token, head] / math.sqrt(Dh)  # (T,)
+            sums.append(mx.softmax(scores + mask[b, 0, at]) @ values)
+    return mx.stack(sums).reshape(count, H * Dh)
+
+
+def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
+    """The new tokens of each sequence are its last ones. If the result is wrong: is it what a usual
+    mistake would yield?"""
+    Dh = 8
+    q = drawn((B * L, H, Dh), 1)
+    k = drawn((B, Hkv, T, Dh), 2)
+    v = drawn((B, Hkv, T, Dh), 3)
+    seen = mx.arange(T) <= mx.arange(T - L, T)[:, None]
+    mask = mx.broadcast_to(mx.where(seen, 0.0, -mx.inf), (B, 1, L, T))
+    heads = mx.arange(H) % Hkv
+    mistakes = {
+        "the scores are not divided by sqrt(Dh)": (q * math.sqrt(Dh), k, v, mask),
+        "the mask is not added": (q, k, v, mx.zeros_like(mask)),
+        "query head h takes key head h % Hkv, and should take h // G": (
+            q,
+            k[:, heads],
+            v[:, heads],
+            mask,
+        ),
+    }
+    found = llama.attention(q, k, v, mask, demo()[0].kinds[0])
+    what = f"attention (H={H}, Hkv={Hkv}, B={B}, L={L}, T={T})"
+    try:
+        assert_close(found, attention_by_hand(q, k, v, mask), what)
+    except AssertionError as error:
+        lines = [str(error)]
+        for mistake, given in mistakes.items():
+            wrong = attention_by_hand(*given)
+            if getattr(found, "shape", None) == wrong.shape and mx.allclose(found, wrong, 1e-3):
+                lines.append(f"so it would be if {mistake}")
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+@pytest.mark.about("attention")
+def test_values_are_weighed():
+    """A query weighs the values by their keys."""
+    check_attention(H=1, Hkv=1, B=1, L=1, T=4)
+
+
+@pytest.mark.about("attention")
+def test_mask():
+    """No query sees what the mask hides."""
+    check_attention(H=1, Hkv=1, B=1, L=3, T=5)
+
+
+@pytest.mark.about("attention")
+def test_grouped_query_attention():
+    """Neighbouring query heads share a key head."""
+    check_attention(H=6, Hkv=2, B=1, L=1, T=5)
+    check_attention(H=6, Hkv=2, B=1, L=3, T=5)
+
+
+@pytest.mark.about("attention")
+def test_batch():
+    """Of several sequences none sees another."""
+    check_attention(H=6, Hkv=2, B=3, L=1, T=7)
+    check_attention(H=6, Hkv=2, B=2, L=3, T=7)
+
+
+@pytest.mark.about("heads")
+def test_heads():
+    """Queries and keys are normed and turned, values are not."""
+    model, _ = demo()
+    H, Hkv, Dh = model.config.H, model.config.Hkv, model.config.Dh
+    qkv = drawn((5, (H + 2 * Hkv) * Dh), 4)  # of 5 tokens
+    layer = SimpleNamespace(qkv=lambda x: qkv, qk_norm=lambda x: x + 1)
+    q, k, v = llama.heads(model, layer, drawn((5, model.config.D), 5), turn=lambda x: 3 * x)
+    each = qkv.reshape(5, H + 2 * Hkv, Dh)
+    assert_close(q, 3 * (each[:, :H] + 1), "the queries")
+    assert_close(k, 3 * (each[:, H : H + Hkv] + 1), "the keys")
+    assert_close(v, each[:, H + Hkv :], "the values")
+
+
+@pytest.mark.about("forward")
+def test_logits():
+    """The logits of a prompt are right."""
+    assert_close(logits(ids_of()), our_logits(ids_of()), "the logits", 1e-3)
+
+
+@pytest.mark.about("forward")
+def test_asked():
+    """Only the tokens that are asked come out."""
+    few = logits(ids_of(), asked=[3, 7])
+    assert_close(few, our_logits(ids_of())[mx.array([3, 7])], "the logits of tokens 3 and 7", 1e-3)
+
+
+@pytest.mark.about("forward")
+def test_positions():
+    """Positions are those of the windows, wherever these begin."""
+    ids = ids_of()
+    slab = new_slab()
+    logits(ids[:5], slab)
+    rest = logits(ids[5:], slab, start=5)
+    assert_close(
+        rest, our_logits(ids)[5:], "the logits from token 5 on, in a pass of their own", 1e-3
+    )
+
+
+def test_one_token():
+    """One token says something."""
+    found = logits(ids_of(), asked=[len(ids_of()) - 1])
+    token = mx.argmax(found).item()
+    assert text_of([token]) == "7"
+    print(f"{SUM}  ->  {text_of([token])}")

@@ -1,0 +1,192 @@
+"""Stage 3: the slab. You write `_seen`, `write` and `read` in kv.py, and `attend` in llama.py."""
+
+from itertools import chain
+
+import pytest
+
+import kv
+import llama
+from course.from_zero.helpers import (
+    ANSWERS,
+    SUM,
+    assert_close,
+    demo,
+    drawn,
+    ids_of,
+    logits,
+    new_engine,
+    new_slab,
+    our_logits,
+    steps_for,
+)
+from parts.device.mlx import mx
+
+
+def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = None) -> list[str]:
+    """A line for each token: x for a row that it sees."""
+    seen = kv.Window(new_slab(3), slots, starts, L)._seen(6, span)
+    assert isinstance(seen, mx.array) and seen.shape == (len(slots), 1, L, 6), (
+        f"_seen returned {seen!r}, and should return True and False as (B, 1, L, T)"
+    )
+    return ["".join("x" if each else "." for each in row) for row in seen.reshape(-1, 6).tolist()]
+
+
+@pytest.mark.about("_seen")
+def test_causal_mask():
+    """A token sees itself and all before it."""
+    three_tokens_from_row_2 = [
+        "xxx...",
+        "xxxx..",
+        "xxxxx.",
+    ]
+    assert rows_seen([0], [2], 3) == three_tokens_from_row_2
+    two_sequences_at_rows_4_and_1 = [
+        "xxxxx.",
+        "xx....",
+    ]
+    assert rows_seen([0, 2], [4, 1], 1) == two_sequences_at_rows_4_and_1
+
+
+@pytest.mark.about("_seen")
+def test_sliding_window():
+    """With a span, a token sees the last rows only."""
+    a_span_of_2 = [
+        ".xx...",
+        "..xx..",
+        "...xx.",
+    ]
+    assert rows_seen([0], [2], 3, span=2) == a_span_of_2
+
+
+def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
+    """Write new tokens into layer 1 of an empty slab: token i has the number i in each key's head 0,
+    i + 10 in head 1, and in its values 20 more. A line for each slot and head with anything in it."""
+    slab = kv.Slab(2, 3, 2, 32, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
+    count = len(slots) * L
+    k = mx.arange(1, count + 1)[:, None, None] + 10 * mx.arange(2)[None, :, None]
+    k = mx.broadcast_to(k, (count, 2, 4)).astype(mx.float32)
+    kv.Window(slab, slots, starts, L).write(1, k, k + 20)
+    slab.check()
+    lines = []
+    for layer in range(2):
+        for letter, array in (("k", slab.k[layer]), ("v", slab.v[layer])):
+            for slot in range(3):
+                for head in range(2):
+                    rows = array[slot, head]  # (rows, Dh)
+                    assert mx.all(rows == rows[:, :1]).item(), "a row has numbers of several tokens"
+                    cells = [f"{each:2.0f}" if each else " ." for each in rows[:, 0].tolist()]
+                    if any(cell != " ." for cell in cells):
+                        where = f"layer {layer}, {letter}, slot {slot}, head {head}"
+                        lines.append(f"{where} {' '.join(cells[:10])}")
+    return lines
+
+
+@pytest.mark.about("write")
+def test_write_a_chunk():
+    """A chunk lands in its slot and its rows, in every head."""
+    three_tokens_from_row_2_of_slot_1 = [
+        "layer 1, k, slot 1, head 0  .  .  1  2  3  .  .  .  .  .",
+        "layer 1, k, slot 1, head 1  .  . 11 12 13  .  .  .  .  .",
+        "layer 1, v, slot 1, head 0  .  . 21 22 23  .  .  .  .  .",
+        "layer 1, v, slot 1, head 1  .  . 31 32 33  .  .  .  .  .",
+    ]
+    assert rows_after([1], [2], 3) == three_tokens_from_row_2_of_slot_1
+
+
+@pytest.mark.about("write")
+def test_write_several_sequences():
+    """Tokens of several sequences land each in its own slot."""
+    two_tokens_each = [
+        "layer 1, k, slot 1, head 0  .  .  .  1  2  .  .  .  .  .",
+        "layer 1, k, slot 1, head 1  .  .  . 11 12  .  .  .  .  .",
+        "layer 1, k, slot 2, head 0  .  .  .  .  .  .  3  4  .  .",
+        "layer 1, k, slot 2, head 1  .  .  .  .  .  . 13 14  .  .",
+        "layer 1, v, slot 1, head 0  .  .  . 21 22  .  .  .  .  .",
+        "layer 1, v, slot 1, head 1  .  .  . 31 32  .  .  .  .  .",
+        "layer 1, v, slot 2, head 0  .  .  .  .  .  . 23 24  .  .",
+        "layer 1, v, slot 2, head 1  .  .  .  .  .  . 33 34  .  .",
+    ]
+    assert rows_after([1, 2], [3, 6], 2) == two_tokens_each
+    assert rows_after([0, 2], [5, 1], 1) == [
+        "layer 1, k, slot 0, head 0  .  .  .  .  .  1  .  .  .  .",
+        "layer 1, k, slot 0, head 1  .  .  .  .  . 11  .  .  .  .",
+        "layer 1, k, slot 2, head 0  .  2  .  .  .  .  .  .  .  .",
+        "layer 1, k, slot 2, head 1  . 12  .  .  .  .  .  .  .  .",
+        "layer 1, v, slot 0, head 0  .  .  .  .  . 21  .  .  .  .",
+        "layer 1, v, slot 0, head 1  .  .  .  .  . 31  .  .  .  .",
+        "layer 1, v, slot 2, head 0  . 22  .  .  .  .  .  .  .  .",
+        "layer 1, v, slot 2, head 1  . 32  .  .  .  .  .  .  .  .",
+    ]
+
+
+@pytest.mark.about("read")
+def test_read():
+    """What was written is read: the first T rows of a look's slots, in every head."""
+    slab = kv.Slab(2, 4, 2, 32, 4, mx.float32)
+    slab.k[1] = drawn(slab.shape, 9)
+    slab.v[1] = drawn(slab.shape, 10)
+    look = kv.Look(slots=slice(1, 3), T=6, mask=None)
+    keys, values = kv.Window(slab, [1, 2], [4, 5], 1).read(1, look)
+    assert_close(keys, slab.k[1][1:3, :, :6], "the keys")
+    assert_close(values, slab.v[1][1:3, :, :6], "the values")
+
+
+def test_earlier_owner():
+    """Rows of an earlier owner do not show."""
+    slab = new_slab()
+    for layer in range(len(slab.k)):
+        slab.k[layer] = 5 * drawn(slab.shape, 11)
+        slab.v[layer] = 5 * drawn(slab.shape, 12)
+    assert_close(logits(ids_of(), slab), our_logits(ids_of()), "the logits", 1e-3)
+
+
+class Noted(kv.Window):
+    """A window that writes down what it does."""
+
+    def __init__(self, did: list[str], *rest):
+        super().__init__(*rest)
+        self.did = did
+
+    def write(self, *rest) -> None:
+        self.did.append("write")
+        super().write(*rest)
+
+    def read(self, *rest) -> tuple[mx.array, mx.array]:
+        self.did.append("read")
+        return super().read(*rest)
+
+
+@pytest.mark.about("attend")
+def test_several_windows():
+    """Several windows share a pass, and in each layer all write before the first one reads."""
+    model, _ = demo()
+    prompts = [ids_of(prompt) for prompt in (SUM, "Spell lantern.", "Count from 5 to 9.")]
+    ids = mx.array([*chain(*prompts)])
+    did: list[str] = []
+    slab = new_slab(slots=4)
+    windows = [
+        Noted(did, slab, [slot], [0], len(ids))
+        for slot, ids in zip((2, 0, 1), prompts, strict=True)
+    ]
+    states = llama.forward(model, ids, windows, range(ids.size))
+    alone = mx.concatenate([our_logits(prompt) for prompt in prompts])
+    assert_close(model.head(states), alone, "the logits of three prompts", 1e-3)
+    assert did == (["write"] * 3 + ["read"] * 3) * len(model.layers)
+
+    # Now one token of each decodes. The sequences of slots 0 to 2 are prompts 1, 2 and 0
+    decoding = kv.Window(slab, [0, 1, 2], [len(prompts[i]) for i in (1, 2, 0)], 1)
+    states = llama.forward(model, mx.array([5, 6, 7]), [decoding], range(3))
+    for i, prompt, token in ((0, 1, 5), (1, 2, 6), (2, 0, 7)):
+        wanted = our_logits((*prompts[prompt], token))[-1:]
+        assert_close(model.head(states[i : i + 1]), wanted, f"the logits of slot {i}", 1e-3)
+
+
+def test_kv_cache():
+    """The same tokens, and each step computes one."""
+    with new_engine(slots=1) as engine:
+        steps = steps_for(engine, [SUM])
+    tokens = len(ids_of()) + steps - 1
+    print(f"{SUM}  ->  {ANSWERS[SUM]}")
+    print(
+        f"without the slab {sum(range(len(ids_of()), tokens + 1))} tokens are computed, with it {tokens}"
+    )

@@ -1,0 +1,168 @@
+"""Stage 4: sampling. You write `argmax`, `uniform`, `land`, `keep_first` and `draw` in sampling.py."""
+
+import math
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import pytest
+
+import sampling
+from course.from_zero.helpers import assert_close, new_engine, run_all, text_of
+from nanobatch import Pick, Sampling
+from parts.device.mlx import mx
+
+
+@pytest.mark.about("argmax")
+def test_argmax():
+    """The best of a row is its largest number, and of equals the first."""
+    best, ids = sampling.argmax(mx.array([[1.0, 3.0, 2.0], [0.0, 9.0, 9.0], [-1.0, -2.0, -1.5]]))
+    assert_close(best, mx.array([[3.0], [9.0], [-1.0]]), "the best")
+    assert ids.tolist() == [[1], [1], [0]]
+
+
+@pytest.mark.about("argmax")
+def test_argmax_of_nan():
+    """If a NaN is in a row, its best is no number: else nobody would notice."""
+    best, _ = sampling.argmax(mx.array([[1.0, math.nan, 2.0]]))
+    assert not mx.isfinite(best).item()
+
+
+@pytest.mark.about("uniform")
+def test_noise_depends_on_seed_and_index():
+    """Noise depends on seed and index alone, and lies above 0 and, as a float32, below 1."""
+    first = [sampling.uniform(seed, index) for seed in range(64) for index in range(64)]
+    assert [sampling.uniform(seed, index) for seed in range(64) for index in range(64)] == first
+    values = mx.array(first)
+    assert values.min().item() > 0 and values.max().item() < 1
+    highest_bit = 2**63
+    assert sampling.uniform(5 + highest_bit, 9) != sampling.uniform(5, 9)
+    assert sampling.uniform(-1, 9) != sampling.uniform(1, 9)
+
+
+@pytest.mark.about("uniform")
+def test_noise_is_even():
+    """Eight equal parts of 0 to 1 get as much of it each, and so do the differences from one index
+    to the next, and from one seed to the next."""
+    rows = [[sampling.uniform(seed, index) for index in range(64)] for seed in range(64)]
+    values = [*chain(*rows)]
+    indices = [(b - a) % 1 for a, b in pairwise(values)]
+    seeds = [(b[3] - a[3]) % 1 for a, b in pairwise(rows)]
+    for what, some in (("numbers", values), ("indices", indices), ("seeds", seeds)):
+        counts = [sum(int(8 * value) == part for value in some) for part in range(8)]
+        mean = len(some) / 8
+        chi_square = sum((count - mean) ** 2 / mean for count in counts)
+        assert chi_square < 35, f"{what}: the eight parts have {counts}"  # by chance: 1 in 100,000
+
+
+@pytest.mark.about("land")
+def test_land():
+    """A mark lands where the running sum passes it, and never on a weight of 0."""
+    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # whole blocks, as they always are
+    marks = {0.0: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4, 1.0: 4}
+    assert {u: sampling.land(weights, mx.array([[u]])).item() for u in marks} == marks
+    many = mx.zeros((2, 5120))
+    many[0, 4321] = 1.0
+    many[1, 17] = many[1, 4000] = 1.0
+    assert sampling.land(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
+
+
+IDS = (42, 7, 250, 3, 199)  # the tokens that are likely
+PROBABILITIES = (0.4, 0.3, 0.2, 0.06, 0.04)
+
+
+def logits_of(rows: int) -> mx.array:
+    probabilities = [1e-30] * 300
+    for token, probability in zip(IDS, PROBABILITIES, strict=True):
+        probabilities[token] = probability
+    return mx.broadcast_to(mx.log(mx.array(probabilities)), (rows, 300))
+
+
+@pytest.mark.about("keep_first")
+def test_keep_first():
+    """top_k keeps a number of tokens, top_p a part of the probability."""
+
+    def kept(*settings: dict) -> list[int]:
+        """How many of the likely tokens, in each row."""
+        spread = sampling.Spread.of(logits_of(len(settings)))
+        spread = spread.only(mx.broadcast_to(mx.array(IDS), (len(settings), 5)))
+        filters = sampling.Filters.of(spread, [Sampling(**each) for each in settings])
+        keep = sampling.keep_first(spread, filters).tolist()
+        assert all(row == sorted(row, reverse=True) for row in keep), "the likeliest are kept"
+        return [sum(row) for row in keep]
+
+    assert kept({"top_k": 3}, {"top_p": 0.6}) == [3, 2]
+    assert kept({"top_k": 1, "top_p": 0.99}, {"top_p": 0.01}) == [1, 1]
+    assert kept({"top_k": 2}, {"top_k": 4}) == [2, 4]
+
+
+DRAWS = 4_000
+
+
+def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
+    """What comes in each of 4,000 rows, with settings in turn: 0 is the likeliest token. Row i has a
+    seed and an index of its own."""
+    picks = []
+    for row, slot in enumerate(slots):
+        options = Sampling(**settings[row % len(settings)])
+        picks.append(Pick(slot, options, seed=row % 50, index=row // 50))
+    state = sampling.SlotState(DRAWS, 300)
+    tokens = sampling.choose(logits_of(DRAWS), picks, state)[0].tolist()
+    assert {*tokens} <= {*IDS}, "a token came that is not likely"
+    return [IDS.index(token) for token in tokens]
+
+
+def assert_likely(tokens: Sequence[int], probabilities: Sequence[float]) -> None:
+    for token, probability in enumerate(probabilities):
+        found = tokens.count(token) / len(tokens)
+        assert abs(found - probability) < 0.001 + 5 * math.sqrt(probability / len(tokens)), (
+            f"token {token} came in {found:.1%} of the draws, and should in {probability:.1%}"
+        )
+
+
+@pytest.mark.about("draw")
+def test_temperature():
+    """Tokens come as often as they are likely, at each temperature."""
+    both = draws({"temperature": 1.0}, {"temperature": 2.0})
+    assert_likely(both[0::2], PROBABILITIES)
+    roots = [math.sqrt(p) for p in PROBABILITIES]
+    assert_likely(both[1::2], [root / sum(roots) for root in roots])
+
+
+@pytest.mark.about("draw")
+def test_filters():
+    """Each row has filters of its own, and they look at temperature 1."""
+    tokens = draws(
+        {"temperature": 2.0, "top_p": 0.6},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.0, "min_p": 0.45},
+    )
+    assert {*tokens[0::3]} == {0, 1}, "top_p = 0.6, temperature 2"
+    assert {*tokens[1::3]} == {0, 1, 2}, "top_k = 3"
+    assert {*tokens[2::3]} == {0, 1, 2}, "min_p = 0.45"
+    assert_likely(tokens[1::3], [p / 0.9 for p in (0.4, 0.3, 0.2)])
+
+
+@pytest.mark.about("draw")
+def test_draws_do_not_depend_on_the_company():
+    """A draw depends on seed and index, and not on slot or neighbours."""
+    warm = {"temperature": 1.0}
+    alone = draws(warm)
+    assert draws(warm) == alone
+    assert draws(warm, slots=[*reversed(range(DRAWS))]) == alone, "in other slots"
+    company = draws(warm, {"temperature": 1.0, "top_k": 1}, {}, {"min_p": 0.3})
+    assert company[0::4] == alone[0::4], "next to others' settings"
+    assert {*company[1::4]} == {0}, "top_k = 1"
+
+
+def test_seeds():
+    """An engine with your sampler says the same for the same seed."""
+    with new_engine(slots=2) as engine:
+        prompt = engine.text.ask("Tell me a story about a fox.")
+        warm = Sampling(temperature=0.9, top_p=0.95, seed=7, max_tokens=12)
+        other = Sampling(temperature=0.9, seed=8, max_tokens=12)
+        handles = [engine.submit(prompt, each) for each in (warm, warm, other)]
+        run_all(engine)
+        first, same, different = [handle.tokens for handle in handles]
+    assert same == first
+    assert different != first
+    print(f"seed 7: {text_of(first)!r}, twice")

@@ -1,0 +1,132 @@
+"""Stage 5: static batching. You write `_admit` in sched.py, `_forward` and `_choose` in
+nanobatch.py."""
+
+from collections.abc import Sequence
+
+import pytest
+from story import name
+
+from course.from_zero.helpers import (
+    ANSWERS,
+    Tale,
+    demo,
+    ids_of,
+    new_engine,
+    steps_for,
+    text_of,
+)
+from nanobatch import Decoding, Order, Pick, Prefill, Runner, Sampling
+from parts.model.fit import Sizes
+
+
+@pytest.mark.about("_admit")
+def test_static_batching():
+    """A batch is admitted, and the next one when all of it has ended."""
+    tale = Tale(slots=2, policy="static")
+    tale.submit_all((3, 2), (3, 5), (3, 2))
+    tale.should_be("""
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d
+         4 | B:d
+         5 | B:d
+         6 | C:p
+         7 | C:d
+    """)
+
+
+@pytest.mark.about("_admit")
+def test_admission():
+    """Who is admitted has a slot, a moment and a policy, and is in line no more."""
+    tale = Tale(slots=2, policy="static")
+    tale.submit_all((3, 2), (3, 2), (3, 2))
+    first, second = tale.sched._admit(now=5.0)
+    assert [name(first), name(second)] == ["A", "B"]
+    assert [first.slot, second.slot] == [0, 1]
+    assert [first.admitted, second.admitted] == [5.0, 5.0]
+    assert [first.policy, second.policy] == ["static", "static"]
+    assert [*tale.sched.running] == [first.id, second.id]
+    assert [*tale.sched.waiting] == [2]
+
+
+@pytest.mark.about("_admit")
+def test_the_policy_says_who_is_next():
+    """The policy says who is next."""
+    tale = Tale(slots=1, policy="short")
+    tale.submit(9, 2)
+    short = tale.submit(2, 2)
+    assert tale.sched._admit(now=0.0) == [short]
+
+
+def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
+    """A step of a runner with 3 slots: by slot, what is said. `decodes`: slots and rows."""
+    order = Order((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
+    slots = [prefill.slot for prefill in prefills if prefill.asked]
+    slots += [slot for slot, _ in decodes]
+    picks = {slot: [Pick(slot, Sampling(**settings), seed=0, index=0)] for slot in slots}
+    tokens, logprobs = runner.run(order, picks).read()
+    assert [len(each) for each in tokens] == [1, 1, 1], "a token of each slot, or -1"
+    if settings.get("logprobs"):
+        return logprobs
+    return {slot: text_of(token) for slot, token in enumerate(tokens) if token[0] >= 0}
+
+
+def new_runner() -> Runner:
+    return Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
+
+
+@pytest.mark.about("_forward", "_choose")
+def test_prompts_of_different_lengths():
+    """Prompts of different lengths go in side by side, then a token of each."""
+    runner = new_runner()
+    one = ids_of("What is 17 + 6?")
+    two = ids_of("Count from 5 to 9.")
+    prompts = [Prefill(2, one, 0, None, asked=True), Prefill(0, two, 0, None, asked=True)]
+    assert run(runner, prompts) == {0: "5", 2: "7"}
+    assert run(runner, [], (0, len(two)), (2, len(one))) == {0: ",", 2: " +"}
+    assert run(runner, [], (0, len(two) + 1), (2, len(one) + 1)) == {0: " 6", 2: " 6"}
+
+
+@pytest.mark.about("_forward", "_choose")
+def test_chunks():
+    """A chunk that does not end its prompt says nothing, and others decode next to it."""
+    runner = new_runner()
+    one = ids_of("What is 17 + 6?")
+    two = ids_of("Count from 5 to 9.")
+    assert run(runner, [Prefill(1, one[:4], 0, None, asked=False)]) == {}
+    both = [Prefill(0, two, 0, None, asked=True), Prefill(1, one[4:7], 4, None, asked=False)]
+    assert run(runner, both) == {0: "5"}
+    rest = [Prefill(1, one[7:], 7, None, asked=True)]
+    assert run(runner, rest, (0, len(two))) == {0: ",", 1: "7"}
+
+
+@pytest.mark.about("_forward")
+def test_every_pass_is_started():
+    """`self._start` is called in each step, though nothing may be asked: else nothing is written."""
+    runner = new_runner()
+    start = runner._start
+    started: list[tuple] = []
+    runner._start = lambda *results: (started.append(results), start(*results))
+    run(runner, [Prefill(1, ids_of()[:4], 0, None, asked=False)])
+    assert len(started) == 1
+    run(runner, [Prefill(1, ids_of()[4:], 4, None, asked=True)])
+    assert len(started) == 2
+
+
+@pytest.mark.about("_choose")
+def test_logprobs():
+    """Who asks for log probabilities gets them."""
+    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, None, asked=True)], logprobs=2)
+    assert [*logprobs] == [(2, 0)], "by slot and index"
+    likeliest, value = logprobs[2, 0].top[0]
+    assert text_of([likeliest]) == "7"
+    assert value == logprobs[2, 0].logprob
+
+
+def test_answers_in_batches():
+    """Six prompts, three at a time, have the answers that they have alone."""
+    with new_engine(slots=3, policy="static", run_ahead=False) as engine:
+        steps = steps_for(engine, ANSWERS)
+    with new_engine(slots=1, policy="serial", run_ahead=False) as engine:
+        alone = steps_for(engine, ANSWERS)
+    print(f"six prompts: {alone} steps one at a time, {steps} in batches of three")

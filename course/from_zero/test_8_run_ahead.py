@@ -1,0 +1,200 @@
+"""Stage 8: run-ahead. You write `Runner.finish`, `Engine._may_fly` and `Engine.step` in
+nanobatch.py."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from course.from_zero.helpers import (
+    SUM,
+    Tale,
+    ask,
+    demo,
+    ids_of,
+    new_engine,
+    run_all,
+    steps_for,
+)
+from nanobatch import Flight, Order, Pick, Prefill, Runner, Sampling
+from parts.device.mlx import device_lock
+from parts.model.fit import Sizes
+
+
+def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:
+    """What happens in an answer of four tokens, in order."""
+    lines: list[str] = []
+
+    def note(what: str) -> None:
+        lines.append(f"{what} {1 + sum(line.startswith(what) for line in lines)}")
+
+    class Noted(Flight):
+        def read(self) -> tuple:
+            note("read")
+            return super().read()
+
+    with new_engine(slots=2, run_ahead=run_ahead) as engine:
+        finish = engine.runner.finish
+
+        def finish_too(*rest) -> Noted:
+            flight = Noted(*finish(*rest))
+            note("start")
+            return flight
+
+        engine.runner.finish = finish_too
+        engine.hurries = hurries
+        handle = ask(engine, max_tokens=4)
+        run_all(engine)
+        assert len(handle.tokens) == 4
+    return lines
+
+
+@pytest.mark.about("_may_fly", "step")
+def test_without_run_ahead():
+    """Without run-ahead, a step is read before the next one starts."""
+    in_turn = ["start 1", "read 1", "start 2", "read 2", "start 3", "read 3", "start 4", "read 4"]
+    assert starts_and_reads(run_ahead=False, hurries=False) == in_turn
+
+
+@pytest.mark.about("_may_fly", "step", "finish")
+def test_run_ahead():
+    """With run-ahead, the next step starts before the last one is read."""
+    ahead = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
+    assert starts_and_reads(run_ahead=True, hurries=False) == ahead
+
+
+@pytest.mark.about("_may_fly")
+def test_first_token():
+    """A first token is read at once, where the engine hurries."""
+    first = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]
+    assert starts_and_reads(run_ahead=True, hurries=True) == first
+
+
+@pytest.mark.about("finish")
+def test_flight():
+    """A flight holds a token of each slot that was asked, and -1 for the others."""
+    runner = Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    enqueue = runner._enqueue
+    started: list[object] = []
+    runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
+    order = Order((), [Prefill(1, ids_of(), 0, None, asked=True)], [])
+    flight = runner.run(order, {1: [Pick(1, Sampling(), seed=0, index=0)]})
+    assert any(each is flight.tokens for each in started), (
+        "the tokens were never handed to self._enqueue: the device would start too late"
+    )
+    tokens, _ = flight.read()
+    assert [tokens[0], tokens[2]] == [[-1], [-1]]
+    assert runner._newest.tolist() == [0, *tokens[1], 0], "the newest token of each slot"
+    times = (flight.build_s, flight.device_s, flight.wait_s)
+    assert all(isinstance(each, float) and each >= 0 for each in times), times
+
+
+def test_ghosts():
+    """A ghost's token is dropped: A ends with its second token, and runs once more."""
+    tale = Tale(slots=1, lag=1)
+    first = tale.submit(3, 9, eos=2)
+    tale.submit(3, 2)
+    tale.should_be("""
+         1 | A:p
+         2 | A:d
+         3 | A:d
+         4 | B:p
+         5 | B:d
+    """)
+    assert len(first.answer) == 2
+
+
+def test_a_ghost_of_nan():
+    """A ghost whose numbers are not finite harms nobody."""
+    tale = Tale(slots=1, lag=1)
+    tale.fails.add(tale.submit(3, 9).id)
+    second = tale.submit(2, 2)
+    tale.drawn()
+    assert second.finish_reason == "length"
+
+
+@pytest.mark.about("step")
+def test_failure():
+    """A step that fails ends its requests, and the engine goes on."""
+    with new_engine(slots=2) as engine:
+        begin = engine.runner.begin
+        engine.runner.begin = lambda order: 1 // 0
+        handle = ask(engine)
+        try:
+            worked = engine.step()
+        except ZeroDivisionError:
+            pytest.fail("it came out of Engine.step: tell self._fail of it", pytrace=False)
+        assert worked is True
+        assert handle.finish_reason == "error"
+        engine.runner.begin = begin
+        steps_for(engine, [SUM])
+
+
+@pytest.mark.about("step")
+def test_exit():
+    """SystemExit ends the requests, too, but is for the whole program: it is raised again."""
+
+    def leave(order: Order) -> None:
+        raise SystemExit(3)
+
+    with new_engine(slots=2) as engine:
+        engine.runner.begin = leave
+        handle = ask(engine)
+        with pytest.raises(SystemExit):
+            engine.step()
+        assert handle.finish_reason == "error"
+
+
+@pytest.mark.about("step")
+def test_lock():
+    """While a step runs, no other thread can take device_lock."""
+    taken = []
+    with new_engine(slots=2) as engine, ThreadPoolExecutor(1) as other:
+        begin = engine.runner.begin
+
+        def look_and_begin(order: Order):
+            taken.append(other.submit(device_lock.acquire, blocking=False).result())
+            return begin(order)
+
+        engine.runner.begin = look_and_begin
+        ask(engine, max_tokens=1)
+        run_all(engine)
+    assert taken == [False]
+
+
+@pytest.mark.about("step")
+def test_plan_false():
+    """`plan=False` plans nothing, and what is in flight is read."""
+    with new_engine(slots=1) as engine:
+        engine.hurries = False
+        commits: list = []
+        engine.on_commit = commits.append
+        handle = ask(engine)
+        engine.step()
+        assert engine.step(plan=False) is True, "something was in flight"
+        assert len(handle.tokens) == 1
+        assert len(commits) == 1, "`_changing` calls on_commit"
+        assert engine.step(plan=False) is False, "nothing was"
+        run_all(engine)
+
+
+def test_batch_invariance():
+    """In company each answer is the one that it has alone."""
+    dice = random.Random(3)
+    asks = []
+    for number in range(16):
+        warm = {"temperature": 0.8, "seed": number} if number % 3 == 0 else {}
+        ids = [dice.randrange(5, 1500) for _ in range(dice.randint(1, 60))]
+        tokens = dice.randint(1, 10)
+        asks.append((ids, Sampling(max_tokens=tokens, ignore_eos=True, logprobs=3, **warm)))
+    with new_engine(slots=5, budget=48) as engine:
+        together = [engine.submit(*each) for each in asks]
+        run_all(engine)
+    alone = []
+    with new_engine(slots=1, policy="serial", run_ahead=False) as engine:
+        for each in asks:
+            alone.append(engine.submit(*each))
+            run_all(engine)
+    assert [handle.tokens for handle in together] == [handle.tokens for handle in alone]
+    same = sum(a.logprobs == b.logprobs for a, b in zip(together, alone, strict=True))
+    print(f"{len(asks)} answers in company and alone: the same tokens, {same} with the same bits")

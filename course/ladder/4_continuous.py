@@ -1,0 +1,176 @@
+"""Rung 4: slots, and continuous batching.
+
+    python course/ladder/4_continuous.py
+
+On rung 3 a batch came and went as a whole. But nothing in the model asks for that. A sequence owns
+a *slot*: some rows of the slab. It needs these rows and no others, so it may begin and end at any
+step. Only one thing has to change: we decide before each step, and not before each batch, what goes
+in. A step has three parts:
+
+    plan     free slots are given to requests that wait; sequences that have a slot already decode
+    run      one forward pass: prompts and newest tokens lie side by side in it
+    commit   every sequence gets its token; a sequence that has ended leaves its slot
+
+The part that decides is a *scheduler*. This one takes some 20 lines, and it knows no model and no
+array. It knows the rule of rung 3, too: "static" admits nothing while anything runs. Two lines of
+`plan` are the whole difference between the policies.
+
+static:
+
+slot 0  ▒1██████████████████████████████████████████████▒5█████████████████████████████████████████
+slot 1  ▒2███████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒6███████████████··························
+slot 2  ▒3█████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒7████████·································
+slot 3  ▒4███████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒8█████████································
+
+continuous:
+
+slot 0  ▒1██████████████████████████████████████████████··········
+slot 1  ▒2███████████████▒6███████████████························
+slot 2  ▒3█████████████▒5█████████████████████████████████████████
+slot 3  ▒4███████████████▒7████████▒8█████████····················
+
+Compared with rung 3 padding and ghosts have gone. A prompt goes in with its own length. The window
+of the newest tokens names only the slots that decode, so under "static", too, nothing runs in a
+slot whose sequence has ended. The slot is *blocked* (╳) while requests wait for the batch, and
+*empty* (·) when none waits.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from board import PROMPTS, Timeline, launch, load, rate, show_answers
+
+from kv import Slab, Window
+from llama import forward
+from parts.device.mlx import mx
+from parts.model.fit import slab_shape
+
+SLOTS = 4
+LONGEST = 128
+MODEL, TEXT = load()
+
+
+@dataclass
+class Sequence:
+    number: int  # the request's
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)  # so far
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step, decided: for each slot that takes part, the sequence that owns it."""
+
+    prefills: dict[int, Sequence]  # the prompt goes in
+    decodes: dict[int, Sequence]  # the newest token goes in
+
+
+class Scheduler:
+    def __init__(self, policy: str, line: list[Sequence]):
+        self.policy = policy
+        self.line = deque(line)
+        self.running: dict[int, Sequence] = {}  # by slot
+
+    def plan(self) -> Plan:
+        """Sequences that run decode. Then free slots go to those that wait."""
+        decodes = dict(sorted(self.running.items()))  # neighbouring slots share one product
+        free = [slot for slot in range(SLOTS) if slot not in self.running]
+        if self.policy == "static" and self.running:
+            free = []  # the whole difference between the policies
+        prefills = {}
+        for slot in free:
+            if self.line:
+                prefills[slot] = self.line.popleft()
+        self.running |= prefills
+        return Plan(prefills, decodes)
+
+    def commit(self, tokens: dict[int, int]) -> None:
+        """Each sequence gets its token. A slot is free as soon as its sequence has ended."""
+        for slot, token in tokens.items():
+            sequence = self.running[slot]
+            sequence.answer.append(token)
+            if token in TEXT.end_tokens or sequence.length == LONGEST:
+                del self.running[slot]
+
+
+def run(slab: Slab, plan: Plan) -> dict[int, int]:
+    """One forward pass for all of them. By slot: the token that comes next."""
+    ids = []
+    windows = []
+    asked = []  # places in `ids`
+    for slot, sequence in plan.prefills.items():
+        ids += sequence.prompt
+        window = Window(slab, slots=[slot], starts=[0], L=sequence.length)
+        windows.append(window)
+        asked.append(len(ids) - 1)  # of a prompt, its last token
+
+    rows = []
+    for sequence in plan.decodes.values():
+        ids.append(sequence.answer[-1])
+        rows.append(sequence.length - 1)  # all tokens before the newest are in the slab
+        asked.append(len(ids) - 1)
+    if plan.decodes:
+        window = Window(slab, slots=list(plan.decodes), starts=rows, L=1)
+        windows.append(window)
+
+    states = forward(MODEL, mx.array(ids), windows, asked)  # (n, D)
+    scores = MODEL.head(states)  # (n, V)
+    tokens = mx.argmax(scores, axis=-1).tolist()
+    slots = [*plan.prefills, *plan.decodes]  # as they were asked
+    return dict(zip(slots, tokens, strict=True))
+
+
+def draw(timeline: Timeline, plan: Plan, waiting: int) -> None:
+    """A column of the picture: what each slot does in this step."""
+    cells = {}
+    for slot in range(SLOTS):
+        if slot in plan.prefills:
+            cells[slot] = ("prefill", plan.prefills[slot].number)
+        elif slot in plan.decodes:
+            cells[slot] = ("decode", plan.decodes[slot].number)
+        elif waiting:
+            cells[slot] = ("blocked", 0)
+    timeline.step(cells)
+
+
+def serve(policy: str, timeline: Timeline) -> list[list[int]]:
+    """Plan, run and commit, until all prompts are answered."""
+    sequences = []
+    for number, prompt in enumerate(PROMPTS, 1):
+        sequences.append(Sequence(number, TEXT.ask(prompt)))
+    scheduler = Scheduler(policy, sequences)
+    shape = slab_shape(MODEL.config, SLOTS, LONGEST, 32)
+    slab = Slab(*shape, MODEL.dtype)
+    while scheduler.line or scheduler.running:
+        plan = scheduler.plan()
+        draw(timeline, plan, waiting=len(scheduler.line))
+        tokens = run(slab, plan)
+        scheduler.commit(tokens)
+    return [sequence.answer for sequence in sequences]
+
+
+def main() -> None:
+    for policy in ("static", "continuous"):
+        timeline = Timeline(SLOTS)
+        began = time.perf_counter()
+        answers = serve(policy, timeline)
+        seconds = time.perf_counter() - began
+        written = sum(len(answer) for answer in answers)
+        took = rate(written, len(timeline.steps), seconds)
+        timeline.show(f"{policy}, {took}, {timeline.useful:.0f} % useful")
+    show_answers(TEXT, PROMPTS, answers)
+    print("""
+Question: a prompt of 1,000 tokens is admitted while three neighbours decode. How many tokens does
+that step compute, and how many did the step before it? What do the neighbours' readers see? How
+much does the real scheduler let a step cost at most, and how?
+The real code answers: sched.py, Scheduler._chunks.
+Next: python course/ladder/4b_chunks.py""")
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,179 @@
+"""Rung 5: prompts in chunks, and running ahead.
+
+    python course/ladder/5_run_ahead.py
+
+Rung 4 and a half cut each prompt into *chunks*, and the others decode beside them. But it gave
+every prompt a chunk in each step: ten long prompts would make a long step all the same. So a step
+has a *budget* of tokens, and prompts share it in the order in which they came.
+
+The device, too, has to wait: so far we read a step's tokens, then plan and build the next step
+while the device stands still. But the newest tokens, which the next step needs, are on the device
+already. So step N + 1 is started before N's tokens are read, and Python's work hides behind the
+device's. The price: an answer's end is seen one step late. By then its sequence has been planned
+once more. It runs as a *ghost* (▚), and that token is dropped.
+
+    device   |   run N             |   run N+1           |   run N+2
+    Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
+
+Compared with rung 4 and a half the scheduler is the real one (`sched.py`). It does what ours did, in
+a class of its own, and knows of a budget for each step, and of tokens that are planned but not yet
+read. `run` starts a step and returns at once; `commit` waits for its tokens. The program serves the
+same requests three times: with whole prompts, with chunks, and with chunks and running ahead. (Running ahead gains
+little on a CPU, since there the device and Python share the cores.)
+"""
+
+import time
+from collections import deque
+
+from board import Timeline, launch, load, rate, show_answers
+
+from kv import Slab, Window
+from llama import forward
+from parts.device.mlx import mx
+from parts.model.fit import slab_shape
+from policies import POLICIES
+from sched import Plan, Request, Scheduler
+
+SENTENCE = "The fox was kind, and every day it went to the lake with a small lantern. "
+STORY = ("Once there was a fox. " + SENTENCE) * 24
+TALK = [{"role": "user", "content": STORY}, {"role": "assistant", "content": "I see."}]
+PROMPTS = [
+    "Count from 3 to 20.",
+    "What is a slot?",
+    "Is fox in this list: owl, fox, bee?",
+    "What is 17 + 6?",  # this one comes later, at the end of the long talk
+]
+SLOTS = 3
+LONGEST = 1024
+MODEL, TEXT = load()
+
+
+class Engine:
+    def __init__(self, chunk: int, runs_ahead: bool):
+        self.sched = Scheduler(SLOTS, LONGEST, POLICIES["continuous"], chunk=chunk)
+        shape = slab_shape(MODEL.config, SLOTS, LONGEST, chunk)
+        self.slab = Slab(*shape, MODEL.dtype)
+        self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device
+        self.runs_ahead = runs_ahead
+        self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that are started, and not read
+        self.timeline = Timeline(SLOTS)
+        self.most = 0  # tokens in a step
+
+    def submit(self, ids: list[int]) -> Request:
+        request = Request(
+            id=self.sched.submitted + 1,
+            prompt=tuple(ids),
+            max_tokens=64,
+            arrived=time.perf_counter(),
+            reuse=False,
+        )
+        self.sched.submit(request)
+        return request
+
+    def turn(self) -> bool:
+        """Plan, run, commit. False if there was nothing to do."""
+        plan = self.sched.plan(time.perf_counter())
+        if plan:
+            sampled = self.run(plan)
+            self.flights.append((plan, sampled))
+        in_flight = 1 if plan and self.runs_ahead else 0  # how many steps need not be read yet
+        is_due = len(self.flights) > in_flight
+        if is_due:
+            self.commit(*self.flights.popleft())  # the oldest
+        return plan is not None or is_due
+
+    def run(self, plan: Plan) -> mx.array:  # (n,)
+        """Start a step. A token comes out for each of the plan's emitters, in their order.
+
+        The tokens are a promise: the device computes them while Python goes on.
+        """
+        ids = []
+        windows = []
+        asked = []  # places among the tokens of this step
+        count = 0  # tokens so far
+
+        for chunk in plan.chunks:
+            tokens = chunk.request.prompt[chunk.start : chunk.stop]
+            window = Window(self.slab, slots=[chunk.slot], starts=[chunk.start], L=len(tokens))
+            ids.append(mx.array(tokens))
+            windows.append(window)
+            count += len(tokens)
+            if chunk.emits:  # the last chunk of a prompt: its last token is asked
+                asked.append(count - 1)
+
+        if plan.decodes:
+            slots = [decode.slot for decode in plan.decodes]
+            rows = [decode.position for decode in plan.decodes]
+            window = Window(self.slab, slots=slots, starts=rows, L=1)
+            ids.append(self.newest[mx.array(slots)])  # (B,), and Python has not read them
+            windows.append(window)
+            asked += range(count, count + len(slots))
+            count += len(slots)
+
+        self.most = max(self.most, count)
+        states = forward(MODEL, mx.concatenate(ids), windows, asked)  # (n, D)
+        scores = MODEL.head(states)  # (n, V)
+        sampled = mx.zeros(0)  # no token, if no prompt has come to its end and nothing decodes
+        if asked:
+            sampled = mx.argmax(scores, axis=-1)
+            slots = [member.slot for member in plan.emitters]  # as they were asked
+            self.newest[mx.array(slots)] = sampled
+        mx.async_eval(sampled, self.newest)  # start the device, and wait for nothing
+        return sampled
+
+    def commit(self, plan: Plan, sampled: mx.array) -> None:
+        """Hand out the tokens of a step."""
+        tokens = {}  # by slot
+        for member, token in zip(plan.emitters, sampled.tolist(), strict=True):  # here Python waits
+            tokens[member.slot] = [token]  # of guesses there would be several
+        self.draw(plan)
+        self.sched.commit(plan, tokens, why_it_ends, time.perf_counter())
+
+    def draw(self, plan: Plan) -> None:
+        """A column of the picture. A sequence that has ended meanwhile ran as a ghost."""
+        cells = {}
+        for chunk in plan.chunks:
+            cells[chunk.slot] = ("prefill", chunk.request.id)
+        for decode in plan.decodes:
+            kind = "ghost" if decode.request.finish_reason else "decode"
+            cells[decode.slot] = (kind, decode.request.id)
+        self.timeline.step(cells)
+
+
+def why_it_ends(request: Request, token: int) -> str | None:
+    return "stop" if token in TEXT.end_tokens else None
+
+
+def serve(chunk: int, runs_ahead: bool, title: str) -> list[Request]:
+    engine = Engine(chunk, runs_ahead)
+    began = time.perf_counter()
+    requests = [engine.submit(TEXT.ask(prompt)) for prompt in PROMPTS[:-1]]
+    while engine.turn():
+        if len(engine.timeline.steps) == 6:  # now the last one comes, a long talk
+            question = {"role": "user", "content": PROMPTS[-1]}
+            ids = TEXT.encode_chat([*TALK, question])
+            requests.append(engine.submit(ids))
+    seconds = time.perf_counter() - began
+    written = sum(request.committed for request in requests)
+    took = rate(written, len(engine.timeline.steps), seconds)
+    engine.timeline.show(f"{title}: {took}; a step computes {engine.most} tokens at most")
+    return requests
+
+
+def main() -> None:
+    serve(LONGEST, runs_ahead=False, title="whole prompts, one step after the other")
+    serve(64, runs_ahead=False, title="chunks of 64 tokens, one step after the other")
+    requests = serve(64, runs_ahead=True, title="chunks of 64 tokens, running ahead")
+    length = len(requests[-1].prompt)
+    print(f"\nRequest 4, a talk of {length} tokens, came after step 6. Below is its last message.")
+    show_answers(TEXT, PROMPTS, [request.answer for request in requests])
+    print("""
+Question: the loop is whole: `turn` has a twin, `Engine.step`. What stands around it there, and what
+may fail here?
+The real code answers: nanobatch.py, Engine.step.
+Next: `Runner.run` is the twin of `run`. Now read llama.py and the other chapters of the book; or
+write them yourself: python course/from_zero/start.py mine""")
+
+
+if __name__ == "__main__":
+    launch(main)

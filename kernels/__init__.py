@@ -1,0 +1,1 @@
+"""Kernels: what computes below the model, in C and in MLX."""

@@ -1,0 +1,83 @@
+"""How `matmul.c` is compiled: once for each instruction set, when nanobatch is installed.
+
+A wheel is built for all processors of an architecture, so it carries a library for each instruction
+set, and a start takes the best one that its processor has (`matmul.py`). `setup.py` compiles them. A
+library holds the hash of what it was compiled from, so that an edited source is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("matmul.c")
+# Not those of Python's own build, which differ between machines and may change bits
+OPTIONS = [
+    "-O3",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+]
+
+
+class Form(NamedTuple):
+    """`matmul.c` for one instruction set."""
+
+    machine: str  # the architecture; empty: any
+    features: str  # words of /proc/cpuinfo that the processor must have
+    # What the compiler is told. Never "native", which means something else on each machine
+    options: str
+    openblas: str = ""  # the kernels that OpenBLAS has for such a processor; empty: its own choice
+
+
+FORMS = {  # the best one comes first
+    "avx512": Form(
+        "x86_64",
+        "avx512f avx512bw avx512dq avx512vl avx512cd avx2 fma f16c",
+        "-mavx512f -mavx2 -mfma -mf16c",
+        "SkylakeX",
+    ),
+    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "Haswell"),
+    "neon": Form("aarch64", "", ""),
+    "plain": Form("x86_64", "", ""),  # older than 2013: without fused multiply-adds
+}
+
+
+def forms() -> list[str]:
+    """Those that are compiled here. On a Mac, MLX brings a fast product of its own."""
+    if sys.platform != "linux":
+        return []
+    return [name for name, form in FORMS.items() if form.machine == platform.machine()]
+
+
+def library(form: str) -> Path:
+    return SOURCE.with_name(f"matmul_{form}.so")
+
+
+def source_hash(form: str) -> str:
+    """The hash of all that a library is compiled from."""
+    made_from = [SOURCE.read_text(encoding="utf-8"), *OPTIONS, FORMS[form].options]
+    return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
+
+
+def compiler() -> list[str]:
+    """The machine's C compiler, as the beginning of a command; empty if there is none."""
+    for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command
+    return []
+
+
+def command(form: str, output: Path) -> list[str]:
+    named = f'-DSOURCE_HASH="{source_hash(form)}"'
+    options = [*OPTIONS, *FORMS[form].options.split(), named]
+    return [*compiler(), *options, "-o", str(output), str(SOURCE)]

@@ -1,0 +1,1211 @@
+/* The matrix product of a server for language models: a row has the same bits however many rows there are.
+
+   The problem. To give each sequence its next token, a model multiplies a few rows of numbers, one row for each
+   sequence, with each of its matrices of weights. A matrix has hundreds of thousands of weights, and each of them is
+   used once for each row. So with one row, or with eight, the time goes into reading the weights from memory, and
+   hardly any into arithmetic.
+
+   A usual BLAS (the library that multiplies matrices) is made for the opposite case: hundreds of rows. Then arithmetic
+   is what takes the time, and it pays to copy the weights into another order first. With eight rows the copy takes
+   longer than the product. And a BLAS chooses how it adds numbers up by the shape of the product. Floating-point
+   addition rounds, so another order gives other last digits: a row's result depends on how many other rows there are.
+
+   The way out. This file reads the weights where they lie, once for all rows, and makes
+
+       every number of the result as one sum, taken in one order.
+
+   The order depends on how the weights lie, but on nothing else: not on the number of rows, not on the row's place among
+   them, not on the thread that computes it, and not on the processor. That sentence is the proof: a product shows
+   nothing of a request's company. (What MLX does row by row, such as a norm, never did.) Each of two layouts of the
+   weights W has an order of its own. LANES is how many numbers a vector register holds, and x is one row:
+
+       as stored, (N, K)   y[j] = sum over k of x[k] W[j][k]   W[j] is contiguous, so we load LANES weights of one j.
+                           There are ORDER = 16 sums, whatever the processor: sum i adds up every 16th product, from
+                           k = i on. Then the upper half of the sums is added to the lower half, four times, and at
+                           last the K % 16 products that are left, one by one. Where a register holds fewer than 16
+                           numbers, the sums are made in PARTS: first those that fit, and then the others.
+
+       turned, (K, N)      y[j] = sum over k of x[k] W[k][j]   W[k] is contiguous, so we load LANES weights of one k.
+                           Each lane is another j, and adds up its products from the first k to the last. So zeros at
+                           the end of x change nothing, if W is finite there: attention may read further than a
+                           sequence is long. (`kv.py` scrubs rows that may not be finite.)
+
+   Every multiply-add is a fused one, and is named (`fma_`): with `a * b + c` the compiler would choose, in each loop
+   anew, whether to round once or twice. (-ffp-contract=off keeps it from making one unasked. The few processors that have
+   none, x86 before 2013, round twice: there a row keeps its bits in any company, but they are not those of others.) The file
+   is compiled without -ffast-math, which lets a compiler reorder sums.
+
+   Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group of them. A packed weight
+   is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
+   weights change no bit, and take as much less time to read as they are smaller.
+
+   What stands for a matrix may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
+   works on one row alone, in one order.
+
+   How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
+   strips and blocks of tiles, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
+   this. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
+#ifdef __FAST_MATH__
+#error "-ffast-math lets the compiler add up in any order"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
+
+/* --- the vectors of each processor -------------------------------------------------------------------------------
+
+   `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
+   they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
+   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, the upper half to the lower one until
+   one is left, into four numbers. `float16s`,
+   `bfloat16s` and `bytes` make a vector of as many packed numbers; `nibbles`, of the lowest four bits of each word, and
+   `shifted` brings the next four there. */
+
+enum { ORDER = 16, COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
+
+/* One number of 16 bits. (Only finite ones are loaded.) */
+INLINE float of_bits(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+INLINE float bfloat16(uint16_t bits) { return of_bits((uint32_t)bits << 16); }
+INLINE float float16(uint16_t bits) { /* moved to their places in a float32, where an exponent of 0 means 2^-112 of it */
+  float size = of_bits((uint32_t)(bits & 0x7fff) << 13) * 0x1p112f;
+  return bits >> 15 ? -size : size;
+}
+
+#if defined(__AVX512F__)
+
+#include <immintrin.h>
+enum { LANES = 16, ROWS = 6 };
+typedef __m512 vec;
+typedef __m128 four;
+#define KEEP(v) __asm__("" : "+v"(v))
+#define REST() _mm_pause()
+INLINE vec load(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void store(float *to, vec v) { _mm512_storeu_ps(to, v); }
+INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
+INLINE vec all(float number) { return _mm512_set1_ps(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+INLINE vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec float16s(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
+INLINE vec bytes(const void *at) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
+INLINE vec bfloat16s(const void *at) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
+}
+
+typedef __m512i words;
+INLINE words load_words(const void *at) { return _mm512_loadu_si512(at); }
+INLINE words shifted(words w) { return _mm512_srli_epi32(w, 4); }
+
+/* Of four bits, a group's 16 possible weights are one vector, and each number says which of them is meant. */
+#define HAS_TABLE
+INLINE vec sixteen(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+INLINE vec looked_up(vec table, words w) { return _mm512_permutexvar_ps(w, table); } /* the lowest four bits alone count */
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) {
+  vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  vec abcd = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  abcd = _mm512_add_ps(abcd, _mm512_permute_ps(abcd, 0x4e)); /* each quarter has four lanes of a, of b, ... */
+  abcd = _mm512_add_ps(abcd, _mm512_permute_ps(abcd, 0xb1));
+  __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, abcd));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+#include <immintrin.h>
+enum { LANES = 8, ROWS = 3 };
+typedef __m256 vec;
+typedef __m128 four;
+#define KEEP(v) __asm__("" : "+x"(v))
+#define REST() _mm_pause()
+INLINE vec load(const float *from) { return _mm256_loadu_ps(from); }
+INLINE void store(float *to, vec v) { _mm256_storeu_ps(to, v); }
+INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
+INLINE vec all(float number) { return _mm256_set1_ps(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec float16s(const void *at) { return _mm256_cvtph_ps(_mm_loadu_si128(at)); }
+INLINE vec bytes(const void *at) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
+INLINE vec bfloat16s(const void *at) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16));
+}
+typedef __m256i words;
+INLINE words load_words(const void *at) { return _mm256_loadu_si256(at); }
+INLINE words shifted(words w) { return _mm256_srli_epi32(w, 4); }
+INLINE vec nibbles(words w) { return _mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) {
+  vec ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)); /* four of a, of b */
+  vec cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+  vec acbd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee)); /* two of a, of c, ... */
+  acbd = _mm256_hadd_ps(acbd, acbd);
+  return _mm_unpacklo_ps(_mm256_castps256_ps128(acbd), _mm256_extractf128_ps(acbd, 1));
+}
+
+#elif defined(__aarch64__)
+
+#include <arm_neon.h>
+enum { LANES = 4, ROWS = 6 };
+typedef float32x4_t vec, four;
+#define KEEP(v) __asm__("" : "+w"(v))
+#define REST() __asm__ volatile("yield")
+INLINE vec load(const float *from) { return vld1q_f32(from); }
+INLINE void store(float *to, vec v) { vst1q_f32(to, v); }
+INLINE void store_four(float *to, four v) { vst1q_f32(to, v); }
+INLINE vec all(float number) { return vdupq_n_f32(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
+INLINE vec times(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec float16s(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+INLINE vec bfloat16s(const void *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
+INLINE vec bytes(const void *at) {
+  uint32x2_t four_bytes = vld1_dup_u32(at);
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four_bytes)))));
+}
+typedef uint32x4_t words;
+INLINE words load_words(const void *at) { return vld1q_u32(at); }
+INLINE words shifted(words w) { return vshrq_n_u32(w, 4); }
+INLINE vec nibbles(words w) { return vcvtq_f32_u32(vandq_u32(w, vdupq_n_u32(15))); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE vec halves_of(vec a, vec b) { /* two of a, two of b */
+  return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)), vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
+}
+INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(halves_of(a, b), halves_of(c, d)); }
+
+#else /* any other processor */
+
+enum { LANES = 4, ROWS = 3 };
+typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
+typedef vec four;
+#define KEEP(v)
+#define REST()
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec v) { *(vec *)to = v; }
+INLINE void store_four(float *to, four v) { *(four *)to = v; }
+INLINE vec all(float number) { return (vec){number, number, number, number}; }
+#ifdef __FP_FAST_FMAF
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE vec fma_(vec a, vec b, vec c) {
+  return (vec){fma_one(a[0], b[0], c[0]), fma_one(a[1], b[1], c[1]), fma_one(a[2], b[2], c[2]), fma_one(a[3], b[3], c[3])};
+}
+#else /* two roundings instead of one, so other bits than on all other processors */
+INLINE float fma_one(float a, float b, float c) { return a * b + c; }
+INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+#endif
+INLINE vec add(vec a, vec b) { return a + b; }
+INLINE vec times(vec a, vec b) { return a * b; }
+INLINE vec float16s(const void *from) {
+  const uint16_t *at = from;
+  return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])};
+}
+INLINE vec bfloat16s(const void *from) {
+  const uint16_t *at = from;
+  return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
+}
+INLINE vec bytes(const void *from) {
+  const uint8_t *at = from;
+  return (vec){at[0], at[1], at[2], at[3]};
+}
+typedef uint32_t words __attribute__((vector_size(16), aligned(4), may_alias));
+INLINE words load_words(const void *at) { return *(const words *)at; }
+INLINE words shifted(words w) { return w >> 4; }
+INLINE vec nibbles(words w) { return (vec){w[0] & 15, w[1] & 15, w[2] & 15, w[3] & 15}; }
+
+INLINE float halves_of(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE four add_lanes(vec a, vec b, vec c, vec d) { return (four){halves_of(a), halves_of(b), halves_of(c), halves_of(d)}; }
+
+#endif
+
+enum { PARTS = ORDER / LANES };
+static long at_most(long number, long limit) { return number < limit ? number : limit; }
+
+/* --- packed weights ----------------------------------------------------------------------------------------------------
+
+   MLX multiplies float32 matrices alone, and never looks at them: it hands us an address. So a packed matrix claims to be
+   a float32 one. What lies at its address is a `Packed`, and behind it the matrix.
+
+   Weights of 16 and of 8 bits lie as in a file. Those of 4 bits lie in blocks, so that to unpack LANES of them takes no
+   more than a shift. A block is 128 weights, in 16 words: the first 16 weights are the lowest four bits of its words, the
+   next 16 weights the four bits above, and so on. (A number for each weight:)
+
+       as in a file    7 6 5 4 3 2 1 0   15 14 13 12 11 10 9 8   23 ...
+       in a block      112 96 80 64 48 32 16 0   113 97 81 65 49 33 17 1   114 ...
+
+   How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when this library is loaded, which no matrix
+   of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
+   for exactly as long as its memory holds it. The key begins with a NaN, which is compared first and by itself: a matrix
+   of one number has no more.
+
+   A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
+
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP }; /* of numbers; of operations */
+
+typedef struct {
+  uint64_t key[2];
+  int32_t form, form_of_scales; /* of the weights; of scales and offsets */
+  int64_t N, K;                 /* the matrix is (N, K), row by row */
+  int32_t group, groups;        /* so many weights share a scale and an offset; so many groups has a row. Of 16 bits
+                                   a row is one group, without an offset */
+  int32_t shift;                /* a weight's group in its row: k >> shift */
+  int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
+  float setting;                /* of an operation: the scale of a softmax, the eps of a norm */
+} Packed;
+enum { LINE_NBYTES = 64, BLOCK = 8 * ORDER };
+_Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
+
+static uint64_t key[2];
+
+static __attribute__((constructor)) void draw_key(void) {
+  if (getentropy(key, sizeof key)) {
+    fprintf(stderr, "nanobatch: the system has no random numbers\n");
+    abort();
+  }
+  key[0] |= 0x7fc000007fc00000; /* its first half is NaN, and so is its second */
+}
+
+INLINE const Packed *packed_at(const void *at) {
+  return memcmp(at, key, sizeof(float)) || memcmp(at, key, sizeof key) ? NULL : at;
+}
+INLINE int is_operation(const Packed *a) { return a && a->form >= SOFTMAX; }
+INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
+INLINE long bits_of(const int form) { return form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16; }
+
+/* Bytes of a row. Of 4 bits it ends with a whole block. */
+INLINE long row_nbytes(long K, const int form) {
+  return form == FOUR_BITS ? (K + BLOCK - 1) / BLOCK * BLOCK / 2 : K * bits_of(form) / 8;
+}
+
+/* Scales and offsets are made float32 first, those of some groups at a time. (Behind the last of them there is memory
+   for another vector.) */
+enum { GROUPS = 64 };
+typedef struct {
+  float scale[GROUPS], offset[GROUPS];
+} Factors;
+
+INLINE void widen(const void *from, long first, long count, float *to, int form) {
+  for (long i = first; i < first + count; i += LANES, to += LANES) {
+    if (form == FLOAT16) store(to, float16s((const uint16_t *)from + i));
+    if (form == BFLOAT16) store(to, bfloat16s((const uint16_t *)from + i));
+    if (form == FLOAT32) store(to, load((const float *)from + i));
+  }
+}
+
+INLINE void read_factors(const Packed *a, long first, long count, Factors *to, const int form) {
+  widen(line(a, a->scales), first, count, to->scale, a->form_of_scales);
+  if (bits_of(form) < 16) widen(line(a, a->offsets), first, count, to->offset, a->form_of_scales);
+}
+
+typedef struct { /* what the weights of a group have in common */
+  vec scale, offset, table;
+} Group;
+
+INLINE Group group_of(const Factors *factors, long i, const int form) {
+  Group group = {.scale = all(factors->scale[i])};
+  if (bits_of(form) < 16) group.offset = all(factors->offset[i]);
+#ifdef HAS_TABLE
+  if (form == FOUR_BITS) group.table = add(times(sixteen(), group.scale), group.offset);
+#endif
+  return group;
+}
+
+/* A number times its scale, and then the offset, with two roundings, as `mx.dequantize` has them. If the scale has 16
+   bits, the product is `exact`: then one operation does both, and rounds once anyway. */
+INLINE vec scaled(vec numbers, const Group *group, const int exact) {
+  if (exact) return fma_(numbers, group->scale, group->offset);
+  return add(times(numbers, group->scale), group->offset);
+}
+
+/* The next LANES weights of a row: of 4 bits, what is left of a block; else they lie `at`. */
+INLINE vec next(const Group *group, words *left, const char *at, const int form, const int exact) {
+  if (form == EIGHT_BITS) return scaled(bytes(at), group, exact);
+  if (form == FLOAT16) return times(float16s(at), group->scale);
+  if (form == BFLOAT16) return times(bfloat16s(at), group->scale);
+  words now = *left;
+  *left = shifted(now);
+#ifdef HAS_TABLE
+  return looked_up(group->table, now);
+#else
+  return scaled(nibbles(now), group, exact);
+#endif
+}
+
+/* For so many weights all is prepared at once: a group, or a block of it. */
+INLINE long step_of(const Packed *a, const int form) {
+  return form == FOUR_BITS && a->group > BLOCK ? BLOCK : a->group;
+}
+
+/* One weight of 16 bits: behind the last whole vector of a row. */
+INLINE float one_unpacked(const Packed *a, long j, long k, const int form) {
+  uint16_t bits = ((const uint16_t *)line(a, 1))[j * a->K + k];
+  return (form == FLOAT16 ? float16(bits) : bfloat16(bits)) * ((const float *)line(a, a->scales))[j];
+}
+
+/* --- a tile: up to ROWS rows of the result and COLS vectors of each, all in registers -------------------------------- */
+
+typedef struct { /* y = alpha x W + beta y */
+  long M, N, K;  /* x is (M, K), the result (M, N) */
+  const float *x, *w;
+  float *y;
+  long ldx, ldw, ldy; /* numbers from a row to the next, of x, of w and of y */
+  float alpha, beta;
+  int is_turned; /* w is (K, N), and else (N, K) */
+  const Packed *packed; /* what lies at w, if w is packed */
+  vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
+  int is_first, is_last; /* of these parts */
+} Product;
+
+INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
+
+INLINE void put(const Product *p, long m, long j, float sum) {
+  float *y = p->y + m * p->ldy + j;
+  *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may hold anything */
+}
+
+INLINE void load_x(const Product *p, const float *x, vec own[ROWS], const int rows) {
+  for (int r = 0; r < rows; r++) {
+    own[r] = load(x + r * p->ldx);
+    KEEP(own[r]);
+  }
+}
+
+/* The sums of a tile, in PARTS. Those of one row fit into registers (if its weights are not of four bits, which need some
+   themselves). Else one part is there while a PIECE of W is read, and then the next part: meanwhile the piece stays in the
+   L1 cache. */
+typedef vec Sums[PARTS][ROWS][COLS];
+enum { PIECE = 1024, AHEAD = COLS / PARTS };
+
+INLINE int together(const int rows, const int form) { return rows == 1 && form != FOUR_BITS ? PARTS : 1; }
+
+INLINE void copy(vec (*from)[ROWS][COLS], vec (*to)[ROWS][COLS], const int parts, const int rows, const int cols) {
+#pragma GCC unroll 4
+  for (int i = 0; i < parts; i++)
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < cols; c++) to[i][r][c] = from ? from[i][r][c] : all(0);
+}
+
+/* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
+   Each part fetches some of the next COLS columns ahead, so that memory is never idle. */
+INLINE void add_numbers(const Product *p, const float *x, const float *w, long k, long end, const int part,
+                        vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols, const int is_first) {
+  const int parts = together(rows, FLOAT32);
+  Sums sum;
+  copy(before, sum, parts, rows, cols);
+  for (; k < end; k += ORDER)
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      const int lane = (part + i) * LANES;
+      vec own[ROWS];
+      load_x(p, x + k + lane, own, rows);
+#pragma GCC unroll 4
+      for (int c = 0; c < cols; c++) {
+        vec weights = load(w + c * p->ldw + k + lane);
+        KEEP(weights);
+        if (is_first && c < AHEAD) __builtin_prefetch(w + (c + COLS + (part + i) * AHEAD) * p->ldw + k);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
+      }
+    }
+  copy(sum, after, parts, rows, cols);
+}
+
+/* The same with packed weights, from column j on; `factors` begin with group g. Rows of W are read two tiles ahead. */
+INLINE void add_packed(const Product *p, const float *x, long j, const Factors factors[COLS], long g, long k, long end,
+                       const int part, vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols,
+                       const int form) {
+  const Packed *a = p->packed;
+  const long bits = bits_of(form), width = row_nbytes(p->K, form), step = step_of(a, form);
+  const int exact = a->form_of_scales != FLOAT32, shift = a->shift, parts = together(rows, form);
+  const char *at = line(a, 1) + j * width + k * bits / 8;
+  words left[PARTS][COLS];
+  Sums sum;
+  copy(before, sum, parts, rows, cols);
+  while (k < end) {
+    long stop = at_most(k + step, end);
+    Group groups[COLS];
+#pragma GCC unroll 4
+    for (int c = 0; c < cols; c++) {
+      groups[c] = group_of(&factors[c], (k >> shift) - g, form);
+      if (parts == PARTS || c < AHEAD) __builtin_prefetch(at + (c + 2 * COLS + part * AHEAD) * width);
+#pragma GCC unroll 4
+      for (int i = 0; i < parts; i++)
+        if (form == FOUR_BITS && k % BLOCK == 0) left[i][c] = load_words(at + c * width + (part + i) * LANES * 4);
+    }
+    if (form == FOUR_BITS && k % BLOCK == 0) at += BLOCK / 2;
+#pragma GCC unroll 4
+    for (; k < stop; k += ORDER) {
+#pragma GCC unroll 4
+      for (int i = 0; i < parts; i++) {
+        const int lane = (part + i) * LANES;
+        vec own[ROWS];
+        load_x(p, x + k + lane, own, rows);
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) {
+          if (bits == 16 && c < AHEAD) __builtin_prefetch(at + (c + COLS + (part + i) * AHEAD) * width);
+          vec weights = next(&groups[c], &left[i][c], at + c * width + lane * bits / 8, form, exact);
+          KEEP(weights);
+#pragma GCC unroll 6
+          for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
+        }
+      }
+      if (form != FOUR_BITS) at += ORDER * bits / 8;
+    }
+  }
+  copy(sum, after, parts, rows, cols);
+}
+
+/* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
+   and are used again for the rows below. So the next COLS columns are fetched ahead. `form` is that of the weights. */
+INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first,
+                        const int form) {
+  const float *x = p->x + m * p->ldx;
+  const float *w = p->w + j * p->ldw;
+  const long whole = p->K / ORDER * ORDER;
+  vec *kept = p->kept ? p->kept + (m * COLS + j) * PARTS : NULL;
+  const int goes_on = kept && !p->is_first, parts = together(rows, form);
+  const long piece = parts == PARTS ? p->K : PIECE;
+  Sums sums;
+  if (goes_on || !whole)
+    for (int i = 0; i < PARTS; i++)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) sums[i][r][c] = goes_on ? kept[(r * COLS + c) * PARTS + i] : all(0);
+
+  for (long k = 0, end; k < whole; k = end) {
+    const int is_new = k == 0 && !goes_on;
+    if (form == FLOAT32) {
+      end = at_most(k + piece, whole);
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i += parts)
+        add_numbers(p, x, w, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, is_first);
+    } else {
+      const Packed *a = p->packed;
+      const long g = k >> a->shift;
+      Factors factors[COLS];
+      end = at_most((g + GROUPS) << a->shift, at_most(k + piece, whole));
+      for (int c = 0; c < cols; c++)
+        read_factors(a, (j + c) * a->groups + g, at_most(GROUPS, a->groups - g), &factors[c], form);
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; i += parts)
+        add_packed(p, x, j, factors, g, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, form);
+    }
+  }
+
+  if (kept && !p->is_last) {
+    for (int i = 0; i < PARTS; i++)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols; c++) kept[(r * COLS + c) * PARTS + i] = sums[i][r][c];
+    return;
+  }
+#pragma GCC unroll 2
+  for (int half = PARTS / 2; half; half /= 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < half; i++)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) sums[i][r][c] = add(sums[i][r][c], sums[i + half][r][c]);
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    const int second = cols == COLS ? 1 : 0, third = cols == COLS ? 2 : 0, last = cols == COLS ? 3 : 0;
+    four four_sums = add_lanes(sums[0][r][0], sums[0][r][second], sums[0][r][third], sums[0][r][last]);
+    if (cols == COLS && whole == p->K && is_plain(p)) {
+      store_four(p->y + (m + r) * p->ldy + j, four_sums);
+      continue;
+    }
+    float total[COLS];
+    store_four(total, four_sums);
+    for (int c = 0; c < cols; c++) {
+      for (long i = whole; i < p->K; i++) {
+        float weight = form == FLOAT32 ? w[c * p->ldw + i] : one_unpacked(p->packed, j + c, i, form);
+        total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);
+      }
+      put(p, m + r, j + c, total[c]);
+    }
+  }
+}
+
+/* W turned: `cols` vectors of columns, from column j on. A single row has registers for WIDEST of them. */
+INLINE long turned_tile(const Product *p, long m, long j, const int rows, const int cols) {
+  const float *x = p->x + m * p->ldx;
+  const float *w = p->w + j;
+  vec sum[ROWS][WIDEST];
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < cols; c++) sum[r][c] = all(0);
+
+  for (long k = 0; k < p->K; k++, w += p->ldw) {
+    vec own[ROWS];
+    for (int r = 0; r < rows; r++) {
+      own[r] = all(x[r * p->ldx + k]);
+      KEEP(own[r]);
+    }
+    for (int c = 0; c < cols; c++) {
+      vec weights = load(w + c * LANES);
+      KEEP(weights);
+      for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+    }
+  }
+
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < cols; c++) {
+      if (is_plain(p)) {
+        store(p->y + (m + r) * p->ldy + j + c * LANES, sum[r][c]);
+        continue;
+      }
+      float total[LANES];
+      store(total, sum[r][c]);
+      for (int i = 0; i < LANES; i++) put(p, m + r, j + c * LANES + i, total[i]);
+    }
+  return cols;
+}
+
+/* W turned, and fewer columns left than a vector has: the same sum, number by number. */
+static void turned_number(const Product *p, long m, long j) {
+  float total = 0;
+  for (long k = 0; k < p->K; k++) total = fma_one(p->x[m * p->ldx + k], p->w[k * p->ldw + j], total);
+  put(p, m, j, total);
+}
+
+/* --- strips: tiles of the same rows side by side ------------------------------------------------------------------------
+
+   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height.
+   Strips of packed weights have LOW rows at most, since the groups need registers, too. As long as there are FEW rows, to
+   unpack the weights again for each strip takes less time than to write them down once (as measured). */
+
+typedef struct { /* weights that are used next: each tile brings some of them into the L2 cache */
+  const float *at;
+  long each; /* how many numbers a tile fetches */
+} Ahead;
+
+INLINE void fetch(Ahead *ahead) {
+  const float *stop = ahead->at + ahead->each;
+  for (; ahead->at < stop; ahead->at += LINE) __builtin_prefetch(ahead->at, 0, 2);
+}
+
+INLINE void stored_strip(const Product *p, long m, long j, long to, Ahead *ahead, const int rows, const int is_first,
+                         const int form) {
+  for (; j + COLS <= to; j += COLS) {
+    if (form == FLOAT32) fetch(ahead);
+    stored_tile(p, m, j, rows, COLS, is_first, form);
+  }
+  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0, form);
+}
+
+/* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
+INLINE long turned_tile_of(const Product *p, long m, long j, long cols, const int rows) {
+  if (rows == 1 && cols >= 8) return turned_tile(p, m, j, rows, 8);
+  if (rows == 1 && cols >= 6) return turned_tile(p, m, j, rows, 6);
+  if (cols >= 4) return turned_tile(p, m, j, rows, 4);
+  if (cols == 3) return turned_tile(p, m, j, rows, 3);
+  if (cols == 2) return turned_tile(p, m, j, rows, 2);
+  return turned_tile(p, m, j, rows, 1);
+}
+
+typedef void Strip(const Product *p, long m, long j, long to, Ahead *ahead);
+typedef long Tile(const Product *p, long m, long j, long cols);
+#define HEIGHT(rows)                                                                   \
+  static NOINLINE void first##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 1, FLOAT32);                                \
+  }                                                                                    \
+  static NOINLINE void stored##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 0, FLOAT32);                                \
+  }                                                                                    \
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) {     \
+    return turned_tile_of(p, m, j, cols, rows);                                        \
+  }
+
+#define PACKED(form, rows)                                                             \
+  static NOINLINE void form##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 1, form);                                   \
+  }
+
+HEIGHT(1) HEIGHT(2) HEIGHT(3)
+#if defined(__AVX512F__) || defined(__aarch64__)
+HEIGHT(4) HEIGHT(5) HEIGHT(6)
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
+enum { LOW = 4, FEW = 20, FEW_OF_FOUR_BITS = 20 };
+#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3) PACKED(form, 4)
+#define LOWS(kind) {0, kind##1, kind##2, kind##3, kind##4}
+#else
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
+enum { LOW = ROWS, FEW = 4, FEW_OF_FOUR_BITS = 1 };
+#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3)
+#define LOWS HEIGHTS
+#endif
+PACKEDS(FLOAT16) PACKEDS(BFLOAT16) PACKEDS(FOUR_BITS) PACKEDS(EIGHT_BITS)
+static Strip *const first_strips[] = HEIGHTS(first);
+static Strip *const stored_strips[] = HEIGHTS(stored);
+static Strip *const packed_strips[][LOW + 1] = {
+  [FLOAT16] = LOWS(FLOAT16), [BFLOAT16] = LOWS(BFLOAT16), [FOUR_BITS] = LOWS(FOUR_BITS), [EIGHT_BITS] = LOWS(EIGHT_BITS),
+};
+static Tile *const turned_tiles[] = HEIGHTS(turned);
+_Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a function for each height");
+
+/* --- blocks: which strip comes when, so that what is used again is still in a cache ---------------------------------- */
+
+enum { HIGH = 65536, WIDE = 5120 }; /* numbers in a block: of x 256 KiB, for the L2 cache, and of W 20 KiB, for the L1 cache */
+
+/* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
+static long next_height(long left, long most) {
+  long strips = (left + most - 1) / most;
+  return (left + strips - 1) / strips;
+}
+
+/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the L1 cache. If several
+   strips follow, there is time to fetch the next block's part meanwhile, a few lines with each tile. */
+static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
+  long strips = (m1 - m0 + ROWS - 1) / ROWS;
+  long tiles = strips * ((j1 - j0) / COLS);
+  Ahead ahead = {.at = p->w + j1 * p->ldw};
+  if (strips >= 4 && tiles && !p->packed) ahead.each = (j1 - j0) * p->ldw / tiles;
+
+  for (long m = m0, rows; m < m1; m += rows) {
+    rows = next_height(m1 - m, ROWS);
+    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1, &ahead);
+  }
+}
+
+/* --- packed weights: few rows and many -------------------------------------------------------------------------------
+
+   For few rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
+   scratch that stays in the L1 cache, and multiplied as any other block. If K is long, a block is a part of it, so that
+   the L2 cache holds the same part of x for many rows. The sums of the other parts are kept meanwhile, lane by lane. */
+
+enum {
+  NARROW = 16,  /* columns whose packed weights stay in the L1 cache while the strips go over them */
+  DEEP = 1024,  /* numbers of a row that are unpacked at a time: whole blocks, and at most GROUPS groups */
+  TALL = 64,    /* rows for which that is done once */
+};
+
+INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float *to, const int form) {
+  const long bits = bits_of(form), width = row_nbytes(a->K, form), step = step_of(a, form);
+  const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
+  const long g = k0 >> shift, count = ((k1 - 1) >> shift) + 1 - g;
+  for (long j = j0; j < j1; j++) {
+    const char *at = line(a, 1) + j * width + k0 * bits / 8;
+    const long ahead = (j1 - j0) * width; /* what the next block unpacks */
+    Factors factors;
+    words left[PARTS] = {0};
+    read_factors(a, j * a->groups + g, count, &factors, form);
+    for (long k = k0; k < k1;) {
+      long stop = at_most(k + step, k1);
+      Group group = group_of(&factors, (k >> shift) - g, form);
+      __builtin_prefetch(at + ahead);
+      if (form == FOUR_BITS && k % BLOCK == 0) {
+        for (int i = 0; i < PARTS; i++) left[i] = load_words(at + i * LANES * 4);
+        at += BLOCK / 2;
+      }
+#pragma GCC unroll 8
+      for (; k + ORDER <= stop; k += ORDER, to += ORDER) {
+        if (bits == 16) __builtin_prefetch(at + ahead);
+        for (int i = 0; i < PARTS; i++)
+          store(to + i * LANES, next(&group, &left[i], at + i * LANES * bits / 8, form, exact));
+        if (form != FOUR_BITS) at += ORDER * bits / 8;
+      }
+      for (; k < stop; k++) *to++ = one_unpacked(a, j, k, form);
+    }
+  }
+}
+
+/* The weights k0..k1 of rows j0..j1 of W. */
+static NOINLINE void unpack(const Packed *a, long j0, long j1, long k0, long k1, float *to) {
+  if (a->form == FLOAT16) unpack_as(a, j0, j1, k0, k1, to, FLOAT16);
+  if (a->form == BFLOAT16) unpack_as(a, j0, j1, k0, k1, to, BFLOAT16);
+  if (a->form == FOUR_BITS) unpack_as(a, j0, j1, k0, k1, to, FOUR_BITS);
+  if (a->form == EIGHT_BITS) unpack_as(a, j0, j1, k0, k1, to, EIGHT_BITS);
+}
+
+static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
+  for (long j = j0; j < j1; j += NARROW)
+    for (long m = m0, rows; m < m1; m += rows) {
+      rows = next_height(m1 - m, LOW);
+      packed_strips[p->packed->form][rows](p, m, j, at_most(j + NARROW, j1), NULL);
+    }
+}
+
+static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) {
+  float weights[COLS * DEEP] __attribute__((aligned(64)));
+  vec kept[TALL * COLS * PARTS];
+  long wide = at_most(p->K, DEEP);
+  wide = COLS * DEEP / wide / COLS * COLS;
+  for (long m = m0; m < m1; m += TALL)
+    for (long j = j0; j < j1; j += wide) {
+      long rows = at_most(TALL, m1 - m), cols = at_most(wide, j1 - j);
+      for (long k = 0; k < p->K; k += DEEP) {
+        Product part = *p;
+        part.x += m * p->ldx + k;
+        part.y += m * p->ldy + j;
+        part.w = weights;
+        part.K = part.ldw = at_most(DEEP, p->K - k);
+        part.kept = p->K > DEEP ? kept : NULL;
+        part.is_first = k == 0;
+        part.is_last = k + DEEP >= p->K;
+        unpack(p->packed, j, j + cols, k, k + part.K, weights);
+        stored_block(&part, 0, rows, 0, cols);
+      }
+    }
+}
+
+/* --- operations of one row ---------------------------------------------------------------------------------------------
+
+   MLX computes these number by number, and each of them in several passes. Here they are written with the operators that
+   GCC and Clang have for vectors, once for all processors. Each works on one row, x, and takes each of its sums in one
+   order:
+
+       SOFTMAX  y = e^(s x) / sum of e^(s x)               the largest x is subtracted from all first; s is the setting
+       SWIGLU   y = g / (1 + e^-g) u                       the gate g is the first half of x, and u is the second
+       GEGLU    y = g / (1 + e^-v) u                       v = sqrt(8 / pi) (g + 0.044715 g^3)
+       NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
+       CAP      y = c tanh(x / c)                          c is the setting
+
+   The end of a row is filled up to a whole vector, so each number is computed in the same way wherever it stands. A softmax
+   is filled up with minus infinity, whose power is exactly 0. So is the power of what attention hides: how far attention
+   reads makes no difference. A NaN makes its whole row NaN, or in a gate its own number. */
+
+typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
+typedef float halves __attribute__((vector_size(2 * LANES)));
+typedef double doubles __attribute__((vector_size(4 * LANES))); /* half as many as LANES */
+
+INLINE vec where(ints is_so, vec yes, vec no) { return (vec)((is_so & (ints)yes) | (~is_so & (ints)no)); }
+
+INLINE vec load_some(const float *from, long count, float fill) {
+  if (count >= LANES) return load(from);
+  float some[LANES];
+  for (long i = 0; i < LANES; i++) some[i] = i < count ? from[i] : fill;
+  return load(some);
+}
+
+INLINE void store_some(float *to, long count, vec v) {
+  if (count >= LANES) {
+    store(to, v);
+    return;
+  }
+  float some[LANES];
+  store(some, v);
+  for (long i = 0; i < count; i++) to[i] = some[i];
+}
+
+/* e^x is `number` times `scale`, and `over` is 1 / scale: with e^x alone, a float32 would lose digits below e^-87, and have
+   no room above e^88. Beyond FAR, e^x is taken for 0 or infinity: even x e^x is less there than any float32. */
+enum { FAR = 110 };
+typedef struct {
+  vec number, scale, over;
+} Power;
+
+INLINE Power power(vec x) {
+  const vec large = all(0x1.8p23f); /* so large that a sum with it is rounded to a whole number */
+  ints is_zero = x < all(-FAR), is_infinite = x > all(FAR);
+  x = where(is_zero | is_infinite, all(0), x);
+  vec shifted = fma_(x, all(0x1.715476p0f), large); /* e^x = 2^n e^rest, with n = x / ln 2, rounded */
+  vec n = shifted - large;
+  vec rest = fma_(n, all(-0x1.63p-1f), x); /* minus n ln 2, in two parts: n times the first is exact */
+  rest = fma_(n, all(0x1.bd0106p-13f), rest);
+
+  static const float terms[] = {1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 1.0 / 2, 1, 1};
+  vec sum = all(terms[0]); /* in the end 1 + rest + rest^2 / 2! + ... + rest^7 / 7! */
+#pragma GCC unroll 7
+  for (int i = 1; i < 8; i++) sum = fma_(sum, rest, all(terms[i]));
+
+  ints whole = (ints)shifted - (ints)large, half = whole >> 1, other = whole - half; /* 2^n as 2^half 2^other */
+  vec number = sum * (vec)((127 + half) << 23);
+  number = where(is_zero, all(0), where(is_infinite, all(__builtin_inff()), number));
+  return (Power){number, (vec)((127 + other) << 23), (vec)((127 - other) << 23)};
+}
+
+/* The sum of some numbers, or of their squares, as exact as a float32 can tell. Each of eight sums adds up every eighth
+   number, so zeros at the end change nothing. */
+INLINE double sum_of(const float *x, long count, const int squares) {
+  enum { EIGHT = ORDER / 2, HALF = LANES / 2 };
+  doubles sums[PARTS] = {0};
+  for (long k = 0; k < count; k += EIGHT) {
+    float some[EIGHT] = {0};
+    const float *at = count - k >= EIGHT ? x + k : memcpy(some, x + k, (count - k) * sizeof *x);
+    for (int i = 0; i < PARTS; i++) {
+      halves half;
+      memcpy(&half, at + i * HALF, sizeof half);
+      doubles numbers = __builtin_convertvector(half, doubles);
+      sums[i] += squares ? numbers * numbers : numbers;
+    }
+  }
+  double sum = 0;
+  for (int i = 0; i < EIGHT; i++) sum += sums[i / HALF][i % HALF];
+  return sum;
+}
+
+static NOINLINE void softmax(const float *x, float *y, long count, float scale) {
+  const float least = -__builtin_inff();
+  vec most = all(least);
+  for (long k = 0; k < count; k += LANES) {
+    vec some = load_some(x + k, count - k, least);
+    most = where(some > most, some, most); /* passes over a NaN; the sum does not */
+  }
+  float largest = least;
+  for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+  for (long k = 0; k < count; k += LANES) {
+    vec some = load_some(x + k, count - k, least);
+    Power e = power(all(scale) * (some - all(largest)));
+    store_some(y + k, count - k, e.number * e.scale);
+  }
+  vec sum = all(sum_of(y, count, 0));
+  for (long k = 0; k < count; k += LANES) store_some(y + k, count - k, load_some(y + k, count - k, 0) / sum);
+}
+
+INLINE void gate(const float *x, float *y, long count, const int form) {
+  for (long k = 0; k < count; k += LANES) {
+    vec g = load_some(x + k, count - k, 0), up = load_some(x + count + k, count - k, 0), v = g;
+    if (form == GEGLU) v = all(0x1.988454p0f) * fma_(all(0.044715f) * g * g, g, g);
+    Power e = power(-v);
+    store_some(y + k, count - k, g * e.over / (e.over + e.number) * up); /* g / (1 + e^-v), and no power too large */
+  }
+}
+static NOINLINE void swiglu(const float *x, float *y, long count) { gate(x, y, count, SWIGLU); }
+static NOINLINE void geglu(const float *x, float *y, long count) { gate(x, y, count, GEGLU); }
+
+static NOINLINE void norm(const float *x, float *y, long count, float eps, const float *weight) {
+  vec size = all(1 / __builtin_sqrt(sum_of(x, count, 1) / count + eps));
+  for (long k = 0; k < count; k += LANES) {
+    vec numbers = load_some(x + k, count - k, 0) * size;
+    store_some(y + k, count - k, numbers * load_some(weight + k, count - k, 0));
+  }
+}
+
+/* tanh z is (1 - e^-2z) / (1 + e^-2z), and near 0, where that would lose digits, a polynomial. */
+static NOINLINE void cap(const float *x, float *y, long count, float most) {
+  static const float near[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+  for (long k = 0; k < count; k += LANES) {
+    vec z = load_some(x + k, count - k, 0) / all(most), size = where(z < all(0), -z, z), square = z * z, sum = all(near[0]);
+    for (int i = 1; i < 5; i++) sum = fma_(sum, square, all(near[i]));
+    Power e = power(size * all(-2));
+    vec rest = e.number * e.scale, far = (all(1) - rest) / (all(1) + rest);
+    store_some(y + k, count - k, all(most) * where(size < all(0.625f), fma_(sum * square, z, z), where(z < all(0), -far, far)));
+  }
+}
+
+static void operate(const Product *p, long m0, long m1) {
+  const Packed *a = p->packed;
+  for (long m = m0; m < m1; m++) {
+    const float *x = p->x + m * p->ldx;
+    float *y = p->y + m * p->ldy;
+    if (a->form == SOFTMAX) softmax(x, y, p->N, a->setting);
+    if (a->form == SWIGLU) swiglu(x, y, p->N);
+    if (a->form == GEGLU) geglu(x, y, p->N);
+    if (a->form == NORM) norm(x, y, p->N, a->setting, (const float *)line(a, 1));
+    if (a->form == CAP) cap(x, y, p->N, a->setting);
+  }
+}
+
+/* The part of a product in rows m0..m1 and columns j0..j1. */
+static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
+  if (is_operation(p->packed)) {
+    operate(p, m0, m1);
+    return;
+  }
+  if (p->is_turned) {
+    long whole = j0 + (j1 - j0) / LANES * LANES;
+    for (long m = m0, rows; m < m1; m += rows) {
+      rows = next_height(m1 - m, ROWS);
+      for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
+    }
+    for (long m = m0; m < m1; m++)
+      for (long j = whole; j < j1; j++) turned_number(p, m, j);
+    return;
+  }
+  if (p->packed) {
+    long few = p->packed->form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
+    (m1 - m0 <= few ? multiply_few : multiply_many)(p, m0, m1, j0, j1);
+    return;
+  }
+  long high = HIGH / (p->K + 1) + ROWS;
+  long wide = (WIDE / (p->K + 1) + COLS) / COLS * COLS;
+  for (long m = m0; m < m1; m += high)
+    for (long j = j0; j < j1; j += wide)
+      stored_block(p, m, at_most(m + high, m1), j, at_most(j + wide, j1));
+}
+
+/* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
+
+   The calling thread computes, too. It never waits for a helper thread that has not started on a share: it takes shares
+   until there are none, and then waits only for shares that helpers have started on. So a helper costs nothing while
+   another program has its processor. A helper that finds no share looks for one for SPIN_NS, and then sleeps. A caller
+   that waits for a helper's last share does the same, so that the helper may have the caller's processor.
+
+   Threads sleep at semaphores. (With a condition variable of glibc, the thread that signals may have to wait for others
+   that were signalled earlier: up to 88 ms on a busy machine.)
+
+   A share is a range of rows, or of columns: never a part of a sum. So it makes no difference who computes it. */
+
+enum {
+  OWNER_SLEEPS = 1 << 20, /* added to `unfinished`, which is smaller */
+  SPIN_NS = 50000,
+  ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
+  SHARE = 20000,         /* multiplications that a share has at least */
+  PACKED_ALONE = 400000, /* packed weights take less time: so many are multiplied alone, */
+  PACKED_SHARE = 200000, /* and so many are a share */
+  OF_A_POWER = 10,       /* of these multiplications take as long as a number of an operation */
+  HEIGHT_OF_SHARE = 12,
+  WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
+  MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
+};
+
+static struct {
+  pthread_mutex_t owner; /* held by the thread whose product is shared out */
+  Product product;
+  int shares, by_rows;
+  atomic_int untaken, unfinished; /* shares */
+  atomic_int asleep;              /* helpers that wait at `wake`, and for which nobody has posted there */
+  sem_t wake, done;
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER};
+static atomic_int threads = 1;
+
+static long nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static void compute_share(const Product *p, long share, long shares, int by_rows) {
+  long unit = by_rows ? HEIGHT_OF_SHARE : WIDTH_OF_SHARE;
+  long all = by_rows ? p->M : p->N;
+  long units = (all + unit - 1) / unit;
+  long from = units * share / shares * unit;
+  long to = at_most(units * (share + 1) / shares * unit, all);
+  if (by_rows) multiply(p, from, to, 0, p->N);
+  else multiply(p, 0, p->M, from, to);
+}
+
+/* Compute a share, if one is left. Once a share is taken, the product stays as it is until the share is finished. */
+static int take_share(void) {
+  if (atomic_load(&pool.untaken) <= 0) return 0;
+  int left = atomic_fetch_sub(&pool.untaken, 1);
+  if (left <= 0) return 0;
+  compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);
+  if (atomic_fetch_sub(&pool.unfinished, 1) == OWNER_SLEEPS + 1) sem_post(&pool.done);
+  return 1;
+}
+
+/* Each thread has a setting of its own for how it rounds, and whether it takes very small (denormal) numbers for zero. A
+   library that was compiled with -ffast-math changes the setting of the thread that loads it: then a number would depend
+   on who computes it. So the usual setting holds in a product, and the caller's own afterwards. (To take them for zero
+   everywhere would be faster in the plain form alone, and only if nearly all products of two numbers are that small.) */
+#if defined(__SSE__)
+typedef unsigned Setting;
+static Setting change_setting(Setting to) {
+  Setting before = _mm_getcsr();
+  _mm_setcsr(to);
+  return before;
+}
+enum { USUAL = 0x1f80 };
+#elif defined(__aarch64__)
+typedef unsigned long Setting;
+static Setting change_setting(Setting to) {
+  Setting before;
+  __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, %1" : "=&r"(before) : "r"(to) : "memory");
+  return before;
+}
+enum { USUAL = 0 };
+#else
+typedef int Setting;
+static Setting change_setting(Setting to) { return to; }
+enum { USUAL = 0 };
+#endif
+
+static void *helper(void *nothing) {
+  change_setting(USUAL);
+  for (;;) {
+    long until = nanoseconds() + SPIN_NS;
+    while (nanoseconds() < until) {
+      if (take_share()) until = nanoseconds() + SPIN_NS;
+      else { REST(); }
+    }
+    atomic_fetch_add(&pool.asleep, 1);
+    while (sem_wait(&pool.wake)) {} /* again, if it was interrupted */
+  }
+  return nothing;
+}
+
+static void share_out(const Product *p, int shares, int by_rows) {
+  pool.product = *p;
+  pool.shares = shares;
+  pool.by_rows = by_rows;
+  atomic_store(&pool.unfinished, shares);
+  atomic_store(&pool.untaken, shares); /* from here on helpers take shares */
+  int woken = (int)at_most(atomic_load(&pool.asleep), shares - 1);
+  atomic_fetch_sub(&pool.asleep, woken);
+  for (int i = 0; i < woken; i++) sem_post(&pool.wake);
+  while (take_share()) {}
+
+  long until = nanoseconds() + SPIN_NS;
+  while (atomic_load(&pool.unfinished) && nanoseconds() < until) REST();
+  if (atomic_fetch_add(&pool.unfinished, OWNER_SLEEPS))
+    while (sem_wait(&pool.done)) {}
+}
+
+static NOINLINE void run(const Product *p) {
+  double work = (double)p->M * p->N * (is_operation(p->packed) ? OF_A_POWER : p->K);
+  if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
+    multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
+    return;
+  }
+  int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
+  if (is_operation(p->packed)) by_rows = 1;
+  long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
+  long each = p->M < MANY ? 8 : 16; /* shares for each thread */
+  long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));
+  share_out(p, (int)shares, by_rows);
+  pthread_mutex_unlock(&pool.owner);
+}
+
+/* --- what others call ------------------------------------------------------------------------------------------------ */
+
+#ifndef SOURCE_HASH
+#define SOURCE_HASH ""
+#endif
+const char rows_source[65] = SOURCE_HASH; /* the hash of what this library is compiled from: `build.py` */
+
+atomic_long rows_products; /* how many have been computed here: `blas.py` looks whether MLX comes by */
+
+/* A child that was forked has no helpers, so it computes alone. */
+static void hold(void) { pthread_mutex_lock(&pool.owner); }
+static void let_go(void) { pthread_mutex_unlock(&pool.owner); }
+static void let_go_alone(void) { threads = 1; let_go(); }
+
+/* Start helpers, so that `wanted` threads compute. Called before the first product. Returns how many there are. */
+int rows_start(int wanted) {
+  static int is_known_to_fork;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_mutex_lock(&pool.owner);
+  if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go_alone);
+  is_known_to_fork = 1;
+  if (threads == 1) { /* no helper yet, or no longer */
+    pool.asleep = 0;
+    sem_init(&pool.wake, 0, 0);
+    sem_init(&pool.done, 0, 0);
+  }
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+  for (; threads < wanted; threads++) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, helper, NULL)) break;
+    pthread_detach(thread);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  pthread_mutex_unlock(&pool.owner);
+  return threads;
+}
+
+/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
+  int shift = form == FOUR_BITS || form == EIGHT_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
+  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets};
+  memcpy(at, &packed, sizeof packed);
+}
+
+/* Write a `Packed` that is an operation. The weights of a norm, `width` of them, lie in the next line. */
+void rows_operation(void *at, int form, int width, float setting) {
+  Packed packed = {.key = {key[0], key[1]}, .form = form, .N = width, .setting = setting};
+  memcpy(at, &packed, sizeof packed);
+}
+
+/* How many bytes a row of K weights takes as it is kept. */
+long rows_width(int form, long K) { return row_nbytes(K, form); }
+
+/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, 4 bits in blocks or 8: the same
+   numbers. */
+void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K) {
+  for (long j = 0; j < rows; j++, from += K * bits / 8, to += row_nbytes(K, form))
+    for (long k = 0; k < K; k += BLOCK) {
+      uint8_t numbers[BLOCK] = {0};
+      long count = at_most(BLOCK, K - k);
+      const uint8_t *at = from + k * bits / 8;
+      for (long i = 0; bits == 4 && i < count / 2; i++) { /* the usual case, made for the compiler's vectors */
+        numbers[2 * i] = at[i] & 15;
+        numbers[2 * i + 1] = at[i] >> 4;
+      }
+      for (long i = 0; bits != 4 && i < count; i++) {
+        long byte = i * bits / 8, bit = i * bits % 8;
+        int both = at[byte] | (bit + bits > 8 ? at[byte + 1] << 8 : 0);
+        numbers[i] = both >> bit & ((1 << bits) - 1);
+      }
+      if (form == EIGHT_BITS) memcpy(to + k, numbers, count);
+      for (long i = 0; form == FOUR_BITS && i < ORDER; i++)
+        for (long byte = 0; byte < 4; byte++)
+          to[k / 2 + 4 * i + byte] = numbers[2 * byte * ORDER + i] | numbers[(2 * byte + 1) * ORDER + i] << 4;
+    }
+}
+
+/* A packed matrix that is not what MLX takes it for would be read beyond its end. */
+static int is_as_said(const Packed *a, const Product *p) {
+  if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
+  if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
+  if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
+  return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;
+}
+
+static void check(const Product *p) {
+  const Packed *a = p->packed;
+  if (!a || is_as_said(a, p)) return;
+  const char *what = is_operation(a) ? "an operation" : "a packed matrix";
+  fprintf(stderr, "nanobatch: %s of %ld x %ld is multiplied as %ld x %ld\n", what, (long)a->N, (long)a->K, p->N, p->K);
+  abort();
+}
+
+/* The usual name and arguments of a product of float32 matrices: C = alpha A B + beta C, each of A and B as it is (111)
+   or transposed (112), row by row (101) or column by column (102). */
+void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float alpha, const float *a, int lda,
+                 const float *b, int ldb, float beta, float *c, int ldc) {
+  if (order == 102) { /* a matrix column by column is its transpose row by row, and (A B)^T = B^T A^T */
+    cblas_sgemm(101, turn_b, turn_a, N, M, K, alpha, b, ldb, a, lda, beta, c, ldc);
+    return;
+  }
+  if (M <= 0 || N <= 0) return;
+  if (K < 0 || alpha == 0) K = 0; /* nothing is added up */
+  atomic_fetch_add_explicit(&rows_products, 1, memory_order_relaxed);
+  float *copy = NULL;
+  if (turn_a != 111 && K > 0) { /* rare: the numbers of a row do not lie side by side, so they are copied */
+    copy = malloc(sizeof(float) * M * K);
+    if (!copy) {
+      fprintf(stderr, "nanobatch: no memory for a matrix of %d x %d\n", M, K);
+      abort();
+    }
+    for (long m = 0; m < M; m++)
+      for (long k = 0; k < K; k++) copy[m * K + k] = a[k * lda + m];
+    a = copy;
+    lda = K;
+  }
+  Product product = {
+    .M = M, .N = N, .K = K, .x = a, .w = b, .y = c, .ldx = lda, .ldw = ldb, .ldy = ldc,
+    .alpha = alpha, .beta = beta, .is_turned = turn_b == 111,
+    .packed = K > 0 ? packed_at(b) : NULL,
+  };
+  check(&product);
+  Setting own = change_setting(USUAL);
+  run(&product);
+  change_setting(own);
+  free(copy);
+}

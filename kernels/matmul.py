@@ -1,0 +1,237 @@
+"""The matrix product of `matmul.c`: which of its libraries this processor takes, and whether it computes
+what it should.
+
+The problem. `matmul.c` is what makes an answer independent of the other requests in a batch, and all
+of that rests on the order of its sums. A compiler with a fault, or an option too many, makes a
+library that looks right and is not.
+
+The solution. Each instruction set has a library of its own (`build.py`), and all of them compute the
+same bits. So a start computes some products and operations, and compares one hash. That takes some
+milliseconds.
+
+Invariant: a library that computes anything else is never used. OpenBLAS takes its place (`blas.py`),
+and the first line of a program says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import random
+import struct
+from array import array
+from functools import cache
+
+from kernels.build import FORMS, SOURCE, library, source_hash
+from parts.checks import read_whole
+from parts.device.limits import cores
+from parts.program import IS_INSTALLED, cpuinfo
+
+MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
+# The hash of what every library computes in the check, on any processor. A change of the order of a
+# sum changes it: the line that refuses the library says the new one.
+BITS = "09d46bc1875cf6484946744de8206a0e"
+PLAIN_BITS = (
+    "1a41cb5c7032878451a50fc3913a8ecf"  # without fused multiply-adds; nothing else has these
+)
+
+# Numbers and operations on rows, in the order of the `enum` in `matmul.c`
+FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP = range(10)
+LINE = 64  # bytes at the beginning of a packed matrix, which say what it is
+ORDER = 16  # the number of sums that a product keeps
+
+
+class Unbuilt(Exception):
+    """The product cannot be used here. The text says why, and what would help."""
+
+
+def load(name: str = "") -> tuple[ctypes.CDLL, str]:
+    """The library of this form, or of the best one for this processor; and a description of it."""
+    forms = forms_here()
+    if not forms:
+        raise Unbuilt(f"matmul.c knows no processor of the kind {platform.machine()}")
+    if name and name not in forms:
+        raise Unbuilt(
+            f"this processor has no form {name!r} of matmul.c; choose among {', '.join(forms)}"
+        )
+    compiled = [form for form in forms if library(form).exists() and name in ("", form)]
+    if not compiled:
+        raise Unbuilt(f"{SOURCE.name} is not compiled; {remedy()}")
+    form = compiled[0]
+    count = threads()
+    try:
+        loaded = ctypes.CDLL(str(library(form)))
+    except OSError as error:
+        raise Unbuilt(f"the matrix product cannot be loaded ({error})") from None
+    if why := why_unfit(loaded, form):
+        raise Unbuilt(f"{library(form).name} {why}")
+    started = loaded.rows_start(count)
+    return loaded, f"{form}, {started} thread{'s' * (started > 1)}"
+
+
+def remedy() -> str:
+    if IS_INSTALLED:
+        return "with a C compiler (apt install gcc), install nanobatch from its source"
+    return f"with a C compiler (apt install gcc), run pip install -e {SOURCE.parents[1]}"
+
+
+def forms_here() -> list[str]:
+    """The forms that this processor can run, the best one first."""
+    features = processor()
+    return [
+        name
+        for name, form in FORMS.items()
+        if form.machine == platform.machine() and set(form.features.split()) <= features
+    ]
+
+
+def openblas_kernels() -> str:
+    """The kernels of OpenBLAS for this processor; empty if OpenBLAS is to choose."""
+    return next((FORMS[name].openblas for name in forms_here()), "")
+
+
+@cache
+def processor() -> frozenset[str]:
+    """What the first processor says that it can do, word by word."""
+    said = cpuinfo()
+    return frozenset(said.get("flags", said.get("Features", "")).split())
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def threads(most: int = MOST_THREADS) -> int:
+    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this process,
+    and `most` at most."""
+    asked = os.environ.get("NANOBATCH_THREADS", "")
+    if not asked:
+        return min(cores(), most)
+    try:
+        return read_whole("NANOBATCH_THREADS", asked, 1, 1024)
+    except ValueError as error:
+        raise ImportError(str(error)) from None
+
+
+# --- the check ----------------------------------------------------------------------------------
+
+# Rows, columns, numbers in a sum: each height of a tile, incomplete vectors, and a long sum
+SHAPES = [(1, 5, 3), (1, 9, 35), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20)]
+SHAPES += [(9, 130, 40), (3, 6, 1100)]
+# How a packed matrix may be written: the form of its weights, their bits, the form of its scales
+PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
+for _scales in (FLOAT32, FLOAT16, BFLOAT16):
+    PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
+
+
+def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
+    """Why this library cannot be used; empty if it can."""
+    if compiled_from(loaded) != source_hash(form):
+        return f"was compiled from another {SOURCE.name}; {remedy()}"
+    expected = PLAIN_BITS if form == "plain" else BITS
+    found = computed(loaded)
+    if found == expected:
+        return ""
+    return f"does not multiply right: its hash is {found}, and should be {expected}"
+
+
+def compiled_from(loaded: ctypes.CDLL) -> str:
+    try:
+        return (ctypes.c_char * 65).in_dll(loaded, "rows_source").value.decode()
+    except ValueError:  # no library of ours
+        return ""
+
+
+def computed(library: ctypes.CDLL) -> str:
+    """The hash of what the library computes of the same numbers everywhere.
+
+    Both layouts, weights packed in each form, each operation; one row, few and many. These products
+    are too small to be shared among threads, so this comes before any thread is started.
+    """
+    draw = random.Random(0)
+    seen = hashlib.sha256()
+
+    def multiply(x: array, w: array, M: int, N: int, K: int, turned: bool = False) -> None:
+        """x (M, K) times W: (N, K) as stored, or (K, N) turned, or the memory of a packed one."""
+        y = array("f", [math.nan]) * (M * N)  # whatever the memory of the result held before
+        x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
+        layout = (111, N) if turned else (112, K)
+        sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
+        library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
+        seen.update(str(y.tolist()).encode())  # a NaN has no sign there
+
+    for M, N, K in SHAPES:
+        w = drawn(draw, N * K)
+        for turned in (False, True):
+            multiply(drawn(draw, M * K), w, M, N, K, turned)
+    for form, bits, form_of_scales in PACKED:
+        N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
+        w = packed(library, draw, form, bits, form_of_scales, N, K, group)
+        for M in (1, 4, 5, 25):
+            multiply(drawn(draw, M * K), w, M, N, K)
+    for form, bits in ((FOUR_BITS, 4), (EIGHT_BITS, 8)):  # more groups than are unpacked at once
+        N, K = 5, 2112
+        w = packed(library, draw, form, bits, FLOAT16, N, K, 32)
+        for M in (1, 21):
+            multiply(drawn(draw, M * K), w, M, N, K)
+    for operation in (SOFTMAX, SWIGLU, GEGLU, NORM, CAP):
+        for M, N in ((1, 1), (3, 5), (4, 75)):
+            K = N if operation in (SOFTMAX, NORM, CAP) else 2 * N
+            w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
+            at = ctypes.c_void_p(w.buffer_info()[0])
+            library.rows_operation(at, operation, N, ctypes.c_float(0.3))
+            x = drawn(
+                draw, M * K, 150
+            )  # some powers are too large for a float32, and some too small
+            if M > 1:
+                x[0] = math.nan
+                x[-1] = -math.inf  # as what attention hides
+            # MLX takes a matrix of one number for a turned one
+            multiply(x, w, M, N, K, turned=K == 1)
+    return seen.hexdigest()[:32]
+
+
+def drawn(draw: random.Random, count: int, most: float = 1) -> array:
+    return array("f", [most * (2 * draw.random() - 1) for _ in range(count)])
+
+
+def packed(
+    library: ctypes.CDLL,
+    draw: random.Random,
+    form: int,
+    bits: int,
+    form_of_scales: int,
+    N: int,
+    K: int,
+    group: int,
+) -> array:
+    """The memory of a packed matrix of random numbers."""
+    if bits == 16:
+        weights = written(drawn(draw, N * K), form)
+    else:
+        weights = ctypes.create_string_buffer(N * library.rows_width(form, ctypes.c_long(K)))
+        in_a_file = draw.randbytes(N * K * bits // 8)
+        library.rows_lay(in_a_file, bits, weights, form, ctypes.c_long(N), ctypes.c_long(K))
+    memory = bytes(LINE)
+    places = []  # of weights, scales and offsets, in lines
+    for part in (
+        weights,
+        *(written(drawn(draw, N * K // group), form_of_scales) for _ in range(2)),
+    ):
+        places.append(len(memory) // LINE)
+        memory += bytes(part) + bytes(-len(part) % LINE)
+    matrix = array("B", memory + bytes(LINE))
+    at = ctypes.c_void_p(matrix.buffer_info()[0])
+    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
+    return matrix
+
+
+def written(numbers: array, form: int) -> bytes:
+    """Numbers in this form."""
+    if form == FLOAT16:
+        return struct.pack(f"={len(numbers)}e", *numbers)
+    if form == BFLOAT16:  # the upper half of each
+        return array("H", numbers.tobytes())[1::2].tobytes()
+    return numbers.tobytes()

@@ -1,0 +1,104 @@
+"""How far a prompt has been read, how fast, and when it will be done.
+
+The problem. On a CPU a long prompt takes minutes. Its later tokens cost more than its first ones,
+because each token attends to all tokens before it. So an estimate from the mean rate so far is too
+short, and people give up on a prompt that was nearly done.
+
+What this file keeps. The figures are computed here and nowhere else: screen, page, log, `/metrics`
+and streams only show them. Cached tokens are part of the prompt, but they were not read, so they
+are in no rate.
+
+Where next: `views.py`, where each slot's view has these figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+LONG_S = 2.0  # a prompt that takes longer than this is shown
+RECENT = 16  # chunks: the rate is measured over the newest ones
+
+
+class PrefillProgress(NamedTuple):
+    """How far one prompt has been read."""
+
+    done: int = 0  # prompt tokens with rows in the slot, cached ones included
+    total: int = 0  # tokens of the prompt
+    cached: int = 0  # of those: taken over from an earlier prompt
+    seconds: float = 0.0  # since it got its slot
+    tokens_per_s: float | None = None  # over the newest chunks
+    left_s: float | None = None  # until the last token of the prompt is read, estimated
+
+    @property
+    def is_long(self) -> bool:
+        """Is it being read, and does reading take longer than two seconds?"""
+        return self.done < self.total and self.seconds + (self.left_s or 0.0) > LONG_S
+
+    @property
+    def words(self) -> str:
+        """ "11,339 of 18,813 tokens, 182 tokens/s, about 6 min" """
+        words = f"{self.done:,} of {self.total:,} tokens"
+        return f"{words}, {self.pace}" if self.pace else words
+
+    @property
+    def pace(self) -> str:
+        """ "182 tokens/s, about 6 min"; nothing before the first chunk is done."""
+        if self.tokens_per_s is None:
+            return ""
+        digits = 1 if self.tokens_per_s < 10 else 0
+        return f"{self.tokens_per_s:,.{digits}f} tokens/s, about {self.left}"
+
+    @property
+    def left(self) -> str:
+        """The time left, rounded up, as coarse as the estimate: "40 s", "6 min", "2.5 h"."""
+        seconds = self.left_s
+        if seconds is None:
+            return ""
+        if seconds < 20:
+            return f"{max(1, math.ceil(seconds))} s"
+        if seconds < 90:
+            return f"{10 * math.ceil(seconds / 10)} s"
+        if seconds < 90 * 60:
+            return f"{math.ceil(seconds / 60)} min"
+        return f"{math.ceil(seconds / 360) / 10} h"
+
+
+UNREAD = PrefillProgress()
+
+
+class PrefillClock:
+    """When each of the newest chunks of one prompt was done."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (moment, tokens done)
+
+    def take(self, start: int, stop: int, began: float, ended: float) -> None:
+        """A chunk prompt[start:stop] has been read."""
+        if not self._marks or self._marks[-1][1] != start:  # the first one, or read once more
+            self._marks.clear()
+            self._marks.append((began, start))
+        self._marks.append((ended, stop))
+
+    def look(
+        self, total: int, cached: int, far: int, admitted: float, now: float
+    ) -> PrefillProgress:
+        """`far`: at this row attention costs a token as much as everything else in its layer.
+        `admitted`: when the request got its slot."""
+        seconds = max(0.0, now - admitted)
+        if not self._marks:
+            return PrefillProgress(cached, total, cached, seconds)
+        (since, first), (last, done) = self._marks[0], self._marks[-1]
+        if last <= since:
+            return PrefillProgress(done, total, cached, seconds)
+        work_per_s = (work_of(done, far) - work_of(first, far)) / (last - since)
+        left = (work_of(total, far) - work_of(done, far)) / work_per_s
+        left = max(0.0, left - max(0.0, now - last))  # a chunk is under way since then
+        return PrefillProgress(done, total, cached, seconds, (done - first) / (last - since), left)
+
+
+def work_of(rows: int, far: int) -> float:
+    """What reading so many rows costs, in early tokens: the sum of 1 + row / far over all rows
+    (compare `sched.price_of`)."""
+    return rows + rows * rows / (2 * far)

@@ -1,0 +1,110 @@
+"""Text in a terminal: lines that break between words, and a line that says what is being waited for.
+
+The problem. A terminal breaks a line in mid-word, and an answer comes in pieces of any size. And
+while a long prompt is read, nothing comes at all for minutes.
+
+What this file keeps. A program whose output goes to a file or a pipe writes the same bytes as
+without all this.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+PROGRESS_S = 0.5  # seconds between two looks at a prompt that is being read
+PIECES = re.compile(r"\x1b\[[0-9;]*m|\n|[^\S\n]+|[^\s\x1b]+|\x1b")
+
+
+class WordWrap:
+    """Break a text that comes in pieces between its words. A word is held back until it is whole."""
+
+    def __init__(self, width: int):
+        self.width = width
+        self._column = 0
+        self._blanks = ""  # before the word
+        self._word = ""
+        self._cells = 0  # of the word; escape sequences take none
+
+    def push(self, text: str) -> str:
+        """What can be written by now."""
+        out = ""
+        for piece in PIECES.findall(text):
+            if piece == "\n":
+                out += self.flush() + "\n"
+                self._column = 0
+            elif piece.isspace():
+                out += self._end_word()
+                self._blanks += piece
+            elif piece.startswith("\x1b"):
+                self._word += piece
+            else:
+                out += self._grow(piece)
+        return out
+
+    def flush(self) -> str:
+        """What is held back: the last word of a line, or of the text."""
+        out = self._end_word() + self._blanks
+        self._blanks = ""
+        return out
+
+    def _grow(self, letters: str) -> str:
+        """Text without blanks. Chinese and Japanese may be broken between any two characters."""
+        from rich.cells import cell_len
+
+        if letters.isascii():
+            self._word += letters
+            self._cells += len(letters)
+            return ""
+        out = ""
+        for letter in letters:
+            cells = cell_len(letter)
+            if cells > 1:
+                out += self._end_word()
+            self._word += letter
+            self._cells += cells
+        return out
+
+    def _end_word(self) -> str:
+        if not self._word:
+            return ""
+        out = self._blanks + self._word
+        column = self._column + len(self._blanks) + self._cells
+        if column > self.width and self._column:
+            out = "\n" + self._word
+            column = self._cells
+        # The terminal itself breaks a word that is wider than a line
+        self._column = column if column <= self.width else column % self.width
+        self._blanks = self._word = ""
+        self._cells = 0
+        return out
+
+
+class StatusLine:
+    """One line that is written over, if there is a terminal."""
+
+    def __init__(self, file: TextIO | None = None):
+        self._file = sys.stderr if file is None else file
+        self._is_shown = False
+
+    def show(self, words: str) -> None:
+        """Without words the line is cleared."""
+        if not self._file.isatty() or not (words or self._is_shown):
+            return
+        room = shutil.get_terminal_size().columns - 1
+        self._file.write(f"\r\x1b[K{words[:room]}")
+        self._file.flush()
+        self._is_shown = bool(words)
+
+
+def wait_for_text(handle: Any, show: Callable[[str], None]) -> None:
+    """Wait until an answer begins, and show meanwhile how far a long prompt is."""
+    try:
+        while not handle.wait_for_text(PROGRESS_S):
+            if handle.prefill.is_long:
+                show(f"    reading: {handle.prefill.words}")
+    finally:
+        show("")

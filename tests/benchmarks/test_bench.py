@@ -1,0 +1,595 @@
+"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part
+once, tiny."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import run
+from waiting import wait_for
+
+import bench
+from benchmarks import driver, report
+from benchmarks.dictated_model import DictatedModel, texts
+from benchmarks.driver import Failure, Sample, take_all
+from benchmarks.figures import (
+    Delivery,
+    closed_figures,
+    decode_figures,
+    long_figures,
+    step_figures,
+)
+from benchmarks.peers import PEERS, News, TimedRequest, obstacle
+from benchmarks.plan import (
+    CROWD,
+    PARTS,
+    PARTS_OF_A_PEER,
+    SHAPES,
+    Contestant,
+    Setup,
+    Spec,
+    crowd_lengths,
+    make_model,
+    make_plan,
+    our_column,
+    read_rival,
+)
+from benchmarks.report import cell_text, summarise
+from docs.make import plot
+from nanobatch import Engine, Text
+from parts.api.views import StepView
+from parts.device import mlx as device
+from parts.model.load import read_model
+
+BENCH = Path(__file__).parents[2] / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory) -> Spec:
+    folder = make_checkpoint(tmp_path_factory.mktemp("bench"), seed=1)
+    return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
+
+
+def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
+    """The part `decode`, tiny."""
+    small = "--parts decode --prompt 8 --output 4 --samples 1 --rows"
+    return run("bench.py", "--model", spec.folder, *small.split(), rows, *more)
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def test_decoding_is_measured_while_all_rows_decode():
+    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's
+    second one more.
+
+    A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
+    B      3 4 5 6 7
+    """
+    a, b = Delivery(0, [1, 2, 3, 4, 5]), Delivery(0, [3, 4, 5, 6, 7])
+    assert decode_figures([a, b], 2) == {"decode tokens/s": 2, "prefill ms": 3000}
+    assert decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
+
+
+def test_rows_that_never_decode_together_are_refused():
+    with pytest.raises(ValueError, match="longer --output"):
+        decode_figures([Delivery(0, [1, 2]), Delivery(0, [3, 4])], 2)
+
+
+def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
+    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited
+    for 1 s each time."""
+    answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
+    figures = closed_figures(answers, users=1)
+    assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
+    assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
+
+
+def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
+    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1
+    s until then."""
+    row = Delivery(0, [1, 2, 3, 4, 5, 8, 9, 10])
+    figures = long_figures([row], late=Delivery(4.5, [8.5]), alone=Delivery(0, [2]))
+    assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
+    assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
+
+
+def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
+    def step(number: int) -> StepView:
+        stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
+        return StepView(
+            number,
+            (),
+            (),
+            (),
+            (),
+            (),
+            (),
+            (),
+            0,
+            "",
+            0,
+            0,
+            began=number - 0.5,
+            ended=number,
+            **stages,
+        )
+
+    figures = step_figures([step(1), step(2), step(3)])
+    assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
+    assert figures["python ms"] == pytest.approx(700)
+    assert figures["plan ms"] == 100 and figures["commit ms"] == 200
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+class Clockwork:
+    """A contestant, and its clock: each step takes a second and gives one token to each of the
+    oldest `rows`."""
+
+    def __init__(self, rows: int):
+        self.rows, self.now, self.left = rows, 0.0, {}
+
+    def submit(self, ask: TimedRequest) -> int:
+        self.left[len(self.left)] = ask.max_tokens
+        return len(self.left) - 1
+
+    def step(self) -> list[News]:
+        self.now += 1
+        came = [key for key, left in self.left.items() if left][: self.rows]
+        for key in came:
+            self.left[key] -= 1
+        return [(key, [7], not self.left[key]) for key in came]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def drive(self, asks: list[TimedRequest], users: int | None = None) -> list[Delivery]:
+        return driver.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+
+
+def test_processor_time_does_not_count_what_other_programs_take(spec):
+    """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
+    rates = {}
+    for clock in ("wall", "processor"):
+        sample = Sample(spec._replace(part="decode", rows=1, output=16, clock=clock))
+        step = sample.contestant.engine.step
+        sample.contestant.engine.step = lambda step=step: (time.sleep(0.1), step())
+        rates[clock] = sample.decode()["decode tokens/s"]
+        sample.contestant.close()
+    assert rates["wall"] < 10 < rates["processor"]
+
+
+def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
+    answers = Clockwork(rows=2).drive([TimedRequest([1], 2)] * 3, users=1)
+    assert [a.sent for a in answers] == [0, 2, 4]
+    assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
+    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
+    since 0.5."""
+    answers = Clockwork(rows=1).drive(
+        [TimedRequest([1], 2), TimedRequest([1], 1, at=0.5), TimedRequest([1], 1, at=9)]
+    )
+    assert [a.sent for a in answers] == [0, 0.5, 9]
+    assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
+
+
+def test_a_prompt_can_come_when_the_others_have_got_so_far():
+    rows = [TimedRequest([1], 6), TimedRequest([1], 6)]
+    *_, late = Clockwork(rows=3).drive([*rows, TimedRequest([1], 1, after=3)])
+    assert (late.sent, late.times) == (3, [4])
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def records(part: str, x: str, **rates: float) -> list[dict]:
+    return [
+        {
+            "part": part,
+            "x": x,
+            "contestant": who.replace("_", " "),
+            "sample": 0,
+            "figures": {"decode tokens/s": rate},
+        }
+        for who, rate in rates.items()
+    ]
+
+
+def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
+    samples = [
+        r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)
+    ]
+    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
+    table = summarise([*samples, *peers])
+    key = "decode", "rows 8", "decode tokens/s"
+    assert cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
+    assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
+    assert cell_text((*key, "nobody"), table) == ""
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")],
+)
+def test_numbers_have_three_digits_that_count(value, text):
+    assert report.number(value) == text
+
+
+def test_the_marks_of_an_axis_are_round_and_hold_every_value():
+    assert plot.ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
+    assert plot.ticks([1.0], log=False)[-1] >= 1
+    assert plot.ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
+    assert plot.ticks([100], log=True) == [100, 1000]
+
+
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[Setup]:
+    rivals = [read_rival(name, "continuous") for name in vs.split(",") if name]
+    return make_plan([part], [8], spec, our_column("continuous"), rivals)
+
+
+def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
+    order = []
+
+    def measure(spec: Spec, column: Contestant) -> dict:
+        order.append(column.name.split()[0])
+        return {"figures": {"total tokens/s": 100}}
+
+    monkeypatch.setattr(driver, "measure", measure)
+    plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
+    records = []
+    list(take_all(plan, 3, records, report=lambda stage: None))
+    there = ["nanobatch", "mlx-lm", "llama.cpp"]
+    assert order == [*there, *reversed(there), *there]
+    assert len(records) == 9
+
+
+def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
+    rates = {}
+    capacity = 200  # tokens a second
+
+    def measure(spec: Spec, column: Contestant) -> dict:
+        rates.setdefault(spec.rate, []).append(column.name)
+        return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
+
+    monkeypatch.setattr(driver, "measure", measure)
+    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, [], report=lambda stage: None))
+    mean = sum(crowd_lengths(256)) / CROWD
+    assert list(rates) == pytest.approx(
+        [float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))]
+    )
+    assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
+
+
+# --- who is measured, and where -----------------------------------------------------------------
+
+
+ANOTHER_VERSION = """
+import json, os, sys
+spec = json.loads(sys.argv[sys.argv.index("--sample") + 1])
+said = {"spec": spec, "at": os.getcwd(), "BLAS": os.environ.get("NANOBATCH_BLAS")}
+with open("said", "a") as file:
+    print(json.dumps(said), file=file)
+print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Another version, whose samples write down what they were asked, where, and on which BLAS."""
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "bench.py").write_text(ANOTHER_VERSION)
+    return folder
+
+
+def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
+    spec, checkout, monkeypatch
+):
+    """It is told only what is not usual: older versions do not know all fields."""
+    monkeypatch.setenv("NANOBATCH_BLAS", "mine")
+    plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
+    setup = plan[0]._replace(columns=plan[0].columns[1:])
+    records = []
+    list(take_all([setup], 1, records, report=lambda stage: None))
+    assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
+    assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
+    plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
+    assert plain["BLAS"] == "mine" and other["BLAS"] == "openblas:Haswell"
+    assert checkout.samefile(plain["at"])
+    assert plain["spec"]["contestant"] == "nanobatch continuous"
+    fields = "part contestant folder vocabulary rows prompt output"
+    assert list(plain["spec"]) == fields.split()
+
+
+def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
+    (checkout / "bench.py").write_text("raise AttributeError('no such part')")
+    with pytest.raises(Failure, match=r"before ended with code 1: AttributeError: no such part"):
+        driver.measure(spec, read_rival(str(checkout), "continuous"))
+
+
+def test_mlx_lm_runs_on_openblas_unless_another_is_named():
+    """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
+    assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
+    as_installed = read_rival("mlx-lm@off", "continuous")
+    assert as_installed.environment == {"NANOBATCH_BLAS": "off"}
+    assert read_rival("llama.cpp", "continuous").environment == {}
+    assert our_column("continuous").environment == {}, (
+        "ours is the one that the user's environment asks for"
+    )
+
+
+def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
+    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
+    names = {
+        part: [column.name.replace(str(checkout), "before") for column in columns[part]]
+        for part in columns
+    }
+    assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
+    assert names["steps"] == ["nanobatch continuous", "before"]
+    assert names["open"] == [
+        *(f"nanobatch {policy}" for policy in ("continuous", "static", "serial")),
+        "mlx-lm",
+        "before",
+    ]
+    assert names["same"] == ["mlx-lm"]
+    assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
+
+
+def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
+    """Peers guess nothing. And a sample's process is told only what is not usual, since another
+    checkout may not know it."""
+    assert our_column("static").guesses == Spec._field_defaults["guesses"] == "0"
+    guessing = our_column("static", "auto")
+    assert guessing.guesses == "auto" and "guesses auto" in guessing.name
+    assert our_column("static").engine == guessing.engine == "nanobatch static"
+
+
+def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    parts = read_model(folder), Text(folder, 272)
+    said = []
+    for guesses in (0, 3):
+        with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
+            dictation = DictatedModel(engine)
+            wishes = [text for text, _ in zip(texts("rewrite", 272), range(2), strict=False)]
+            handles = [dictation.submit(text) for text in wishes]
+            assert [handle.result().tokens for handle in handles] == [t.answer for t in wishes]
+            said.append(engine.steps)
+    assert said[1] < 0.6 * said[0], said
+
+
+# --- each part, in small ------------------------------------------------------------------------
+
+SMALL = {
+    "decode": {},
+    "closed": {},
+    "open": {"rows": 8, "output": 2, "rate": 5000.0},
+    "steps": {"output": 8},
+    "long": {"rows": 3, "output": 24, "late": 100},
+    "chat": {"rows": 1, "prompt": 40, "length": 240},
+    "guesses": {"rows": 2, "text": "rewrite fresh", "length": 480},
+    "same": {"output": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "part, who",
+    [
+        (part, who)
+        for part in PARTS
+        for who in ("nanobatch continuous", "nanobatch static", *PEERS)
+        if who not in PEERS or part in PARTS_OF_A_PEER
+        if part != "guesses" or who == "nanobatch continuous"
+    ],
+)
+def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
+    if who in PEERS and obstacle(who):
+        pytest.skip(
+            obstacle(who)
+        )  # llama.cpp would have to be compiled; tests/benchmarks/test_peers.py has a stand-in for it
+    guesses = "3" if part == "guesses" else "0"
+    sample = Sample(spec._replace(part=part, contestant=who, guesses=guesses, **SMALL[part]))
+    figures = getattr(sample, part)()
+    sample.contestant.close()
+    assert figures and all(value > 0 for value in figures.values()), figures
+
+
+def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
+    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has
+    41 new ones."""
+    sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
+    with closing(sample.contestant):
+        turn = sample.last_turn()
+        chunk = sample.lone_chunk()
+    assert turn.prompt_tokens == 216
+    assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
+
+
+def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
+    data = tmp_path / "run.json"
+    picture = tmp_path / "run.svg"
+    measured = decode(spec, "2", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
+    assert measured.returncode == 0, measured.stderr
+    shown = run("bench.py", "--from", data)
+    assert (shown.returncode, shown.stdout) == (0, measured.stdout)
+    written = json.loads(data.read_text())
+    assert {"processor", "version", "mlx-lm", "device", "commit"} <= written["machine"].keys()
+    assert {r["contestant"] for r in written["records"]} == {
+        "nanobatch continuous",
+        "mlx-lm",
+        "mlx-lm@off",
+    }
+    if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
+        assert re.search(r"BLAS openblas( \(\w+\))? +┃ BLAS mlx +┃", shown.stdout), shown.stdout
+    assert plot.main([str(data), str(picture)]) == 0
+    texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
+    assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
+
+
+def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
+    if it hung."""
+    done = decode(spec, "1,2")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first
+    )
+    assert re.fullmatch(
+        r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second
+    )
+
+
+def test_on_a_terminal_each_line_of_the_progress_takes_the_place_of_the_last_one(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    report = bench.progress(2)
+    report("decode, rows 1")
+    report("decode, rows 2")
+    first, second = capsys.readouterr().err.split("\r\033[K")[1:]
+    assert first == "nanobatch: 1 of 2 after 0 s: decode, rows 1"
+    assert second == "nanobatch: 2 of 2 after 0 s: decode, rows 2"
+
+
+def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
+    folder = str(make_model(tmp_path, "tiny"))
+    for who in ("nanobatch serial", "mlx-lm"):
+        sample = Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
+        assert sample.decode()["decode tokens/s"] > 0
+        sample.contestant.close()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monkeypatch, bits):
+    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
+    folder = make_model(tmp_path, "tiny", bits)
+    spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
+    dtypes = []
+    for column in (our_column("continuous"), read_rival("widened", "continuous")):
+        sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
+        assert sample.decode()["decode tokens/s"] > 0
+        dtypes.append(sample.contestant.engine.model.view.form)
+        sample.contestant.close()
+    narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
+    assert dtypes == [narrow if device.is_exact() else "float32, widened", "float32, widened"]
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
+        (["--output", "1"], ["--output", "'1'", "from 2 to"]),
+        (["--samples", "many"], ["--samples", "'many'", "whole number"]),
+        (["--parts", "decode,cold"], ["'cold'", "guesses"]),
+        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
+        (["--vs", "mlx-lm,"], ["''", "folder"]),
+        (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
+        (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
+        (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
+        (["--clock", "processor", "--parts", "decode,open"], ["--clock", "leave open out"]),
+        (["--shape", "70b"], ["70b", "1b"]),
+        (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
+        (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
+        (["--bits", "4"], ["--bits 4", "--shape"]),
+        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "name a file"]),
+        (["--colour"], ["--colour"]),
+        (["--exact"], ["--exact"]),  # there is one way to compute a row
+        (["--compact"], ["--compact"]),
+    ],
+)
+def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(arguments)
+    line = capsys.readouterr().err
+    assert exit.value.code == 2 and line.count("\n") == 1
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1, 2]", b'{"records": [{}]}', b"\xff"])
+def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert bench.main(["--from", str(path)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and str(path) in line and "name what --json has written" in line
+    assert plot.main([str(path), str(tmp_path / "run.svg")]) == 1
+    assert capsys.readouterr().err.removeprefix("docs/make/plot.py: ") in line
+    assert not (tmp_path / "run.svg").exists()
+
+
+def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    assert bench.main(["--model", spec.folder + "/config.json"]) == 2
+    assert "is a file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="would fit"):
+        driver.measure(spec._replace(part="steps", length=2**30), our_column("continuous"))
+
+
+def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
+    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was
+    read."""
+    sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
+    with closing(sample.contestant):
+        steps = sample.decode_steps()
+    assert len(steps) >= 2 and all(len(step.decode) == 4 for step in steps)
+
+
+def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
+    """The signal goes to the benchmark alone, as from another program: its child must not be left
+    behind."""
+    command = [sys.executable, str(BENCH), "--parts", "decode", "--output", "100000"]
+    process = subprocess.Popen(
+        [*command, "--model", spec.folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where there is no fast BLAS, a line would say so
+        env=os.environ | {"NANOBATCH_BLAS": "off"},
+        preexec_fn=background_job,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.parent.exists():
+        process.kill()
+        pytest.skip("no /proc here")
+
+    def sampling() -> list[str]:
+        assert process.poll() is None
+        return [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]
+
+    samples = wait_for(sampling)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (stdout, process.returncode) == ("", 130)
+    assert re.fullmatch(
+        r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
+    ), stderr
+    wait_for(lambda: not line_of(samples[0]))  # it may still be importing what it needs to notice
+
+
+def line_of(pid: str) -> str:
+    """A process's command line; empty if it has gone, or is dead and waits for somebody to take
+    note of it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

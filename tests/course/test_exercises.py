@@ -1,0 +1,212 @@
+"""Each exercise fails until it is done, passes when it is done right, and fails when it is done
+plausibly wrong.
+
+`course/exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There
+are three copies and three runs of pytest: one without any solution; one where every second exercise
+is done right and the others wrong; and one the other way round. So a wrong solution is seen to fail
+beside right ones that pass.
+"""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from processes import run
+
+from door import openai
+from door.journal import Call, Figures
+from policies import POLICIES
+from screen import app, places
+
+ROOT = Path(__file__).parents[2]
+EXERCISES = [
+    path.stem.split("_")[2] for path in sorted((ROOT / "course" / "exercises").glob("test_*.py"))
+]
+README = (ROOT / "course" / "exercises" / "README.md").read_text()
+
+
+def solution(exercise: str, kind: str) -> Path:
+    return ROOT / "course" / "exercises" / "solutions" / f"{exercise}.{kind}.patch"
+
+
+def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
+    """All that the exercises need, with these solutions in it."""
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    for name in ("kernels", "parts", "door", "screen", "benchmarks", "tests", "course", "demo"):
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run")
+        )
+    for exercise, kind in kinds.items():
+        patch = solution(exercise, kind)
+        # No repository around it has a say
+        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        git = ["git", "apply", "-C1", patch]
+        done = subprocess.run(git, cwd=folder, env=alone, capture_output=True, text=True)
+        assert done.returncode == 0, f"{patch.name} no longer applies: write it anew\n{done.stderr}"
+    return folder
+
+
+def verdicts(tree: Path) -> dict[str, list[str]]:
+    """For each exercise what its tests say: "" for a test that passes, else the message."""
+    options = ["-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
+    done = run("-m", "pytest", "course/exercises", *options, cwd=tree)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    said = defaultdict(list)
+    for case in ElementTree.parse(tree / "out.xml").iter("testcase"):
+        problem = next(
+            (part.get("message") for part in case if part.tag in ("failure", "error")), ""
+        )
+        said[case.get("classname").split("_")[-1]].append(problem)
+    assert sorted(said) == sorted(EXERCISES)
+    return said
+
+
+def test_an_exercise_fails_until_it_is_done_and_says_what_is_missing(tmp_path):
+    """Each of its tests, in one line: a reader who has done nothing yet is helped by no
+    traceback."""
+    for exercise, said in verdicts(copy_of_the_tree(tmp_path, {})).items():
+        assert all("not done yet: " in message for message in said), (exercise, said)
+
+
+@pytest.mark.parametrize("right", [EXERCISES[::2], EXERCISES[1::2]], ids=["even", "odd"])
+def test_a_right_solution_passes_and_a_plausible_wrong_one_fails(tmp_path, right):
+    """A wrong one is complete, so nothing is called missing. But what it does is wrong, and at
+    least one test sees it. Half of the exercises are solved right, and the others wrong."""
+    kinds = {each: "right" if each in right else "wrong" for each in EXERCISES}
+    for exercise, said in verdicts(copy_of_the_tree(tmp_path, kinds)).items():
+        assert any(said) == (exercise not in right), (exercise, said)
+        assert not any("not done yet" in message for message in said), (exercise, said)
+
+
+def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path):
+    """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it
+    right.
+
+    A new family is left out: the pages ask for a line about it, as the exercise says.
+    """
+    kinds = {exercise: "right" for exercise in EXERCISES if exercise != "family"}
+    tree = copy_of_the_tree(tmp_path, kinds)
+    for path in (*ROOT.glob("*.md"), ROOT / ".gitignore"):
+        shutil.copy(path, tree)
+    for name in ("docs", "web", ".ci", ".github"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    checks = [
+        str(path.relative_to(ROOT))
+        for name in ("house", "project")
+        for path in ROOT.glob(f"tests/**/test_{name}.py")
+    ]
+    assert len(checks) == 2
+    done = run("-m", "pytest", *checks, "-q", "-p", "no:cacheprovider", cwd=tree)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+def exercise_of(name: str, monkeypatch) -> dict:
+    monkeypatch.syspath_prepend(ROOT / "course" / "exercises")
+    (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{name}.py")
+    return {key: what for key, what in runpy.run_path(str(path)).items() if key.startswith("test_")}
+
+
+def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):
+    """With a name in CHARTS and none in LOWER, it was told that it had none in CHARTS."""
+    test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
+    monkeypatch.setitem(app.PANES, "memory", None)
+    with pytest.raises(pytest.fail.Exception, match="CHARTS has no"):
+        test()
+    monkeypatch.setattr(places, "CHARTS", (*places.CHARTS, "memory"))
+    with pytest.raises(pytest.fail.Exception, match="LOWER"):
+        test()
+    monkeypatch.setattr(places, "LOWER", (*places.LOWER, "memory"))
+    test()
+
+
+def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
+    """A number in place of the sentence passed."""
+    test = exercise_of("policy", monkeypatch)["test_gentle_admits_one_newcomer_a_step"]
+    gentle = POLICIES["continuous"]._replace(room=lambda free, running: min(1, free))
+    monkeypatch.setitem(POLICIES, "gentle", gentle)
+    test()
+    monkeypatch.setitem(POLICIES, "gentle", gentle._replace(does=1))
+    with pytest.raises(pytest.fail.Exception, match="should be a sentence for people"):
+        test()
+
+
+def test_a_sampler_is_done_when_clients_may_ask_for_it(monkeypatch):
+    """Without its name in `PLAIN` all tests passed."""
+    test = exercise_of("sampler", monkeypatch)["test_a_client_may_ask_for_top_a_over_http"]
+    monkeypatch.setitem(test.__globals__, "drawn", lambda **options: None)
+    with pytest.raises(pytest.fail.Exception, match="is its name in PLAIN"):
+        test()
+    monkeypatch.setattr(openai, "PLAIN", (*openai.PLAIN, "top_a"))
+    test()
+
+
+def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) -> None:
+    """Exercise 4, solved: `Figures` counts the calls of which this is true."""
+    count, text = Figures.count, Figures.text
+
+    def count_too(self: Figures, call: Call) -> None:
+        count(self, call)
+        self.found = getattr(self, "found", 0) + is_one(call)
+
+    def text_too(self: Figures, *args) -> str:
+        name = "nanobatch_hung_up_total"
+        return f"{text(self, *args)}# TYPE {name} counter\n{name} {getattr(self, 'found', 0)}\n"
+
+    patch.setattr(Figures, "count", count_too)
+    patch.setattr(Figures, "text", text_too)
+
+
+@pytest.mark.parametrize(
+    ("is_one", "is_right"),
+    [
+        (lambda call: call.hung_up, True),
+        (lambda call: call.reason == "cancelled", False),
+        (lambda call: call.status == 499 or call.reason == "cancelled", False),
+        (lambda call: call.reason == "cancelled" and call.status != 503, False),
+    ],
+)
+def test_a_metric_is_right_only_if_it_counts_clients_that_hung_up(is_one, is_right, monkeypatch):
+    """What the server itself cancelled was counted, too, and all three tests passed."""
+    count_as_hung_up(is_one, monkeypatch)
+    failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
+    assert bool(failed) != is_right, failed
+
+
+def fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
+
+
+def test_every_exercise_has_its_command_and_says_where_to_look():
+    assert len(EXERCISES) == 6
+    for exercise in EXERCISES:
+        (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{exercise}.py")
+        text = path.read_text()
+        assert f"    python -m pytest -x course/exercises/{path.name}\n" in text
+        assert (
+            f"({path.name})" in README
+            and f"`python -m pytest -x course/exercises/{path.name}`" in README
+        )
+        assert all(
+            f"\n{part}" in text
+            for part in ("The task. ", "Read first: ", "Where: ", "How to know: ")
+        ), path
+        for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text.split('"""')[1]):
+            assert (ROOT / name).exists(), (path, name)
+
+
+def test_the_exercises_are_no_part_of_the_suite():
+    """`python -m pytest` must pass in a fresh clone, where no exercise is done."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'testpaths = ["tests", "course/from_zero"]' in text

@@ -1,0 +1,179 @@
+"""The ladder of course/ladder runs as it is printed, gives the engine's tokens, and names places that
+exist."""
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import run, without_backend
+from source import places, tokens_by_line
+
+from nanobatch import Engine, Result, Sampling
+
+ROOT = Path(__file__).parents[2]
+LEARN = ROOT / "course" / "ladder"
+RUNGS = sorted(LEARN.glob("[0-9]*_*.py"))
+TOKENS = 1150  # of code: what ten minutes allow
+TOKENS_A_LINE = 9.5  # on average: a line does one thing
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.load("demo", slots=8, max_len=1024) as engine:
+        yield engine
+
+
+def test_the_ladder_has_six_rungs():
+    assert [path.name.partition("_")[0] for path in RUNGS] == ["1", "2", "3", "4", "4b", "5"]
+
+
+def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
+    """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last
+    once with it."""
+    ((prompt,), (result,)) = prompts, results
+    tokens = len(result.tokens)
+    none, cached = sum(range(prompt, prompt + tokens)), prompt + tokens - 1
+    columns = re.findall(r"^ *all +(\d+) +(\d+)?", said, re.MULTILINE)
+    assert columns in ([(str(none), "")], [(str(none), str(cached))]), (columns, none, cached)
+
+
+def test_a_rung_that_is_piped_into_head_ends_without_a_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, RUNGS[0]], stdout=write, stderr=subprocess.PIPE, text=True, timeout=300
+    )
+    os.close(write)
+    assert run.returncode and not run.stderr, run.stderr
+
+
+def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(LEARN)
+    from board import WIDTH, Timeline
+
+    timeline = Timeline(slots=2)
+    for step in range(WIDTH + 1):
+        timeline.step({0: ("decode" if step else "prefill", 1), 1: ("blocked", 0)})
+    timeline.show("a title")
+    said = capsys.readouterr().out.splitlines()
+    assert said[3:6] == ["slot 1  " + "╳" * WIDTH, f"from step {WIDTH + 1}", "slot 0  █"]
+    assert said[-1].split() == ["▒", "prefill", "█", "decode", "╳", "blocked"]
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
+def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
+    """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches
+    something else."""
+    done = run(path, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    said = done.stdout
+    answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", said, re.MULTILINE)
+    assert answers
+    sampling = Sampling(max_tokens=128)
+    results = engine.generate([engine.text.ask(prompt) for prompt, _, _ in answers], sampling)
+    for (prompt, text, count), result in zip(answers, results, strict=True):
+        assert (text, int(count)) == (result.text, len(result.tokens)), prompt
+    assert re.search(r"^slot 0  ▒1[▒█]+", said, re.MULTILINE)
+    pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
+    assert all(f"  {picture}\n" in said for picture in pictures), "the text shows another picture"
+    # So much is there to see on a machine that is busy, too
+    if path.stem in ("1_one_token", "2_cache"):
+        check_that_the_cache_pays(said, [len(engine.text.ask(p)) for p, _, _ in answers], results)
+    figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", said)
+    assert figures and all(int(tokens) > 0 for _, tokens in figures)
+    if path.stem in (
+        "3_static",
+        "4_continuous",
+    ):  # the second way takes fewer steps, on any machine
+        first, second = (int(steps) for steps, _ in figures)
+        assert second < first
+
+
+def test_the_tokens_of_a_line_are_counted_without_its_prose():
+    text = '"""A docstring."""\n\n# a comment\nx = f(\n    y,\n)  # and a comment\n\nz = """one\ntoken"""\n'
+    assert tokens_by_line(text) == {4: 4, 5: 2, 6: 1, 8: 3}
+
+
+def test_the_ladder_has_air():
+    """Bounded in lines alone, it once had several thoughts in one line."""
+    lines = [
+        count for path in LEARN.glob("*.py") for count in tokens_by_line(path.read_text()).values()
+    ]
+    assert len(lines) > 300
+    assert sum(lines) / len(lines) <= TOKENS_A_LINE
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
+def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
+    """A place that was renamed would send the reader into nothing; and what stands there need not
+    stand here."""
+    text = path.read_text()
+    assert tokens_by_line(text).total() <= TOKENS
+    assert f"    python course/ladder/{path.name}\n" in ast.get_docstring(ast.parse(text))
+    question = text.index("\nQuestion: ")
+    (answer,) = re.findall(
+        r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.$", text[question:], re.MULTILINE
+    )
+    assert answer[1] in places(ROOT / answer[0]), answer
+    (named,) = re.findall(r"^Next: (.*)", text[question:], re.MULTILINE)
+    following = RUNGS[RUNGS.index(path) + 1 :]
+    assert following[0].name in named if following else "llama.py" in named
+
+
+def test_the_long_talk_of_the_last_rung_is_answered_as_the_engine_answers_it(engine, monkeypatch):
+    """The other test sees the talk's last message alone. The whole talk must be long, or there is
+    nothing to cut."""
+    monkeypatch.syspath_prepend(LEARN)
+    rung = runpy.run_path(str(RUNGS[-1]))
+    question = rung["PROMPTS"][-1]
+    talk = engine.text.encode_chat([*rung["TALK"], {"role": "user", "content": question}])
+    assert len(talk) > 500
+    alone, within = engine.generate([engine.text.ask(question), talk])
+    # So what stands under the rung is the answer to the whole talk
+    assert alone.tokens == within.tokens
+    # Without neighbours, the steps before the prompt's end yield no token
+    for runs_ahead in (False, True):
+        last = rung["Engine"](64, runs_ahead)
+        request = last.submit(talk)
+        while last.turn():
+            last.sched.check()
+        assert tuple(request.answer) == tuple(within.tokens)
+
+
+def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(monkeypatch):
+    """Then there is a moment with nothing to plan, something in flight, and a request in line."""
+    monkeypatch.syspath_prepend(LEARN)
+    rung = runpy.run_path(str(RUNGS[-1]))
+    engine = rung["Engine"](64, runs_ahead=True)
+    story = rung["TEXT"].ask("Tell me a story about a fox.")
+    requests = [engine.submit(story) for _ in range(rung["SLOTS"] + 1)]
+    while engine.turn():
+        engine.sched.check()
+    assert [request.committed for request in requests] == [64] * len(requests)
+    assert len({tuple(request.answer) for request in requests}) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
+def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
+    done = run(RUNGS[0], **without_backend(tmp_path))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install -e '.[cpu]'" in done.stderr
+
+
+def test_the_ladders_readme_names_every_rung_and_only_what_is_there():
+    text = (LEARN / "README.md").read_text()
+    assert re.findall(r"`python course/ladder/(\w+\.py)`", text) == [path.name for path in RUNGS]
+    assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_whoever_says_how_many_programs_the_ladder_has_says_six():
+    """The tour's last words and the page said five, and the README six."""
+    places = ("README.md", "screen/pages/tour.py", "web/story.html", "docs/index.html")
+    for place in places:
+        said = re.findall(r"(\w+) short programs", (ROOT / place).read_text())
+        assert said == ["six"], place
