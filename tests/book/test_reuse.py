@@ -45,16 +45,6 @@ def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(pa
     assert all(r.metrics.cached_tokens == 0 for r in expected)
 
 
-def test_a_conversation_that_goes_on_continues_in_its_own_slot(parts):
-    with Engine(*parts, slots=3, max_len=256, chunk=32) as engine:
-        history = tokens(100)
-        first = engine.submit(history, SHORT)
-        answer = first.result().tokens
-        again = engine.submit(history + answer + tokens(10, seed=1), SHORT)
-        assert again.result().metrics.cached_tokens == 100 + 3  # the newest token has no row
-        assert again.request.slot == first.request.slot
-
-
 def test_the_longest_match_wins_live_or_free(parts):
     """The free slot 0 remembers 70 tokens of it, the live slot has 140, of which 135 are of use."""
     long = tokens(140)
