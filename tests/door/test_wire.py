@@ -144,12 +144,6 @@ def watch(server: Server, *headers: str, host: str = "localhost"):
     return line, json.loads(line.until(b"\n\n"))
 
 
-def frames(line, receiver: wire.Receiver):
-    while True:
-        line.until(b"data: ")
-        yield receiver.take(json.loads(line.until(b"\n\n")))
-
-
 @pytest.mark.parametrize(
     ("headers", "host", "texts"),
     [

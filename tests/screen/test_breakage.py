@@ -141,10 +141,6 @@ def test_answers_that_change_with_their_company_are_reported(wrong, words):
     assert page.count(words) == len(changed)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.replace(",", "").split() if word.isdigit()]
-
-
 @pytest.mark.parametrize("what", BREAKS)
 @pytest.mark.parametrize("turns", [2, 8, 40])
 def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
