@@ -270,38 +270,6 @@ def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
         assert texts == seen[request.id] and len(texts) > 3, request
 
 
-def test_under_static_a_free_slot_is_blocked_while_others_wait_and_under_continuous_never(parts):
-    seen = {}
-    for policy in ("static", "continuous"):
-        with Engine(
-            *parts, slots=2, max_len=128, chunk=32, policy=policy, run_ahead=False
-        ) as engine:
-            for tokens in (2, 8, 3):
-                engine.submit([tokens], Sampling(max_tokens=tokens, ignore_eos=True))
-            seen[policy] = []
-            while engine.step():
-                seen[policy].append(phases(engine))
-            blocked = [step.blocked for step in engine.snapshot().steps]
-            assert any(blocked) == (policy == "static") and set(blocked) <= {(), (0,)}
-    assert seen["static"].count(["blocked", "decode"]) == 5  # steps 3 to 7 of 8
-    assert not any("blocked" in slots for slots in seen["continuous"])
-
-
-def test_a_slot_whose_last_token_is_in_flight_is_not_blocked(parts):
-    """It was drawn as blocked once for each answer that ends by length."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static") as engine:
-        a = engine.submit([1], Sampling(max_tokens=2, ignore_eos=True))
-        engine.submit([2], Sampling(max_tokens=9, ignore_eos=True))
-        engine.submit([3], SHORT)
-        while a.request.planned < 2 or a.request.committed == 2:
-            engine.step()
-        assert a.finish_reason is None and phases(engine) == ["decode", "decode"]
-        engine.step()  # this one is planned without A, whose end is seen only now
-        assert a.finish_reason == "length" and phases(engine) == ["free", "decode"]
-        engine.step()
-        assert phases(engine) == ["blocked", "decode"]
-
-
 def test_a_slot_is_blocked_only_as_long_as_somebody_waits(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static", run_ahead=False) as engine:
         engine.submit([2], Sampling(max_tokens=20, ignore_eos=True))

@@ -288,26 +288,6 @@ def test_result_may_wait_for_ever(engine):
         assert engine.submit([1], LONG).result(timeout=float("inf")).finish_reason == "length"
 
 
-@pytest.mark.parametrize("run_ahead", [True, False])
-def test_a_prompt_asked_again_reads_at_most_one_chunk_twice(parts, run_ahead):
-    """A cancel before the first token left nothing in the slot, so a client that hung up in time
-    never got anywhere."""
-    prompt = [n % 250 for n in range(400)]
-    options = {"slots": 2, "max_len": 512, "chunk": 32, "budget": 34}
-    with Engine(*parts, run_ahead=run_ahead, **options) as engine:
-        expected = Engine(*parts, reuse=False, **options).submit(prompt, LONG).result().tokens
-        first = engine.submit(prompt, LONG)
-        read = 0
-        while read < 300:
-            engine.step()
-            read = first.request.prefilled
-        first.cancel()
-        again = engine.submit(prompt, LONG).result()
-        assert again.metrics.cached_tokens >= read - 32 * run_ahead
-        assert again.tokens == expected
-        engine.check()
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [10, 40, 70])
 def test_what_is_not_finite_is_not_kept_after_a_cancel(parts, value, at):

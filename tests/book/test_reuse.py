@@ -45,16 +45,6 @@ def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(pa
     assert all(r.metrics.cached_tokens == 0 for r in expected)
 
 
-def test_a_conversation_that_goes_on_continues_in_its_own_slot(parts):
-    with Engine(*parts, slots=3, max_len=256, chunk=32) as engine:
-        history = tokens(100)
-        first = engine.submit(history, SHORT)
-        answer = first.result().tokens
-        again = engine.submit(history + answer + tokens(10, seed=1), SHORT)
-        assert again.result().metrics.cached_tokens == 100 + 3  # the newest token has no row
-        assert again.request.slot == first.request.slot
-
-
 def test_the_longest_match_wins_live_or_free(parts):
     """The free slot 0 remembers 70 tokens of it, the live slot has 140, of which 135 are of use."""
     long = tokens(140)
@@ -127,15 +117,6 @@ def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
         assert (
             sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
         )  # three said all but the last before
-
-
-def test_a_snapshot_shows_what_was_reused_and_what_is_remembered(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        engine.submit(tokens(40), SHORT).result()
-        assert [slot.remembered for slot in engine.snapshot().slots] == [43, 0]
-        engine.submit(tokens(40), SHORT)
-        engine.step()
-        assert engine.snapshot().slots[0].reused == 39
 
 
 # --- a chat's next turn -------------------------------------------------------------------------
@@ -238,25 +219,6 @@ def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
         engine.drain("static")
         engine.step()
         assert [slot.remembered for slot in engine.snapshot().slots] == [0, 0]
-
-
-def test_two_conversations_with_one_system_prompt_keep_a_slot_each(parts):
-    """The second took the first one's slot, since that held its beginning, while two others were
-    empty."""
-    with Engine(*parts, slots=3, max_len=512, chunk=32) as engine:
-        said, slots, cached = (
-            [tokens(64) + tokens(100, seed=seed) for seed in (7, 8)],
-            [set(), set()],
-            [[], []],
-        )
-        for turn in range(3):
-            for who in (0, 1):
-                handle = engine.submit(said[who], SHORT)
-                cached[who].append(handle.result().metrics.cached_tokens)
-                slots[who].add(handle.request.slot)
-                said[who] = said[who] + handle.tokens + tokens(28, seed=turn)
-        assert cached == [[0, 167, 199], [64, 167, 199]]
-        assert [len(each) for each in slots] == [1, 1] and slots[0] != slots[1]
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,7 @@ from words import Clock, WordRunner
 
 from nanobatch import Sampling
 from screen import charts, ink, panes, steps, timeline, widgets
-from screen.ink import BLOCKED, PREFILL
-
-
-def test_static_leaves_slots_blocked_while_requests_wait_and_continuous_never_does():
-    history = {}
-    for policy in ("continuous", "static"):
-        stage = Stage(policy=policy).load()
-        stage.session.obey("/burst 20")
-        history[policy] = stage.finish().state.history
-    blocked = {
-        p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()
-    }
-    assert blocked["continuous"] == 0 < 100 < blocked["static"]
-    assert timeline.useful_of(history["continuous"]) > timeline.useful_of(history["static"]) > 10
+from screen.ink import PREFILL
 
 
 def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():

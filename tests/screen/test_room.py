@@ -15,25 +15,6 @@ from screen.pages import race
 from screen.trial import Trial
 
 
-def test_a_switch_of_policy_drains_the_slots_first():
-    stage = Stage().load()
-    stage.session.obey("/burst 20")
-    stage.turns(20)
-    running = set(stage.engine.sched.running)
-    stage.session.obey("/policy serial")
-    stage.turns()
-    assert (
-        stage.state.view.engine.draining_to == "serial"
-        and stage.state.view.engine.policy == "continuous"
-    )
-    while stage.state.view.engine.draining_to:
-        assert set(stage.engine.sched.running) <= running
-        stage.turns()
-    stage.turns(3)
-    assert stage.state.view.engine.policy == "serial" and len(stage.engine.sched.running) == 1
-    stage.finish()
-
-
 @pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
 def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_steps(wish):
     """A template that took long held up the steps of all."""
@@ -47,37 +28,6 @@ def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_s
         stage.time.now += 0.01
         stage.turns()
     assert stage.state.requests and read == before
-
-
-def test_a_pause_stops_the_engine_and_the_clocks_and_a_step_is_one_step():
-    stage = Stage().load()
-    stage.session.obey("/burst 20")
-    stage.turns(20)
-    stage.session.obey("/pause")
-    stage.turns()
-    before = stage.state.view, len(stage.state.history)
-    stage.time.now += 100  # a user looks for a while
-    stage.turns(5)
-    assert (
-        len(stage.state.history) == before[1]
-        and stage.state.view.engine.now == before[0].engine.now
-    )
-    for i in range(1, 4):
-        stage.session.obey("/step")
-        stage.turns(2)
-        assert len(stage.state.history) == before[1] + i
-    stage.session.obey("/resume")
-    stage.finish()
-    assert all(r.metrics.ttft_s < 5 for r in stage.state.requests.values())
-
-
-def test_the_first_step_by_hand_is_one_step_although_the_engine_runs_ahead():
-    stage = Stage().load()
-    stage.session.obey("/pause")
-    stage.session.obey("/burst 3")
-    stage.session.obey("/step")
-    stage.turns(3)
-    assert [column.step for column in stage.state.history] == [1]
 
 
 def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_prefill():
@@ -121,34 +71,6 @@ def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
         and newest.ended - before.ended >= 0.01 - 1e-9
     )
     assert stage.state.view.engine.now == newest.ended
-
-
-def test_slow_motion_takes_so_many_steps_a_second_and_all_figures_stay_the_engines_own():
-    """A burst is over in a second. TTFT and tokens/s must not tell how slowly somebody looked at
-    it."""
-    figures = {}
-    for rate in (0, 4):
-        stage = Stage().load()
-        stage.session.obey("/burst 6")
-        stage.session.obey(f"/slow {rate}" if rate else "/slow off")
-        began = stage.time.now
-        stage.turns()
-        while not stage.session.settled:
-            rest = stage.room.loop.turn()
-            stage.time.now += min(rest or 0, 0.25)
-            stage.session.look()
-            if rate and not stage.session.settled:
-                assert (
-                    stage.state.view.slow == rate
-                    and stage.state.history[-1].step == stage.state.view.engine.planned
-                )
-        real, steps = stage.time.now - began, len(stage.state.history)
-        figures[rate] = [
-            round(r.metrics.ttft_s, 2) for r in sorted(stage.state.ended, key=lambda r: r.id)
-        ]
-        assert (real >= (steps - 1) / 4) == bool(rate), (real, steps)
-        assert stage.state.history[-1].ended < 1.1 * steps * 0.02
-    assert figures[4] == pytest.approx(figures[0], abs=0.03)
 
 
 def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake():
@@ -240,20 +162,6 @@ def test_a_steady_load_comes_at_its_rate_and_stops():
     stage.time.now += 100
     stage.turns(10)
     assert stage.engine.sched.submitted == count and count > 0
-
-
-def test_a_failing_step_is_told_and_the_next_request_is_served():
-    async def scenario(it):
-        it.stage.session.obey("one")
-        await it.turns(5)
-        it.stage.engine.runner.fail = RuntimeError("the device is on fire [/b]")
-        await it.turns(2)
-        await it.sees("fire [/b]")  # it may stand in a line of its own
-        it.stage.session.obey("two")
-        await it.turns(360)
-        assert [r.reason for r in it.stage.state.ended] == ["error", "length"]
-
-    show(scenario, size=(120, 40))
 
 
 def test_what_cannot_be_fired_comes_back_into_the_prompt_box():

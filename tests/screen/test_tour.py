@@ -499,11 +499,9 @@ async def play(it, phase: str) -> None:
     raise AssertionError(it.text())
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("size", SIZES[:2], ids=lambda size: "x".join(map(str, size)))
 @each_scene
 def test_question_and_explanation_are_as_drawn(number, size, monkeypatch):
-    if number == JSON and size[0] != 80:
-        pytest.skip("times of a real model are no golden figures")
     monkeypatch.setattr(tour, "line_of", lambda file, name: f"{file}:123  {name}")
     monkeypatch.setattr(
         tour.Tour.__init__, "__defaults__", (lambda: 0.0, SCENES[number : number + 1])
@@ -512,14 +510,13 @@ def test_question_and_explanation_are_as_drawn(number, size, monkeypatch):
     async def scenario(it):
         await it.press("T", turns=0)
         await play(it, "ask")
-        name = f"tour-{number + 1}"
-        if number != JSON:
-            like_golden(f"{name}-ask-{size[0]}x{size[1]}", it.text())
+        if number != JSON and size == (120, 40):  # times of a real model change
+            like_golden(f"tour-{number + 1}-ask-120x40", it.text())
         assert "esc: leave" in it.text()
         await it.press("1", turns=0)
         await play(it, "tell")
-        if number != JSON:
-            like_golden(f"{name}-tell-{size[0]}x{size[1]}", it.text())
+        if number != JSON and size == (120, 40):
+            like_golden(f"tour-{number + 1}-tell-120x40", it.text())
         seen = " ".join(it.text().split())
         told = it.stage.state.tour
         for part in (told.text, told.verdict, told.place, "enter: go on"):

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from stage import EndsAfter, Stage, at_every_size, drawn, guess_at_random, like_golden, plain, show
+from stage import EndsAfter, Stage, drawn, guess_at_random, like_golden, plain, show
 
 from nanobatch import Sampling
 from policies import POLICIES
@@ -257,8 +257,7 @@ def test_the_plain_log_tells_a_life_in_a_line_on_demand():
     assert lines[1].startswith("99 is not known here")
 
 
-@at_every_size
-def test_the_waterfall_is_as_drawn(size):
+def test_the_waterfall_is_as_drawn():
     async def scenario(it):
         it.stage.session.obey("/burst 24")
         await it.turns(40)
@@ -266,9 +265,9 @@ def test_the_waterfall_is_as_drawn(size):
         it.stage.finish()
         await it.press("w", "tab")
         assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
-        like_golden(f"why-{size[0]}x{size[1]}", it.text())
+        like_golden("why-120x40", it.text())
 
-    show(scenario, Stage(policy="short"), size)
+    show(scenario, Stage(policy="short"), (120, 40))
 
 
 def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_others():
