@@ -9,7 +9,8 @@ turn the trade while the engine runs.
 The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else is read, and
 drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the time
 from a token to the next, while the elephant was read and just before. The median stands beside the
-longest, since a longest gap alone may be another program's doing.
+longest, since a longest gap alone may be another program's doing. In the middle of the elephant a
+short prompt comes, and the trial counts the steps until each of the two has its first token.
 
 What this file keeps. All times are the engine's, and each gap knows the number of the
 elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
@@ -32,7 +33,7 @@ from parts.api.views import StepView, percentile
 from parts.checks import read_whole
 from sched import Request
 from screen.charts import nice
-from screen.ink import GLYPHS, PREFILL, shorten, span
+from screen.ink import GLYPHS, PREFILL, count, shorten, span
 from screen.life import work_ends
 from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
@@ -44,6 +45,7 @@ from screen.trial import Trial, runs
 
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
+SHORT = 35  # tokens of the prompt that comes in the middle of an elephant
 QUIET = 24  # so many steps are measured before an elephant comes
 AFTER = 12  # and so many steps are run afterwards, for the end of the picture
 KEPT = 40  # so many drops are remembered
@@ -102,6 +104,16 @@ class Gap(NamedTuple):
     cost: int  # of the elephant's chunks, in tokens of the budget
 
 
+class ShortPrompt(NamedTuple):
+    """A short prompt that came while the elephant was read. Steps count from its arrival."""
+
+    request: int
+    tokens: int
+    left: int  # tokens of the elephant that were still to be read
+    steps: int  # to its first token
+    elephant_steps: int  # to the elephant's first token
+
+
 class Drop(NamedTuple):
     """One elephant, and the pain of the chats. Seconds are the engine's."""
 
@@ -115,6 +127,7 @@ class Drop(NamedTuple):
     steps_between: int  # from a chat's token to the next, at most
     quiet_gap: float  # the same before the elephant
     quiet_longest: float
+    short: ShortPrompt | None = None  # that came in the middle, and was answered
 
     @property
     def budget(self) -> str:
@@ -126,6 +139,7 @@ class Found(NamedTuple):
 
     so_far: str = ""  # the work of the moment
     newest: int | None = None  # elephant, also in line or in work
+    short: int | None = None  # the short prompt that came next to it
     drops: tuple[Drop, ...] = ()
     lines: tuple[str, ...] = ()
     name: str = NAME
@@ -192,6 +206,27 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
     )
 
 
+def counted(
+    steps: Sequence[StepView], elephant: Handle, short: Handle, left: int
+) -> ShortPrompt | None:
+    """The steps from the arrival of a short prompt to both first tokens. None: it was cancelled, or
+    its steps are no longer kept."""
+    last = {
+        handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
+        for handle in (elephant, short)
+    }
+    if not short.tokens or not last[short]:
+        return None
+    came = short.request.came
+    return ShortPrompt(
+        short.id,
+        tokens=len(short.request.prompt),
+        left=left,
+        steps=last[short] - came,
+        elephant_steps=last[elephant] - came,
+    )
+
+
 # --- the trial
 
 
@@ -204,11 +239,11 @@ class Herd(Trial):
     """
 
     def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
-        super().__init__(Found("", before.newest, before.drops[-KEPT:]))
+        super().__init__(Found("", before.newest, before.short, before.drops[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
         self._fired = 0  # so many chats
-        self._has_company = False  # the trial keeps all slots but one filled with chats
+        self._has_company = False  # the trial keeps all slots but two filled with chats
 
     def takes_in(self, other: AnyTrial) -> bool:
         """More drops."""
@@ -250,11 +285,14 @@ class Herd(Trial):
             yield self.tell(so_far=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all slots but one with chats; from then on, again and again."""
+        """If nothing runs, fill all slots but two with chats; from then on, again and again.
+
+        The two are for the elephant, and for a short prompt next to it.
+        """
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
-        missing = sched.slots - 1 - busy
+        missing = max(1, sched.slots - 2) - busy
         if self._has_company and missing > 0:
             for number in range(self._fired, self._fired + missing):
                 self.room.submit(asked(chat(number), sched.max_len))
@@ -277,23 +315,40 @@ class Herd(Trial):
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
             yield self.tell(so_far=f"{decoding(len(sched.running))}; the elephant comes")
         handle = self.room.submit(asked(prompt, ANSWER))
+        self.tell(newest=handle.id, short=None)
+        short = None
         budgets: list[int] = []
-        while handle.finish_reason is None:
+        while handle.finish_reason is None or (short and short.finish_reason is None):
             self._check_open()
             if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
                 budgets.append(sched.budget)
-            yield self.tell(so_far=reading(handle.request), newest=handle.id)
+            if short is None and self._has_room_beside(handle.request):
+                left = len(handle.request.prompt) - handle.request.prefilled
+                text = elephant(sched.submitted, SHORT, engine.text.ask)
+                short = self.room.submit(asked(text, 1))
+                self.tell(short=short.id)
+            yield self.tell(so_far=reading(handle.request))
         drop = None
         if handle.tokens:
-            drop = measured(engine.snapshot(mark).steps, handle, budgets)
+            steps = engine.snapshot(mark).steps
+            drop = measured(steps, handle, budgets)
+            if drop and short:
+                drop = drop._replace(short=counted(steps, handle, short, left))
         line = f"r{handle.id}, an elephant, met no chat, or was cancelled"
         if drop:
             self.tell(drops=(*self.found.drops, drop))
-            line = sentence(self.found.drops)
+            line = f"{sentence(self.found.drops)} {company(drop)}"
         end = sched.steps + AFTER
         yield self.tell(line, so_far=decoding(len(sched.running)))
         while sched.steps < end and sched.running:
             yield self.tell(so_far=decoding(len(sched.running)))
+
+    def _has_room_beside(self, request: Request) -> bool:
+        """Is half of the elephant read, and a slot free for another prompt?"""
+        sched = self.engine.sched
+        is_half_read = 2 * request.prefilled >= len(request.prompt)
+        has_slot = len(sched.free) > len(sched.waiting)
+        return request.phase == "prefill" and is_half_read and has_slot
 
 
 def asked(prompt: str, most: int) -> Ask:
@@ -330,6 +385,21 @@ def sentence(drops: Sequence[Drop]) -> str:
     return (
         f"{words}; with {other.budget} ({other.widest:,} in a step{which}) it was {span(other.gap)}, "
         f"the longest {span(other.longest)}, and {span(other.ttft)}."
+    )
+
+
+def company(drop: Drop) -> str:
+    """How long the short prompt had to wait for its first token, next to the elephant."""
+    short = drop.short
+    if short is None:
+        return (
+            f"No short prompt was counted next to r{drop.request}: that takes a free slot while its "
+            "second half is read."
+        )
+    return (
+        f"r{short.request}, a short prompt of {count(short.tokens, 'token')}, came when "
+        f"r{drop.request} had {short.left:,} to go: its first token came after "
+        f"{count(short.steps, 'step')}, r{drop.request}'s after {short.elephant_steps:,}."
     )
 
 
@@ -393,10 +463,11 @@ def draw(state: State, on: Paper) -> None:
     drops = found.drops
     below = Paper(on.p, on.width, on.height)
     below.say(sentence(drops) if drops else "", bold=True)
+    below.say(company(drops[-1]) if drops else "")
     below.say(truth(drops), on.muted)
     room = on.room - len(below.lines) - 1
     rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
-    draw_traces(state, on, room - rows, found.newest)
+    draw_traces(state, on, room - rows, found)
     draw_drops(on, drops[-rows:] if rows else ())
     on.lines += below.lines
 
@@ -428,8 +499,9 @@ def truth(drops: Sequence[Drop]) -> str:
     return f"{words}Leaving this page turns the budget back."
 
 
-def draw_traces(state: State, on: Paper, height: int, elephant: int | None) -> None:
+def draw_traces(state: State, on: Paper, height: int, found: Found) -> None:
     """A trace for each slot, on one scale, and under all traces the axis."""
+    elephant = found.newest
     cells = on.width - LEFT - RIGHT
     columns, zoom, before = scope_of(state, elephant, cells)
     lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
@@ -441,16 +513,23 @@ def draw_traces(state: State, on: Paper, height: int, elephant: int | None) -> N
             lane[x] = max(gap, lane.get(x, gap))
     gaps = [gap for lane in lanes.values() for gap in lane.values()]
     slots = fit_slots(state, max(1, height - 1))
-    tall = max(1, min(TALLEST, (height - 2) // max(1, len(slots) - 1)))
+    owners = {slot: [column.cells[slot].request for column in reversed(columns)] for slot in slots}
+    read = {
+        request: {i // zoom for i, column in enumerate(columns) if read_of(column.view, request)}
+        for request in (elephant, found.short)
+    }
+    flat = [slot for slot in slots if not lanes[slot] or elephant in owners[slot]]
+    tall = max(1, min(TALLEST, (height - 1 - len(flat)) // max(1, len(slots) - len(flat))))
     top = top_of(gaps)
     for slot in slots:
-        owners = [column.cells[slot].request for column in reversed(columns)]
-        if before is not None and elephant in owners:
-            busy = {x for lane in lanes.values() for x, gap in lane.items() if gap.tokens}
-            draw_chunks(on, slot, elephant, busy, cells)
+        if before is not None and elephant in owners[slot]:
+            draw_chunks(on, slot, elephant, read[elephant], cells, NAME)
+        elif read[found.short] and found.short in owners[slot]:
+            draw_chunks(on, slot, found.short, read[found.short], cells, "short")
         else:
-            chat = next(filter(None, owners), None)
-            draw_trace(on, slot, chat, [lanes[slot].get(x) for x in range(cells)], top, tall)
+            chat = next(filter(None, owners[slot]), None)
+            trace = [lanes[slot].get(x) for x in range(cells)]
+            draw_trace(on, slot, chat, trace, top, 1 if slot in flat else tall)
     label = ""
     left = LEFT
     if before is not None:
@@ -498,12 +577,14 @@ def draw_trace(
         pen.put("" if row else f"{figure:>{RIGHT - 1}}")
 
 
-def draw_chunks(on: Paper, slot: int, elephant: int, busy: Collection[int], cells: int) -> None:
-    """The elephant's own line: the cells with a chunk."""
-    pen = on.pen().put(f"{slot:>3} r{elephant}", bold=True)
-    for x in sorted(busy):
-        pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, elephant))
-    pen.to(LEFT + cells).put(f"{NAME:>{RIGHT - 1}}")
+def draw_chunks(
+    on: Paper, slot: int, request: int, read: Collection[int], cells: int, name: str
+) -> None:
+    """The line of the elephant, or of the short prompt: the cells with a chunk."""
+    pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
+    for x in sorted(read):
+        pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, request))
+    pen.to(LEFT + cells).put(f"{name:>{RIGHT - 1}}")
 
 
 def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
@@ -548,7 +629,7 @@ PAGE = Page(
     NAME,
     "L",
     "Elephant",
-    "drop a prompt as long as a slot into the chats: their gaps, and what the budget trades",
+    "drop a prompt as long as a slot into the chats: their gaps, a short prompt's wait, and what the budget trades",
     draw,
     footer=12,
     obey=obey,

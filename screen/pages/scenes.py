@@ -265,7 +265,7 @@ def drops(seen: Sight) -> list[Drop]:
 def tell_elephant(seen: Sight) -> Story:
     yield STOP
     yield Question(
-        f"Up to {seen.slots - 1} chats will decode, a token each in every step. Then comes an "
+        f"Up to {max(1, seen.slots - 2)} chats will decode, a token each in every step. Then comes an "
         "elephant, a prompt as long as a slot. What will the chats feel while it is read?",
         (
             "nothing comes until it is read",
@@ -291,13 +291,16 @@ def explained(found: list[Drop]) -> Explanation:
     if max(drop.steps_between for drop in found) > 2:
         right = 1
     told = [
-        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, just before "
-        f"{span(drop.quiet_gap)}; its first token after {span(drop.ttft)}."
+        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)} "
+        f"({span(drop.quiet_gap)} before); first token after {span(drop.ttft)}."
         for drop in found
     ]
     if any(drop.gap < drop.quiet_gap for drop in found):
         told.append("Gaps that were longer before: another program was at work then.")
-    told.append("[ and ] turn the budget.")
+    short = found[0].short
+    if short:
+        said = f"A short prompt in its middle took {count(short.steps, 'step')}"
+        told.insert(1, f"{said}; its rest took {short.elephant_steps:,}.")
     return Explanation(right, " ".join(told))
 
 

@@ -197,6 +197,13 @@ def computed(stage: Stage, drop: elephant.Drop) -> int:
     return metrics.prompt_tokens - metrics.cached_tokens
 
 
+def widest_read(stage: Stage, drop: elephant.Drop) -> int:
+    """The most tokens of prompts in a step that reads the elephant."""
+    steps = [column.view for column in stage.state.history]
+    reads = [step for step in steps if elephant.read_of(step, drop.request)]
+    return max(step.cost - len(step.decode) for step in reads)
+
+
 def chats(stage: Stage, drop: elephant.Drop) -> int:
     """How many decoded when its first chunk was read."""
     steps = [column.view for column in stage.state.history]
@@ -204,7 +211,7 @@ def chats(stage: Stage, drop: elephant.Drop) -> int:
 
 
 def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_came():
-    """16 tokens in a step: 1.6 ms more for each chat, and 32 steps until the first token."""
+    """16 tokens in a step: 1.6 ms more for each chat, and 33 steps until the first token."""
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/elephant 24 104 520")
     finish(stage)
@@ -213,13 +220,45 @@ def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_
     assert [drop.widest for drop in found] == [16, 64, computed(stage, found[2])]
     for drop in found:
         tokens = computed(stage, drop)
-        assert 480 < tokens <= 510 and chats(stage, drop) == 7 and drop.steps_between == 1
-        assert drop.steps == -(-tokens // drop.widest)
+        short = drop.short.tokens if drop.short else 0
+        assert 480 < tokens <= 510 and chats(stage, drop) == 6 and drop.steps_between == 1
+        assert -(-tokens // drop.widest) <= drop.steps <= -(-(tokens + short) // drop.widest)
         assert drop.quiet_gap == drop.quiet_longest == pytest.approx(0.01)
-        assert drop.longest == pytest.approx(0.01 + drop.widest * 0.0001)
-        assert drop.gap == pytest.approx(drop.longest, rel=0.1)
+        assert drop.gap == pytest.approx(0.01 + drop.widest * 0.0001, rel=0.1)
+        assert drop.longest == pytest.approx(0.01 + widest_read(stage, drop) * 0.0001)
         in_flight = 0.01  # the step that ran when it came
-        assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + tokens * 0.0001)
+        assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + (tokens + short) * 0.0001)
+
+
+@pytest.mark.parametrize("first", ["shortest", "oldest"])
+def test_the_steps_of_a_short_prompt_next_to_the_elephant_are_counted(first):
+    """No short prompt came while the elephant was read, so nothing showed that it does not wait."""
+    stage = like_a_cpu(Stage().load())
+    if first == "oldest":
+        stage.engine.sched._rest = lambda request: request.id
+    stage.session.obey("/elephant 24")
+    (drop,) = drops(finish(stage))
+    short = drop.short
+    steps = [column.view for column in stage.state.history]
+    reads = [step.step for step in steps if elephant.read_of(step, short.request)]
+    last = max(step.step for step in steps if elephant.read_of(step, drop.request))
+    assert len(reads) == short.steps and last - reads[0] + 1 == short.elephant_steps
+    assert short.steps == {"shortest": 3, "oldest": 13}[first]
+    ends = f"r{drop.request}'s after {short.elephant_steps}."
+    said = f"its first token came after {short.steps} steps, {ends}"
+    assert said in stage.state.view.trial.lines[-1] and said in " ".join(page(stage).split())
+    (lane,) = [line for line in page(stage).splitlines() if line.endswith(" short")]
+    assert f"r{short.request} " in lane and lane.count("▒") == short.steps
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
+def test_where_no_short_prompt_comes_next_to_the_elephant_it_says_so(slots, budget):
+    """Two slots are for a chat and the elephant, and an elephant in one step has no middle."""
+    stage = like_a_cpu(Stage(slots=slots).load())
+    stage.session.obey(f"/elephant {budget}")
+    (drop,) = drops(finish(stage))
+    assert drop.short is None
+    assert f"No short prompt was counted next to r{drop.request}: " in " ".join(page(stage).split())
 
 
 def test_a_last_chunk_of_a_few_tokens_is_not_the_median():
@@ -248,7 +287,7 @@ def test_chats_that_run_already_are_used_and_go_on_after_it():
     stage.session.obey("/elephant")
     stage.turns(60)
     assert not stage.state.view.trying and chats(stage, drops(stage)[0]) == 3
-    assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 4
+    assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 5
     finish(stage)
     assert [request.reason for request in stage.state.ended[-3:]] == ["length"] * 3
 
@@ -338,7 +377,7 @@ def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_c
     for width, height in ((60, 20), (80, 24), (200, 50)):
         page(stage, width, height)
     assert second.startswith(
-        "budget 264 (256 of the elephant's tokens in a step): a chat's gap was 34.5 ms"
+        "budget 264 (256 of the elephant's tokens in a step): a chat's gap was 35.4 ms"
     )
     assert "; with 24 (16 in a step) it was 11.6 ms" in second
 
@@ -420,7 +459,7 @@ def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others()
     stage.engine.runner.begin = interrupted
     stage.turns(30)
     lines = page(stage).splitlines()
-    assert sum("↑" in line for line in lines) == 8  # seven chats, and the axis
+    assert sum("↑" in line for line in lines) == 7  # six chats, and the axis
     assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)
 
 
@@ -439,13 +478,13 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
     finish(stage)
     assert "Noisy: without the elephant, too, a gap was 1.01 s" in " ".join(page(stage).split())
     stage.engine.runner.begin = begin
-    stage.session.obey("/elephant 520 520")
+    stage.session.obey("/elephant 520 520 520")
     finish(stage)
     found = drops(stage)
     calmest = min(drop.gap for drop in found)
-    assert len(found) == 3 and calmest < found[-1].gap
+    assert len(found) == 4 and calmest < found[-1].gap
     (said,) = stage.state.view.trial.lines[-1:]
-    assert f"the calmest of 3 drops): a chat's gap was {span(calmest)}, the longest" in said
+    assert f"the calmest of 4 drops): a chat's gap was {span(calmest)}, the longest" in said
     assert "Noisy" not in page(stage) and "; with" not in said
 
 

@@ -213,6 +213,9 @@ def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
     for drop in (narrow, wide):
         said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {scenes.span(drop.gap)}"
         assert said in told.text
+    short = narrow.short
+    said = f"A short prompt in its middle took {short.steps} steps; its rest took {short.elephant_steps}"
+    assert said in told.text and short.steps < short.elephant_steps / 3
     stage.tour.leave()
     stage.turns(3)
     assert stage.engine.sched.budget == budget and not stage.state.view.trying
