@@ -59,7 +59,7 @@ PROGRESS_S = 0.4  # in so long a silence before the first word, a comment tells 
 PING = b": ping\n\n"
 # Seconds after a client has closed its writing half until we write something: if it has closed the
 # whole connection, its system answers the first write with a reset, and the second one fails
-PROBES_S = (0.1, 0.5)
+PROBES_S = (0.1, 0.4)
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no connection can be accepted
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
