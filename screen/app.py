@@ -509,8 +509,8 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Obey the prompt box. The box stays open, unless a key has led to a command alone. Behind a
-        backslash, begin another line."""
+        """Obey the prompt box, or begin another line after a backslash. The box stays open, unless a
+        key has led to a command alone."""
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()

@@ -218,8 +218,8 @@ class PromptBox(TextArea):
         row, column = self.cursor_location
         if not self.document[row][:column].endswith("\\"):
             return False
-        start, end = (row, column - 1), (row, column)
-        self.replace("\n", start, end, maintain_selection_offset=False)
+        backslash = (row, column - 1)
+        self.replace("\n", backslash, (row, column), maintain_selection_offset=False)
         return True
 
     def action_cursor_up(self, select: bool = False) -> None:
