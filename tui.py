@@ -17,7 +17,6 @@ above:
     paper.py     the paper for the lines of panes and pages.
     panes.py     pure functions from the state to lines. So are steps.py and charts.py.
     places.py    where each pane goes, on a screen of any size.
-    terminal.py  a terminal may send anything, and go away.
     widgets.py   a pane and the prompt box, for Textual.
     record.py    a run as a file, and later as a page of the web.
     page.py      a page is a record. pages/ has a file for each page with a key.
@@ -66,7 +65,6 @@ from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.session import SCRIPT, Session, orders_of, run_plain
 from screen.state import State
-from screen.terminal import HUNG_UP
 
 TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
 PROMPTS = 10_000_000  # characters of their file
@@ -304,7 +302,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
         code = 1
     for block in session.state.tracebacks[-5:]:
         program.say(block)
-    if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
+    if session.state.periods and not (args.screenshot or BROWSER):
         print("\n".join(farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture
 

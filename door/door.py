@@ -399,7 +399,7 @@ class Door:
         body = await http.read_body(visit, self._visits)
         if self.draining:  # meanwhile
             raise ending()
-        answer = Answer(self.served, protocol, http.network_of(visit.call.client), self._open)
+        answer = Answer(self.served, protocol, visit.call.client, self._open)
         visit.answer = answer
         pool = self._slow_pool if len(body) > http.LONG else self._pool
         try:

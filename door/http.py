@@ -57,10 +57,9 @@ FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
 PROGRESS_S = 0.4  # in so long a silence before the first word, a comment tells the progress
 PING = b": ping\n\n"
-# So long after a client's last word the door tries whether the client still listens. Several probes
-# may come before an answer, but some clients refuse more than five.
-PROBES_S = (0.0, 0.01, 0.1, 0.5)
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Seconds after a client has closed its writing half until we write something: if it has closed the
+# whole connection, its system answers the first write with a reset, and the second one fails
+PROBES_S = (0.1, 0.4)
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no connection can be accepted
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -217,10 +216,10 @@ class Visit:
             self.push(said)
 
     def probe(self) -> None:
-        """Write something harmless. If the client is gone, the second write fails."""
+        """Write something harmless."""
         if self.status is None:
-            self.connection.transport.write(PROBE)
-        elif self._wrote is not None and not self.connection.is_blocked:
+            self.connection.send_continue()
+        elif self._wrote is not None:
             self.push(PING)
 
 
@@ -308,19 +307,12 @@ def is_address(name: str) -> bool:
     return True
 
 
-def network_of(address: str) -> str:
-    """Who asks, for the policy `fair`. One machine or one household counts once, with however many
-    addresses: all addresses with 127 in front are this machine's, and a /64 of IPv6 is one line's."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    found = getattr(found, "ipv4_mapped", None) or found
-    if found.is_loopback:
-        return "127.0.0.1"
-    if found.version == 4:
-        return str(found)
-    return str(ipaddress.IPv6Network((int(found), 64), strict=False))
+def is_loopback(address: str) -> bool:
+    """Is it an address of this machine, such as 127.0.0.1, ::1, or ::ffff:127.0.0.1?"""
+    if not is_address(address):
+        return False
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def may_read(visit: Visit, options: Options) -> bool:
@@ -333,7 +325,7 @@ def may_read(visit: Visit, options: Options) -> bool:
         return options.watch_key is not None and has_key(visit, options.watch_key)
     signs = ("forwarded", "x-forwarded", "x-real-ip", "via")
     has_proxy = any(header.startswith(signs) for header in visit.headers)
-    is_here = network_of(visit.connection.client) == "127.0.0.1"
+    is_here = is_loopback(visit.connection.client)
     return is_here and not has_proxy and visit.host in LOOPBACK
 
 
@@ -395,8 +387,8 @@ class Connection(asyncio.Protocol):
             self._http.receive_data(data)
 
     def eof_received(self) -> bool:
-        """The client has closed the whole connection, or only its own half, and waits for answers.
-        Our probes will tell. True: keep the connection open."""
+        """The client has closed the connection, or, as `nc -N` does, only its writing half. Return
+        True to keep the connection open."""
         self._is_half_closed = True
         self._news.set()
         for delay in PROBES_S:
@@ -404,12 +396,7 @@ class Connection(asyncio.Protocol):
         return not self.is_leaving
 
     def _probe(self) -> None:
-        is_asking = self._http.their_state is h11.SEND_BODY  # half a request is none
-        if is_asking or not self.visit or self.transport.is_closing():
-            return
-        if self._http.their_http_version == b"1.0":  # nothing can be written before its answer
-            self.transport.close()
-        else:
+        if self.visit:
             self.visit.probe()
 
     def pause_writing(self) -> None:
@@ -458,7 +445,7 @@ class Connection(asyncio.Protocol):
             if self._is_half_closed:
                 raise Gone
             if self._http.they_are_waiting_for_100_continue:
-                self.send(h11.InformationalResponse(status_code=100, headers=[]))
+                self.send_continue()
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
@@ -513,6 +500,9 @@ class Connection(asyncio.Protocol):
         # Some repeat what the client sent, which was decoded in the same way
         lines = [(name, value.encode("latin-1")) for name, value in headers.items()]
         self.send(h11.Response(status_code=status, headers=lines, reason=reason))
+
+    def send_continue(self) -> None:
+        self.send(h11.InformationalResponse(status_code=100, headers=[]))
 
     def send(self, event: h11.Event) -> None:
         data = self._http.send(event)

@@ -54,7 +54,6 @@ from screen.places import (
 )
 from screen.session import SCRIPTED, Session, as_command, orders_of
 from screen.state import State
-from screen.terminal import Terminal
 from screen.widgets import Commands, Pane, PromptBox, thrifty
 
 PANES = {  # by name
@@ -90,6 +89,7 @@ ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
 OF_PANES = ("move", "nudge", "zoom", "view")
 # The actions denied to a user while the tour speaks
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
+HUNG_UP = 129  # the exit code after SIGHUP
 WARNINGS = 4  # so many are shown at a time
 TRACEBACKS = 100  # so many are kept, the newest
 
@@ -152,7 +152,7 @@ class Screen(App):
         """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
         when the model is there. `note`: a file that says, once it is there, that the tour need not
         be offered any more. `earlier`: prompts for the box to bring back."""
-        super().__init__(driver_class=None if BROWSER else Terminal)
+        super().__init__()
         self.session = session
         self.state = session.state
         self.state.offers_tour = bool(note and not tours and not note.exists())
@@ -203,11 +203,28 @@ class Screen(App):
         # After Ctrl-Z and fg
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         if threading.current_thread() is threading.main_thread():
-            for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
-                asyncio.get_running_loop().add_signal_handler(signal_, self.exit, None, code)
+            loop = asyncio.get_running_loop()
+            for signal_, code in ((signal.SIGTERM, 143), (signal.SIGINT, 0)):
+                loop.add_signal_handler(signal_, self.exit, None, code)
+            signal.signal(signal.SIGHUP, lambda *_: self.hang_up(loop))
         if self._tours:
             self.action_command(f"/{STRIP.name}")
         self.run_worker(self.play(self._script))
+
+    def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the screen. If the terminal has gone, Textual cannot: its writing thread has failed,
+        and the event loop may wait for that thread."""
+
+        def leave() -> None:
+            try:
+                self.session.room.drain()
+            finally:
+                os._exit(HUNG_UP)
+
+        if os.isatty(0):
+            loop.call_soon_threadsafe(self.exit, None, HUNG_UP)
+        else:
+            threading.Thread(target=leave).start()
 
     def on_unmount(self) -> None:
         faults.LOG.removeHandler(self._tracebacks)
@@ -372,8 +389,8 @@ class Screen(App):
             await (self.press(event) if isinstance(event, events.Key) else self.paste(event))
 
     async def press(self, event: events.Key) -> None:
-        # Enter is a newline, if it was pressed before the terminal was ours
-        key = "enter" if event.key == "ctrl+j" else event.key
+        # Outside the box, a line feed is an Enter that was pressed before the screen began
+        key = "enter" if event.key == "ctrl+j" and not self.focused else event.key
         if await self.action_own(key):
             return
         if self.page and key in ON_A_PAGE:
@@ -492,7 +509,10 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Obey the prompt box. The box stays open, unless a key has led to a command alone."""
+        """Obey the prompt box, or begin another line after a backslash. The box stays open, unless a
+        key has led to a command alone."""
+        if self.prompt.continues():
+            return
         line = self.prompt.value.strip()
         if not (line and self.action_command(line)):  # a wrong command stays in the box
             return

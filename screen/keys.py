@@ -311,7 +311,7 @@ HELP = Page(
 STEP = Page("plan", "", "Step", "", steps.draw_step)
 # All keys, in the order of footer and help. A new page is a line in here.
 TABLE = (
-    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, Esc leaves the box", 3),
+    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3),
     Key(
         "slash",
         "/",

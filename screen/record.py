@@ -7,7 +7,7 @@ The way out. All snapshots of the screen are written down: each step and each re
 fields, packed by `door/wire.py`. The file names the fields, and so explains itself. Beside the
 engine's own times stand the times of a clock without interruptions (`runs.py`): a page must compare
 two policies, and not two moods of a machine. Beside each answer stands a hash, and in front of all
-the command for the same run. A seal, a hash of all the rest, shows whether a file was changed.
+the command for the same run.
 
 What this file keeps. A recording holds no client's address and no path. Steps, requests
 and letters are bounded. And the contents are told before anything runs.
@@ -154,21 +154,13 @@ def contents(recording: dict[str, Any]) -> str:
     return f"{count(len(runs), 'run')} ({policies}), {texts}, {count(steps, 'step')}{lost}"
 
 
-def seal_of(recording: dict[str, Any]) -> str:
-    """A hash of all but the seal. A page of a recording may say: the run was real. So a changed
-    file, or a file without an end, is no recording any more."""
-    rest = {name: value for name, value in recording.items() if name != "seal"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
 def as_text(recording: dict[str, Any]) -> str:
     """As JSON, with a line for each step and each request: so a person can read it, too."""
     runs = []
     for run in recording["runs"]:
         members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]
         runs.append("{" + ",\n".join(members) + "}")
-    sealed = recording | {"seal": seal_of(recording)}
-    head = {name: value for name, value in sealed.items() if name != "runs"}
+    head = {name: value for name, value in recording.items() if name != "runs"}
     return f'{json.dumps(head)[:-1]},\n"runs":[{",".join(runs)}]}}\n'
 
 

@@ -143,7 +143,7 @@ class PromptBox(TextArea):
         ("escape", "app.escape"),
         ("tab", "app.complete"),
         ("enter", "app.submit"),
-        ("shift+enter,alt+enter", "newline"),
+        ("ctrl+j,shift+enter,alt+enter", "newline"),
         ("ctrl+z", "app.suspend_process"),
         ("pageup", "app.leaf(-1)"),
         ("pagedown", "app.leaf(1)"),
@@ -155,7 +155,7 @@ class PromptBox(TextArea):
             compact=True,
             highlight_cursor_line=False,
             soft_wrap=False,
-            placeholder="i leads in, Enter fires, Esc leads out",
+            placeholder="i leads in, Enter fires, ctrl+j breaks the line, Esc leads out",
         )
         self.cursor_blink = False
         self.earlier = earlier
@@ -212,6 +212,15 @@ class PromptBox(TextArea):
 
     def action_newline(self) -> None:
         self.take("\n")
+
+    def continues(self) -> bool:
+        """Put a line break in the place of a backslash before the cursor, as shells do."""
+        row, column = self.cursor_location
+        if not self.document[row][:column].endswith("\\"):
+            return False
+        backslash = (row, column - 1)
+        self.replace("\n", backslash, (row, column), maintain_selection_offset=False)
+        return True
 
     def action_cursor_up(self, select: bool = False) -> None:
         if select or not self.navigator.is_first_wrapped_line(self.cursor_location):

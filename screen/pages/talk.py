@@ -108,7 +108,7 @@ def draw_rest(state: State, on: Paper, talk: Talk) -> None:
         on.say(talk.why or "waits for the answer above", on.bad if talk.why else on.muted)
     elif not talk.turns:
         on.say(
-            "Type a question: Enter asks it, alt+enter begins another line.\n"
+            "Type a question: Enter asks it, ctrl+j begins another line.\n"
             "/system TEXT tells the model who it is. /new begins another conversation, and "
             "ctrl+n leads from one to the next: several at once share each step.",
             on.muted,

@@ -114,8 +114,8 @@ class Server:
             return wait_for(lambda: not any(map(self.gauge, names)))
         return False
 
-    def line(self) -> Line:
-        return Line(self.host, self.port)
+    def line(self, client: str = "") -> Line:
+        return Line(self.host, self.port, client=client)
 
 
 def free_ports(count: int) -> list[int]:
@@ -167,12 +167,14 @@ class Reply(NamedTuple):
 class Line:
     """A raw connection: it sends what it is told, byte by byte."""
 
-    def __init__(self, host: str, port: int, receive: int = 0):
-        """`receive`: bytes that the system takes in while nobody reads."""
+    def __init__(self, host: str, port: int, receive: int = 0, client: str = ""):
+        """`receive`: bytes that the system takes in while nobody reads. `client`: its address."""
         self.socket = socket.socket()
         if receive:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
         self.socket.settimeout(60)
+        if client:
+            self.socket.bind((client, 0))
         self.socket.connect((host, port))
         self.rest = b""
 

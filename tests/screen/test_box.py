@@ -2,6 +2,7 @@
 
 import stat
 
+import pytest
 from stage import Stage, show
 from textual import events
 
@@ -42,10 +43,25 @@ def test_up_brings_earlier_prompts_back_and_down_what_was_being_typed():
     show(scenario)
 
 
+@pytest.mark.parametrize(
+    "keys", [["ctrl+j"], ["shift+enter"], ["alt+enter"], ["backslash", "enter"]], ids="+".join
+)
+def test_a_key_or_a_backslash_before_enter_begins_another_line(keys):
+    async def scenario(it):
+        await it.press("i", "ctrl+u", *"one", *keys, *"two", turns=0)
+        assert it.app.prompt.value == "one\ntwo"
+        await it.press("up", "end", *keys, turns=0)
+        assert it.app.prompt.value == "one\n\ntwo"
+        await it.press("enter", turns=1)
+        assert it.stage.prompt(1) == "one\n\ntwo"
+
+    show(scenario)
+
+
 def test_a_prompt_of_several_lines_is_typed_is_all_in_sight_and_up_first_moves_in_it():
     async def scenario(it):
         before = it.app.prompt.region
-        await it.press("i", "ctrl+u", *"first", "alt+enter", *"second", turns=0)
+        await it.press("i", "ctrl+u", *"first", "ctrl+j", *"second", turns=0)
         it.app.post_message(events.Paste(" x\r\n\x1b[31mthird"))
         await it.pilot.pause()
         assert it.app.prompt.region.height == 3 and it.app.prompt.region.bottom == before.bottom

@@ -90,37 +90,6 @@ def test_a_signal_restores_the_terminal(model, number, code):
         terminal.ends(code)
 
 
-def test_bytes_that_are_no_text_and_sequences_of_nobody_do_not_end_the_screen(model):
-    """One of them ended it, and the server behind it, with exit code 0."""
-    with Terminal("--model", model, "--max-len", "128") as terminal:
-        terminal.sees("Slots", "idle")
-        terminal.type(b"\xff\xfe\x80 \xc3( \xf0\x28 \x1b[99999999999;5u \x1b[1114112;;1114112u")
-        terminal.type(b"\x1b[<99999999999999999999;1;1M\x1b[M\xff\xff\xff")
-        while "esc Keys" not in terminal.text():  # what was begun last may take the first of them
-            terminal.type("i")
-            terminal.read(0.2)
-        terminal.type(b"\x15a\xff\xc3b\xc3\xa9")
-        terminal.sees("❯ a\ufffd\ufffdbé")
-        terminal.type(b"\x1b\rline")  # Alt and Enter
-        terminal.sees("   line ", "❯ a\ufffd\ufffdbé")
-        terminal.type("\x1b")
-        terminal.sees("i Prompt")
-        terminal.type("q")
-        terminal.ends(0)
-
-
-@pytest.mark.parametrize("ctrl_c", ["\x03", "\x1b[99;5u"])
-def test_ctrl_c_is_heard_in_a_paste_that_never_ends(model, ctrl_c):
-    with Terminal("--model", model, "--max-len", "128") as terminal:
-        terminal.sees("Slots", "idle")
-        terminal.type("i\x1b[200~never to end")
-        while terminal.process.poll() is None:
-            time.sleep(0.3)  # it is heard if nothing comes with it
-            terminal.type(ctrl_c)
-            terminal.read(0)
-        assert terminal.process.returncode == 0
-
-
 def ask(port: int) -> bytes:
     """All that a client gets for a request of 60 tokens."""
     body = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -128,12 +97,6 @@ def ask(port: int) -> bytes:
 
 
 CRASHES = {
-    "in the thread that reads": """
-from screen import terminal
-process = terminal.Terminal.process_message
-terminal.Terminal.process_message = lambda self, event: (
-    1 / (getattr(event, "key", "") != "z"), process(self, event)
-)""",
     "in a paint": """
 def spoil(self):
     import screen.widgets
@@ -146,7 +109,6 @@ tui.Screen.action_zoom = spoil""",
 
 @pytest.mark.parametrize("where", CRASHES)
 def test_a_screen_that_crashes_lets_clients_have_their_answers_and_never_ends_with_0(model, where):
-    """It ended with 0 if a thread had failed."""
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
     with Terminal(*options, spoiled=CRASHES[where]) as terminal:
@@ -164,10 +126,10 @@ def test_a_screen_that_crashes_lets_clients_have_their_answers_and_never_ends_wi
 
 
 def test_when_the_terminal_goes_away_clients_have_their_answers_and_the_program_ends(model):
-    """What is written to a terminal that is gone ended the thread that writes, and then the screen
-    waited for it for ever."""
+    """Reading, or a SIGHUP, tells it: whatever comes first."""
     (port,) = free_ports(1)
-    with Terminal("--model", model, "--max-len", "128", "--serve", str(port)) as terminal:
+    options = ("--model", model, "--max-len", "128", "--serve", str(port))
+    with Terminal(*options, preexec_fn=lambda: os.login_tty(0)) as terminal:
         terminal.sees("Slots", "idle")
         terminal.type(" ")
         terminal.sees("paused")
@@ -176,7 +138,7 @@ def test_when_the_terminal_goes_away_clients_have_their_answers_and_the_program_
             terminal.sees("queue 1")
             terminal.vanish()
             assert b"[DONE]" in answer.result()
-        assert terminal.process.wait(60) == 129
+        assert terminal.process.wait(60) in (1, 129)
 
 
 def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):

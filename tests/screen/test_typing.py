@@ -117,7 +117,7 @@ def test_what_is_typed_while_the_model_loads_stands_in_the_box_at_once():
     async def scenario(it):
         await it.pilot.press("i", "ctrl+u", *"Hellp", "backspace", *"o there")
         assert "❯ Hello there" in it.text() and "starting" in it.text()
-        await it.pilot.press("ctrl+j")
+        await it.pilot.press("enter")
         assert "Hello there  waits for the model" in it.text() and it.app.prompt.value == ""
         await it.pilot.press(*"/set max=7", "enter", *"second", "enter", "escape", "b", "space")
         assert "12 prompts fired" in it.text() and "max=7" not in it.text()

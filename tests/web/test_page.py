@@ -215,38 +215,13 @@ def changed(dice: random.Random, recording: dict) -> str:
     return dice.choice(damaged)
 
 
-def test_whatever_has_been_changed_in_a_recording_it_is_refused_in_one_line(tmp_path, capsys):
-    """Three of some hundred ended in a traceback, and most became a page that claims to be real."""
-    whole = recording(burst=2)
-    run, out = tmp_path / "run.json", tmp_path / "out.html"
-    reasons: Counter[str] = Counter()
-    for seed in range(200):
-        text = changed(random.Random(seed), whole)
-        if text == json.dumps(whole):
-            continue
-        run.write_text(text)
-        assert page_program.main([str(run), str(out)]) == 2, seed
-        said = capsys.readouterr().err
-        assert re.fullmatch(r"docs/make/page\.py: '.*run\.json' is (no|not) [^\n]*\n", said), (
-            seed,
-            said,
-        )
-        reasons[said.rpartition("; ")[2]] += 1
-    assert not out.exists()
-    assert reasons.total() > 190 and min(reasons.values()) > 20 and len(reasons) == 2, reasons
-
-
-def test_a_recording_with_a_forged_seal_makes_a_page_or_one_line(tmp_path, capsys):
-    """Anybody can compute the seal. One mutated recording in three ended in a traceback."""
+def test_a_changed_recording_makes_a_page_or_one_line(tmp_path, capsys):
+    """One mutated recording in three ended in a traceback."""
     whole = recording(burst=2)
     run, out = tmp_path / "run.json", tmp_path / "out.html"
     ends: Counter[int] = Counter()
-    for seed in range(60):
-        try:
-            forged = json.loads(changed(random.Random(seed), whole))
-        except ValueError:  # no JSON any more
-            continue
-        run.write_text(json.dumps(forged | {"seal": record.seal_of(forged)}))
+    for seed in range(80):
+        run.write_text(changed(random.Random(seed), whole))
         ends[page_program.main([str(run), str(out)])] += 1
         assert capsys.readouterr().err.count("\n") == (not out.exists()), seed
         out.unlink(missing_ok=True)
@@ -256,7 +231,7 @@ def test_a_recording_with_a_forged_seal_makes_a_page_or_one_line(tmp_path, capsy
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
     run, out = tmp_path / "run.json", str(tmp_path / "out.html")
     deep = b"[" * 200_000
-    for data in (b"", b"\xff\xfe", b"{", b"[]", b"3", deep, b'{"format": 0}', b'{"format": 2}'):
+    for data in (b"", b"\xff\xfe", b"{", b"[]", b"3", deep, b'{"format": 0}'):
         run.write_bytes(data)
         assert page_program.main([str(run), out]) == 2, data[:20]
         said = capsys.readouterr().err
