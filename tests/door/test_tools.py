@@ -1,31 +1,14 @@
-"""Tools, thoughts, Responses and Messages, with a model that says what it is told to.
-
-The points of `tests/long/conform.py` say what the protocols want. Here they run one by one.
-"""
+"""Tools and thoughts with other templates, hostile bodies, calls that are required, and random
+requests. What the protocols ask for is in `test_conformance.py`."""
 
 import json
 import os
 
 import openai
 import pytest
-from conform import (
-    CALL,
-    CALLS,
-    COUNT,
-    FLAT,
-    MESSAGES,
-    PARIS,
-    POINTS,
-    RESPONSES,
-    SCHEMAS,
-    TAGGED,
-    TOOLS,
-    data,
-    said,
-)
-from doors import CHAT
+from doors import CHAT, COUNT, MESSAGES, RESPONSES
 from jsonschema import validate
-from parrot import IN_TAGS, Taught
+from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, TOOLS, Taught, said
 from tooluse import PATHS, check, random_ask, streamed, whole
 
 from parts.text.speech import FORMATS, Speech
@@ -35,26 +18,6 @@ from parts.text.speech import FORMATS, Speech
 def taught():
     with Taught() as taught:
         yield taught
-
-
-@pytest.fixture(scope="module")
-def tagged():
-    with Taught(template=IN_TAGS) as tagged:
-        yield tagged
-
-
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
-def test_the_protocols_are_kept(taught, point):
-    point(taught)
-
-
-@pytest.mark.parametrize("point", TAGGED, ids=lambda point: point.__name__)
-def test_calls_in_tags_keep_the_protocols(tagged, point):
-    point(tagged)
-
-
-def test_enough_points_are_kept():
-    assert len(POINTS) >= 75 and len(TAGGED) >= 4
 
 
 def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
@@ -293,7 +256,7 @@ def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
 def test_a_call_in_a_stream_is_written_as_it_comes(taught):
     """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
     text = CALL.replace("Paris", "Paris " * 20)
-    events = data(taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}))
+    events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
     assert sum("tool_calls" in str(event) for event in events) > 3  # neighbours may be joined
 
 
@@ -383,7 +346,7 @@ def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
             arguments = json.loads(call["function"]["arguments"])
             assert arguments["size"] in ("small", "large {") and arguments["hot"] in (True, False)
             assert call["function"]["name"] in (("mug",) if seed % 3 == 2 else ("tea", "mug"))
-            streamed = data(server.ask(CHAT, body | {"stream": True}))
+            streamed = server.ask(CHAT, body | {"stream": True}).events
             assert streamed[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES, data
-from doors import Reply
+from doors import COUNT, EMBEDDINGS, MESSAGES, RESPONSES, Reply
 
 
 class Told(NamedTuple):
@@ -48,7 +47,7 @@ def told_choice(body: dict) -> Told:
 
 
 def streamed_choice(reply: Reply) -> dict:
-    *events, last, done = data(reply)
+    *events, last, done = reply.events
     assert done == "[DONE]", done
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     calls = message["tool_calls"]
@@ -84,7 +83,7 @@ def told_response(body: dict) -> Told:
 
 def streamed_response(reply: Reply) -> dict:
     """The last event has all of it once more, and the pieces join to it."""
-    events = data(reply)
+    events = reply.events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]
     pieces = [""] * len(last["output"])
@@ -113,7 +112,7 @@ def told_message(body: dict) -> Told:
 def streamed_message(reply: Reply) -> dict:
     blocks: list[dict] = []
     end: dict = {}
-    for event in data(reply):
+    for event in reply.events:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"] | {"pieces": []})
             assert event["index"] == len(blocks) - 1

@@ -9,8 +9,7 @@ import json
 import random
 from typing import Any, NamedTuple
 
-from conform import CHAT, MESSAGES, RESPONSES, data
-from doors import Reply, Server
+from doors import CHAT, MESSAGES, RESPONSES, Reply, Server
 from jsonschema import Draft202012Validator
 from schemas import random_schema
 
@@ -142,7 +141,7 @@ def of_items(body: dict) -> Found:
 
 
 def streamed(path: str, reply: Reply) -> Found:
-    events = [event for event in data(reply) if event != "[DONE]"]
+    events = [event for event in reply.events if event != "[DONE]"]
     read = {CHAT: of_chunks, RESPONSES: of_events, MESSAGES: of_blocks}[path]
     return read(events)
 

@@ -39,8 +39,8 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "lib"), str(HERE)]
 
-from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
-from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402
+
+from doors import CHAT, COMPLETIONS, COUNT, EMBEDDINGS, MESSAGES, RESPONSES, ROOT, Server  # noqa: E402
 from hostile import asked  # noqa: E402
 from told import Told, told  # noqa: E402
 from weigh import can_weigh  # noqa: E402
