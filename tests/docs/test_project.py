@@ -120,7 +120,7 @@ def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     """The pages print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("tests/long/*.py")]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py")]
     texts = " ".join(path.read_text() for path in (*pages, *programs))
     options = "--(?:record|json|screenshot)"
     written = re.findall(rf"(?:{options}|' >) (\w+\.(?!py)\w+)", texts)
