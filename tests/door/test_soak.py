@@ -41,7 +41,7 @@ from doors import (
 )
 from hostile import asked
 from soak import IN_USE, JUDGED, SOAK, growth, run_rounds
-from told import Told, told
+from told import WITHOUT_STREAM, ask
 from waiting import wait_for
 from weigh import Weight
 
@@ -189,7 +189,6 @@ LONG = [
 ]
 PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
 RESIDENT = 15.0  # MiB by which memory may grow from the first round to the last
-WITHOUT_STREAM = (COUNT, EMBEDDINGS)
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -324,16 +323,6 @@ def make_message(dice: random.Random, text: str) -> dict:
         body["messages"] += [{"role": "user", "content": [result]}]
         body |= {"tools": SCHEMAS, "system": "Be terse."}
     return body
-
-
-def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
-    if stream and path not in WITHOUT_STREAM:
-        body = body | {"stream": True}
-        if path in (CHAT, COMPLETIONS):
-            body |= {"stream_options": {"include_usage": True}}
-    reply = server.ask(path, body)
-    assert reply.status == 200, (path, body, reply)
-    return told(path, reply, stream)
 
 
 def ask_grammar(server: Server, dice: random.Random) -> None:

@@ -9,7 +9,8 @@ import pytest
 from doors import CHAT, COUNT, MESSAGES, RESPONSES
 from jsonschema import validate
 from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, TOOLS, Taught, said
-from tooluse import PATHS, check, random_ask, streamed, whole
+from told import ask
+from tooluse import PATHS, check, random_ask
 
 from parts.text.speech import FORMATS, Speech
 
@@ -282,13 +283,13 @@ def test_a_call_without_its_mark_reaches_the_client_in_each_protocol(taught, pat
     """Each of five agents' loops began with the right call in a block of code, and ended with it."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
-        found = whole(path, taught.ask(path, body))
-        assert found == streamed(path, taught.ask(path, body | {"stream": True}))
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
         assert found.text == "I look." and found.reason in ("tool_calls", "tool_use", "completed")
         ((name, given),) = found.calls
         assert name == "get_weather" and json.loads(given) == PARIS
     for text in (BARE.replace("get_weather", "get_wind"), f"It is {BARE}."):
-        found = whole(path, taught.ask(path, body_of(path, text)))
+        found = ask(taught, path, body_of(path, text), False)
         assert found.text == text and not found.calls
 
 
@@ -300,8 +301,8 @@ def test_a_call_that_was_cut_off_is_no_content(taught, path, call):
     """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 7):
         body = body_of(path, f"I look.\n{call}", length)
-        found = whole(path, taught.ask(path, body))
-        assert found == streamed(path, taught.ask(path, body | {"stream": True}))
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
         assert found.text == "I look." and len(found.calls) <= 1
         assert found.reason in ("length", "max_tokens", "incomplete")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from doors import COUNT, EMBEDDINGS, MESSAGES, RESPONSES, Reply
+from doors import CHAT, COMPLETIONS, COUNT, EMBEDDINGS, MESSAGES, RESPONSES, Reply, Server
+
+WITHOUT_STREAM = (COUNT, EMBEDDINGS)
 
 
 class Told(NamedTuple):
@@ -17,6 +19,16 @@ class Told(NamedTuple):
     calls: tuple[tuple[str, str], ...] = ()  # a tool's name, and its arguments
     reason: str = ""
     tokens: int = 0
+
+
+def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
+    if stream and path not in WITHOUT_STREAM:
+        body = body | {"stream": True}
+        if path in (CHAT, COMPLETIONS):
+            body |= {"stream_options": {"include_usage": True}}
+    reply = server.ask(path, body)
+    assert reply.status == 200, (path, body, reply)
+    return told(path, reply, stream)
 
 
 def told(path: str, reply: Reply, stream: bool) -> Told:
