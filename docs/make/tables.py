@@ -144,8 +144,8 @@ def sizes() -> str:
 
 def counts() -> str:
     """How much is compared, in the words of docs/right.md."""
-    parity, exact, company, product, sched, crowd = map(
-        of_the_tests, ("parity", "test_exact", "company", "test_matmul", "test_sched", "crowd")
+    parity, exact, company, product, sched, ranks = map(
+        of_the_tests, ("parity", "test_exact", "company", "test_matmul", "test_sched", "test_ranks")
     )
     prompts, own = parity.count()
     caught = (
@@ -163,7 +163,7 @@ def counts() -> str:
         "exactness: planted bugs, all of them caught": bugs,
         "the product itself: planted bugs, all of them caught": len(product.BUGS),
         "the scheduler: random schedules, checked after every step": sched.SCHEDULES,
-        "ranks, by `crowd.py`, which the suite does not run: models": len(crowd.KINDS),
+        "ranks, by MPI, which the suite does not run: models": len(ranks.KINDS),
     }
     return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
 

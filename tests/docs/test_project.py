@@ -111,7 +111,7 @@ def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
         if path.suffix in (".md", ".py", ".js", ".toml") and path.name not in PAST:
             for name in re.findall(r"python ((?:\w+/)+\w+\.py)", path.read_text()):
                 told[name] = path.relative_to(ROOT)
-    assert {"docs/make/page.py", "tests/long/soak.py", "course/ladder/2_cache.py"} <= told.keys()
+    assert {"docs/make/page.py", "tests/lib/parrot.py", "course/ladder/2_cache.py"} <= told.keys()
     gone = {name: path for name, path in told.items() if not (ROOT / name).is_file()}
     assert not gone
 
@@ -120,7 +120,7 @@ def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     """The pages print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("tests/long/*.py")]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py")]
     texts = " ".join(path.read_text() for path in (*pages, *programs))
     options = "--(?:record|json|screenshot)"
     written = re.findall(rf"(?:{options}|' >) (\w+\.(?!py)\w+)", texts)

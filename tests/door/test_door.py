@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 import pytest
 from doors import COMPLETIONS, Line, Server
-from soak_http import Weighed, soak, talker
 from waiting import wait_for
 
 from door import bridge, http, openai, protocol
@@ -982,23 +981,6 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
     counts = [len((e["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for e in events]
     assert sum(counts) == 100 and max(counts) <= 40  # some tokens are no piece by themselves
-
-
-def test_a_short_soak(tmp_path):
-    """`python tests/long/soak_http.py` is the long form."""
-    with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
-        report = soak(server, 80, clients=8, cases=25, rounds=2)
-    assert not report.faults, report.faults[:5]
-    assert not report.weights or report.growth.in_use < 2, "histories grow by half as much at most"
-    assert report.answered > 25 and report.hung_up > 10 and report.refused > 2
-
-
-def test_a_short_soak_in_which_a_third_is_hostile(tmp_path):
-    """`python tests/long/soak_http.py --requests 5000 --attack` is the long form."""
-    with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
-        report = soak(server, 40, clients=8, cases=12, hostile=0.33, rounds=1)
-    assert not report.faults, report.faults[:5]
-    assert report.answered > 18 and report.hung_up > 3 and report.refused > 2
 
 
 def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
-from conform import FLAT, MESSAGES, RESPONSES, SCHEMAS, TOOLS, said
-from doors import CHAT, COMPLETIONS
-from parrot import Taught
+from doors import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from parrot import FLAT, SCHEMAS, TOOLS, Taught, said
 from waiting import wait_for
 
 from parts.api import faults

@@ -1,32 +1,16 @@
-"""Tools, thoughts, Responses and Messages, with a model that says what it is told to.
-
-The points of `tests/long/conform.py` say what the protocols want. Here they run one by one.
-"""
+"""Tools and thoughts with other templates, hostile bodies, calls that are required, and random
+requests. What the protocols ask for is in `test_conformance.py`."""
 
 import json
 import os
 
 import openai
 import pytest
-from conform import (
-    CALL,
-    CALLS,
-    COUNT,
-    FLAT,
-    MESSAGES,
-    PARIS,
-    POINTS,
-    RESPONSES,
-    SCHEMAS,
-    TAGGED,
-    TOOLS,
-    data,
-    said,
-)
-from doors import CHAT
+from doors import CHAT, COUNT, MESSAGES, RESPONSES
 from jsonschema import validate
-from parrot import IN_TAGS, Taught
-from tooluse import PATHS, check, random_ask, streamed, whole
+from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, TOOLS, Taught, said
+from told import ask
+from tooluse import PATHS, check, random_ask
 
 from parts.text.speech import FORMATS, Speech
 
@@ -35,26 +19,6 @@ from parts.text.speech import FORMATS, Speech
 def taught():
     with Taught() as taught:
         yield taught
-
-
-@pytest.fixture(scope="module")
-def tagged():
-    with Taught(template=IN_TAGS) as tagged:
-        yield tagged
-
-
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
-def test_the_protocols_are_kept(taught, point):
-    point(taught)
-
-
-@pytest.mark.parametrize("point", TAGGED, ids=lambda point: point.__name__)
-def test_calls_in_tags_keep_the_protocols(tagged, point):
-    point(tagged)
-
-
-def test_enough_points_are_kept():
-    assert len(POINTS) >= 75 and len(TAGGED) >= 4
 
 
 def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
@@ -293,7 +257,7 @@ def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
 def test_a_call_in_a_stream_is_written_as_it_comes(taught):
     """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
     text = CALL.replace("Paris", "Paris " * 20)
-    events = data(taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}))
+    events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
     assert sum("tool_calls" in str(event) for event in events) > 3  # neighbours may be joined
 
 
@@ -319,13 +283,13 @@ def test_a_call_without_its_mark_reaches_the_client_in_each_protocol(taught, pat
     """Each of five agents' loops began with the right call in a block of code, and ended with it."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
-        found = whole(path, taught.ask(path, body))
-        assert found == streamed(path, taught.ask(path, body | {"stream": True}))
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
         assert found.text == "I look." and found.reason in ("tool_calls", "tool_use", "completed")
         ((name, given),) = found.calls
         assert name == "get_weather" and json.loads(given) == PARIS
     for text in (BARE.replace("get_weather", "get_wind"), f"It is {BARE}."):
-        found = whole(path, taught.ask(path, body_of(path, text)))
+        found = ask(taught, path, body_of(path, text), False)
         assert found.text == text and not found.calls
 
 
@@ -337,8 +301,8 @@ def test_a_call_that_was_cut_off_is_no_content(taught, path, call):
     """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 7):
         body = body_of(path, f"I look.\n{call}", length)
-        found = whole(path, taught.ask(path, body))
-        assert found == streamed(path, taught.ask(path, body | {"stream": True}))
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
         assert found.text == "I look." and len(found.calls) <= 1
         assert found.reason in ("length", "max_tokens", "incomplete")
 
@@ -383,7 +347,7 @@ def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
             arguments = json.loads(call["function"]["arguments"])
             assert arguments["size"] in ("small", "large {") and arguments["hot"] in (True, False)
             assert call["function"]["name"] in (("mug",) if seed % 3 == 2 else ("tea", "mug"))
-            streamed = data(server.ask(CHAT, body | {"stream": True}))
+            streamed = server.ask(CHAT, body | {"stream": True}).events
             assert streamed[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 

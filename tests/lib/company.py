@@ -7,32 +7,37 @@ up to 1,600 tokens, decodes beside all the others, since far is where attention 
 engine in which a request is alone has other slots, other chunks and another budget, and reads each
 answer once more as a part of a prompt.
 
-A product belongs to a process and cannot be changed in it. So each form has a process of its own.
+A product belongs to a process and cannot be changed in it. So each form has a process of its own:
+`python tests/lib/company.py SCHEDULES` with NANOBATCH_BLAS.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from parts.device.mlx import mx  # first, as in a program of ours
+
+# isort: split
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
 from kernels import matmul
 from nanobatch import Engine, Handle, Model, Sampling, Text
-from parts.device.mlx import mx
 from parts.guess import Guesser
 from parts.model.load import read_model
 from policies import POLICIES
 from sched import Request
-
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "long" / "companies.py"
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
 LONGROPE = {
@@ -108,8 +113,8 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
 ]
 
 
-# In the suite. A form that this machine can run, but does not take, gets fewer.
-SCHEDULES = 20
+# A form that this machine can run, but does not take, gets fewer.
+SCHEDULES = int(os.environ.get("NANOBATCH_COMPANIES", 20))
 ELSEWHERE = SCHEDULES * 2 // 5
 
 
@@ -307,23 +312,27 @@ def everywhere() -> list[str]:
     return [f"rows:{form}" for form in matmul.forms_here()]
 
 
-def run(form: str, schedules: int) -> subprocess.Popen:
-    """A process that takes one form of the product. Its last line holds the figures."""
-    command = [sys.executable, PROGRAM, "--schedules", str(schedules)]
-    environment = os.environ | {"NANOBATCH_BLAS": form}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+def run(form: str, schedules: int) -> Count:
+    """The figures of a process that takes one form of the product."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(schedules)],
+        env=os.environ | {"NANOBATCH_BLAS": form},
+        capture_output=True,
+        text=True,
     )
+    assert not done.returncode, done.stdout + done.stderr
+    return Count(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def run_everywhere(schedules: int, at_once: int) -> bool:
-    """Each form in turn, so many of them at a time. Do all bits agree?"""
-    waiting, running, agree = everywhere(), [], True
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            running.append(run(waiting.pop(0), schedules))
-        process = running.pop(0)
-        said, _ = process.communicate()
-        print(said.strip() or "a process has died", flush=True)
-        agree = agree and process.returncode == 0
-    return agree
+def main(schedules: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        total = NONE
+        # Four on each pair of engines, so that they find what the ones before have left.
+        for seed, done in enumerate(range(0, schedules, 4)):
+            total += count(models, seed, min(4, schedules - done))
+    print(json.dumps(total))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

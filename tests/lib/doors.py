@@ -25,6 +25,8 @@ from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -155,13 +157,20 @@ class Reply(NamedTuple):
 
     @property
     def events(self) -> list:
-        """Of a stream: the data of each event, parsed."""
-        lines = [
-            part.removeprefix("data: ")
-            for part in self.body.decode().split("\n\n")
-            if part.startswith("data: ")
-        ]
-        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+        """The data of a stream's events, parsed. An event's name, if it has one, is its type."""
+        assert self.status == 200, self
+        assert self.headers["content-type"].startswith("text/event-stream"), self.headers
+        events = []
+        for block in self.body.decode().strip().split("\n\n"):
+            lines = dict(
+                line.split(": ", 1) for line in block.split("\n") if not line.startswith(":")
+            )
+            if not lines:
+                continue
+            event = lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])
+            assert "event" not in lines or lines["event"] == event["type"], block
+            events.append(event)
+        return events
 
 
 class Line:

@@ -7,16 +7,28 @@ demand. Here the last message of a user says what the answer is:
 
 After the result of a tool, the answer quotes this result. All else is real: the template, the
 engine, its steps, the stream of text, in which each token is one byte.
+
+    python tests/lib/parrot.py 8123           # serve it to other clients
+    python tests/lib/parrot.py 8123 --tags    # with calls written in tags, as Qwen 3 Coder does
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from parts.device import mlx  # noqa: F401  first, as in a program of ours
+
+# isort: split
 from checkpoints import EOS, make_checkpoint, make_tokenizer
 from doors import Server
 from tokenizers import AddedToken
@@ -26,6 +38,19 @@ from door.http import Options
 from nanobatch import Engine
 from parts.api.loop import Loop, Stopwatch
 
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "The weather in a city.", "parameters": CITY}
+TIME = {"name": "get_time", "description": "The time.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": each} for each in (WEATHER, TIME)]
+FLAT = [{"type": "function", **each} for each in (WEATHER, TIME)]
+SCHEMAS = [
+    {"name": each["name"], "description": "What it does.", "input_schema": each["parameters"]}
+    for each in (WEATHER, TIME)
+]
+PARIS = {"city": "Paris"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALLS = CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nIt is easy.\n</think>\n\n"
 # In the manner of Hermes and Qwen
 TEMPLATE = """\
 {%- if tools %}
@@ -72,6 +97,10 @@ TAGS = """\
 """
 IN_TAGS = TEMPLATE.replace(HERMES, TAGS)
 assert IN_TAGS != TEMPLATE
+
+
+def said(text: str) -> dict:
+    return {"role": "user", "content": f"say: {text}"}
 
 
 def answer_to(prompt: str) -> str:
@@ -157,3 +186,20 @@ class Taught(Server):
 
     def __exit__(self, *exception) -> None:
         self.parrot.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("port", type=int)
+    parser.add_argument("--tags", action="store_true", help="the template writes calls in tags")
+    parser.add_argument("--max-len", type=int, default=16384)
+    args = parser.parse_args()
+    template = IN_TAGS if args.tags else TEMPLATE
+    parrot = Parrot(args.port, max_len=args.max_len, template=template, aliases=("*",))
+    print(parrot.door.address, flush=True)
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

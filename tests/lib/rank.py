@@ -1,4 +1,4 @@
-"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...`,
+"""What a rank of the tests does in a process of its own: `python rank.py answers ROUNDS FOLDER ...`,
 `python rank.py FAULT` or `python rank.py DELAY RANK`.
 
 Rank 0 prints what came of it as JSON.
@@ -17,6 +17,12 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from parts.device import mlx  # noqa: F401  first, as in a program of ours
+
+# isort: split
+import numpy as np
+from harness import Tap, random_asks, run_schedule
 
 from nanobatch import POLICIES, Engine, Sampling
 from parts.model.load import ModelReader
@@ -68,6 +74,36 @@ def live(engine: Engine) -> list[list[int]]:
                 next(handle for handle in handles if handle.id == request.id).cancel()
         answers += [handle.tokens for handle in handles if handle.finish_reason == "length"]
     return answers
+
+
+def compare_bits(engine: Engine, rng: np.random.Generator, rounds: int) -> tuple[int, int]:
+    """Random schedules, then each request alone: how many logit vectors were compared, and how many
+    differ."""
+    compared = different = 0
+    for _ in range(rounds):
+        asks = random_asks(rng, 10, 90, 10, alike=0.5)
+        tap = Tap(engine)
+        together = [tap.of(handle) for handle in run_schedule(engine, asks, rng)]
+        for ask, logits in zip(asks, together, strict=True):
+            (handle,) = run_schedule(engine, [ask], rng)
+            alone = tap.of(handle)
+            compared += len(alone)
+            different += int((alone != logits).any(axis=1).sum())
+    return compared, different
+
+
+def answer(rounds: int, folders: list[str]) -> None:
+    """For each model: the tokens of a short life, whether the engine is exact, and what came of
+    comparing bits."""
+    for folder in folders:
+        with Engine.load(folder, **SIZES) as engine:
+            if engine.ranks.rank:
+                engine.follow()
+                continue
+            tokens = live(engine)
+            engine.drain("continuous")
+            found = compare_bits(engine, np.random.default_rng(1), rounds)
+            print(json.dumps([tokens, engine.exact, *found]), flush=True)
 
 
 def fail(fault: str) -> None:
@@ -146,12 +182,7 @@ def delay(how: str, victim: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "answers":
-        for folder in sys.argv[2:]:
-            with Engine.load(folder, **SIZES) as engine:
-                if engine.ranks.rank:
-                    engine.follow()
-                else:
-                    print(json.dumps(live(engine)), flush=True)
+        answer(int(sys.argv[2]), sys.argv[3:])
     elif sys.argv[1] == "killed in load":
         kill_in_load()
     elif sys.argv[2:]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES, data
-from doors import Reply
+from doors import CHAT, COMPLETIONS, COUNT, EMBEDDINGS, MESSAGES, RESPONSES, Reply, Server
+
+WITHOUT_STREAM = (COUNT, EMBEDDINGS)
 
 
 class Told(NamedTuple):
@@ -18,6 +19,16 @@ class Told(NamedTuple):
     calls: tuple[tuple[str, str], ...] = ()  # a tool's name, and its arguments
     reason: str = ""
     tokens: int = 0
+
+
+def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
+    if stream and path not in WITHOUT_STREAM:
+        body = body | {"stream": True}
+        if path in (CHAT, COMPLETIONS):
+            body |= {"stream_options": {"include_usage": True}}
+    reply = server.ask(path, body)
+    assert reply.status == 200, (path, body, reply)
+    return told(path, reply, stream)
 
 
 def told(path: str, reply: Reply, stream: bool) -> Told:
@@ -48,7 +59,7 @@ def told_choice(body: dict) -> Told:
 
 
 def streamed_choice(reply: Reply) -> dict:
-    *events, last, done = data(reply)
+    *events, last, done = reply.events
     assert done == "[DONE]", done
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     calls = message["tool_calls"]
@@ -84,7 +95,7 @@ def told_response(body: dict) -> Told:
 
 def streamed_response(reply: Reply) -> dict:
     """The last event has all of it once more, and the pieces join to it."""
-    events = data(reply)
+    events = reply.events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]
     pieces = [""] * len(last["output"])
@@ -113,7 +124,7 @@ def told_message(body: dict) -> Told:
 def streamed_message(reply: Reply) -> dict:
     blocks: list[dict] = []
     end: dict = {}
-    for event in data(reply):
+    for event in reply.events:
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"] | {"pieces": []})
             assert event["index"] == len(blocks) - 1

@@ -1,8 +1,8 @@
 """One model over several processes: shares add up, orders survive the wire, two processes answer
 like one, and a rank that is lost is told of and not waited for.
 
-The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by
-hand: `python tests/long/crowd.py`.
+The processes speak over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs two
+to four by MPI, with more models. It needs mpirun, such as Debian's openmpi-bin.
 """
 
 import json
@@ -691,14 +691,14 @@ def test_two_processes_answer_like_one(tmp_path):
     }
     packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
     folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
-    with Pair(tmp_path, RANK, "answers", *folders) as pair:
+    with Pair(tmp_path, RANK, "answers", "0", *folders) as pair:
         alone = []
         for folder in folders:
             with Engine.load(folder, **SIZES) as engine:
                 alone.append(live(engine))
                 assert sum(step.guessed for step in engine.snapshot().steps) > 20
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        assert pair.found() == alone and min(map(len, alone)) >= 8
+        assert [tokens for tokens, *_ in pair.found()] == alone and min(map(len, alone)) >= 8
         assert len({token for answers in alone for answer in answers for token in answer}) > 20
         assert (
             len(
@@ -719,16 +719,57 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
             tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16
         )
     )
-    with Pair(
-        tmp_path,
-        str(ROOT / "tests" / "long" / "crowd.py"),
-        "1",
-        folder,
-        forms=(matmul.forms_here() * 2)[:2],
-    ) as pair:
+    forms = (matmul.forms_here() * 2)[:2]
+    with Pair(tmp_path, RANK, "answers", "1", folder, forms=forms) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         ((_, exact, compared, different),) = pair.found()
     assert exact and compared > 40 and different == 0
+
+
+KINDS = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "granite, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "residual_multiplier": 0.8,
+    },
+    "phi3": {"model_type": "phi3"},
+    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 20},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "gqa": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+    "mqa": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "4 bit": {"quantize": lambda module: (4, 32)},
+}
+# Random schedules for each model
+MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
+
+
+@pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tmp_path):
+    folders = [
+        str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
+    ]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable]
+    done = subprocess.run(
+        [*command, RANK, "answers", str(MPI_ROUNDS), *folders],
+        env={"MLX_MPI_LIBNAME": "libmpi.so.40"} | os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    for folder, (tokens, exact, compared, different) in zip(folders, lines, strict=True):
+        with Engine.load(folder, **SIZES) as engine:
+            assert tokens == live(engine), folder
+        assert exact and compared and not different, folder
 
 
 @pytest.mark.parametrize(

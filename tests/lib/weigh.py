@@ -1,6 +1,6 @@
 """`serve.py`, which says on SIGUSR1 what it holds in memory.
 
-    python tests/long/weigh.py --model demo
+    python tests/lib/weigh.py --model demo
     kill -USR1 PROCESS
 
 The problem. What is resident of a process says little of what it holds. Free memory stays with the
@@ -13,7 +13,7 @@ is resident. Both figures are those of a moment without requests.
 
 What this file needs is glibc 2.33 or newer. Elsewhere it says nothing.
 
-Next: `soak_http.py`, which asks.
+Next: `tests/door/test_soak.py`, which asks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import tempfile
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 LIBC = ctypes.CDLL(None)
 MIB = 2**20
@@ -43,6 +44,13 @@ class Heap(ctypes.Structure):
         ("used", ctypes.c_size_t),  # bytes of all others
         ("of_free", ctypes.c_size_t * 2),
     ]
+
+
+class Weight(NamedTuple):
+    """What an idle process holds, in MiB."""
+
+    in_use: float
+    resident: float
 
 
 def can_weigh() -> bool:
@@ -82,8 +90,13 @@ def resident() -> float:
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
+def weigh() -> Weight:
+    return Weight(in_use(), resident())
+
+
 def say(*signal_and_frame) -> None:
-    said = f"weighing {next(NUMBERS)}: {in_use():.2f} MiB in use, {resident():.2f} resident"
+    held = weigh()
+    said = f"weighing {next(NUMBERS)}: {held.in_use:.2f} MiB in use, {held.resident:.2f} resident"
     print(said, file=sys.stderr, flush=True)
 
 

@@ -1,25 +1,17 @@
-"""The soak of the door: many clients at once, a third of them hang up at some moment, some send
-what is wrong.
+"""Many clients at once over HTTP. A third of them hang up at some moment, and some send what is
+wrong. `NANOBATCH_SOAK=20000 python -m pytest tests/door/test_soak.py` is the long form.
 
-    python tests/long/soak_http.py --requests 20000
-    python tests/long/soak_http.py --requests 1000 --ranks 2     # one model over two processes
-    python tests/long/soak_http.py --requests 8000 --attack      # one in ten is hostile, 64 at a time
+The server has the demo model, with a chat template that knows tools and thoughts, and as if it had
+been made for embeddings. All routes are asked, whole and streamed. In the end each request has been
+answered or was hung up on, all slots are free, answers that were not cut off are those that the same
+request gets alone (thought, text, calls and tokens), and as many files are open as at first.
 
-It starts a server of its own: the demo model, with a chat template that knows tools and thoughts,
-and as if it had been made for embeddings.
-All routes are asked, whole and streamed. In the end each request has been answered or was hung up
-on, all slots are free, answers that were not cut off are those that the same request gets alone
-(thought, text, calls and tokens), and as many files are open as at first.
-
-Memory is weighed in four idle seconds (`weigh.py`): after each quarter of the requests. From the
-first to the last, the bytes in use after a collection may grow by 2 MiB, and what is resident after
-a trim by 15. The histories that the server keeps are full after some thousand requests. So with
-fewer than 8,000, memory is weighed and not judged.
+Memory is weighed in an idle second after each round (`weigh.py`). From the first round to the last,
+the bytes in use after a collection may grow by 2 MiB, and what is resident after a trim by 15.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,23 +19,31 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "lib"), str(HERE)]
-
-from conform import COUNT, EMBEDDINGS, MESSAGES, RESPONSES  # noqa: E402
-from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402
-from hostile import asked  # noqa: E402
-from told import Told, told  # noqa: E402
-from weigh import can_weigh  # noqa: E402
+import pytest
+from doors import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    ROOT,
+    Server,
+    free_ports,
+)
+from hostile import asked
+from soak import IN_USE, JUDGED, SOAK, growth, run_rounds
+from told import WITHOUT_STREAM, ask
+from waiting import wait_for
+from weigh import Weight
 
 BAD = [
     (CHAT, b"{"),
@@ -188,11 +188,7 @@ LONG = [
     (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
 ]
 PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
-# MiB by which memory may grow from the first quarter to the last, and from how many requests on
-IN_USE = 2.0
-RESIDENT = 15.0
-JUDGED = 8000
-WITHOUT_STREAM = (COUNT, EMBEDDINGS)
+RESIDENT = 15.0  # MiB by which memory may grow from the first round to the last
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -201,40 +197,23 @@ PROMPTS = [
 ]
 
 
-class Weight(NamedTuple):
-    """What a server held in an idle second, in MiB."""
-
-    in_use: float
-    resident: float
-
-
 @dataclass
 class Report:
-    answered: int = 0
-    refused: int = 0
-    hung_up: int = 0
-    compared: int = 0
-    faults: list[str] = field(default_factory=list)  # what went wrong
-    weights: list[Weight] = field(default_factory=list)  # after each round
-
-    @property
-    def growth(self) -> Weight:
-        first, last = self.weights[0], self.weights[-1]
-        return Weight(last.in_use - first.in_use, last.resident - first.resident)
+    counts: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
+    faults: list[str] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
 
 
 class Weighed(Server):
     """A server that says what it holds in memory."""
 
-    program = HERE / "weigh.py"
+    program = ROOT / "tests" / "lib" / "weigh.py"
     weighings = 0
 
-    def weigh(self) -> Weight | None:
+    def weigh(self) -> Weight:
         """When it has been idle for a second."""
         self.is_idle()
         time.sleep(1)
-        if not can_weigh():
-            return None
         self.weighings += 1
         self.process.send_signal(signal.SIGUSR1)
         found = self.says(rf"weighing {self.weighings}: (\S+) MiB in use, (\S+) resident")
@@ -346,16 +325,6 @@ def make_message(dice: random.Random, text: str) -> dict:
     return body
 
 
-def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
-    if stream and path not in WITHOUT_STREAM:
-        body = body | {"stream": True}
-        if path in (CHAT, COMPLETIONS):
-            body |= {"stream_options": {"include_usage": True}}
-    reply = server.ask(path, body)
-    assert reply.status == 200, (path, body, reply)
-    return told(path, reply, stream)
-
-
 def ask_grammar(server: Server, dice: random.Random) -> None:
     reply = server.ask(CHAT, {"messages": SAID, "max_tokens": 8} | dice.choice(HOSTILE))
     assert reply.status in (200, 400, 500), reply
@@ -363,7 +332,7 @@ def ask_grammar(server: Server, dice: random.Random) -> None:
 
 
 def attack(server: Server, dice: random.Random) -> str:
-    """Something hostile. What became of it: "refused", or "hung_up" if it was cut off."""
+    """Something hostile. What became of it: "refused", or "hung up" if it was cut off."""
     kind = dice.randrange(7)
     if kind == 6:
         ask_grammar(server, dice)
@@ -393,7 +362,7 @@ def attack(server: Server, dice: random.Random) -> str:
             linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     line.hang_up()
-    return "hung_up"
+    return "hung up"
 
 
 def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
@@ -408,40 +377,25 @@ def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
 
 
 def soak(
-    server: Weighed,
-    requests: int,
-    clients: int = 16,
-    cases: int = 120,
-    seed: int = 0,
-    log=None,
-    hostile: float = 0.0,
-    rounds: int = 4,
+    server: Weighed, requests: int, clients: int, cases: int, rounds: int, hostile: float = 0.0
 ) -> Report:
     """`hostile`: such a part of the requests is; 0: some are wrong, and a third is hung up on."""
-    report, lock, alone = Report(), threading.Lock(), {}
-    for number in range(cases):
-        alone[number] = ask(server, *make_case(number), False)
+    report, lock = Report(), threading.Lock()
+    alone = [ask(server, *make_case(number), False) for number in range(cases)]
 
     def client(numbers: Iterator[int]) -> None:
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
+        for number in numbers:
             try:
-                outcome = one(random.Random(seed * 10**6 + number))
+                outcome = one(random.Random(number))
             except Exception as error:
-                with lock:
-                    report.faults.append(f"request {number}: {type(error).__name__}: {error}")
-                continue
+                outcome = "failed"
+                report.faults.append(f"request {number}: {type(error).__name__}: {error}")
             with lock:
-                setattr(report, outcome, getattr(report, outcome) + 1)
-                report.compared += outcome == "answered"
-                if log and number % 500 == 499:
-                    print(f"{number + 1:,} asked", file=log, flush=True)
+                report.counts[outcome] += 1
 
     def one(dice: random.Random) -> str:
         kind, case, stream = dice.random(), dice.randrange(cases), dice.random() < 0.6
+        path, body = make_case(case)
         if kind < hostile:
             return attack(server, dice)
         if not hostile and kind < 0.08:
@@ -452,106 +406,91 @@ def soak(
             ask_grammar(server, dice)
             return "refused"
         if not hostile and kind < 0.42:
-            path, body = make_case(case)
-            hang_up(
-                server, dice, path, body | ({} if path in WITHOUT_STREAM else {"stream": stream})
-            )
-            return "hung_up"
-        found = ask(server, *make_case(case), stream)
+            form = {} if path in WITHOUT_STREAM else {"stream": stream}
+            hang_up(server, dice, path, body | form)
+            return "hung up"
+        found = ask(server, path, body, stream)
         assert found == alone[case], f"case {case}: {found} instead of {alone[case]}"
         return "answered"
 
-    for place in range(rounds):
-        numbers = iter(range(requests * place // rounds, requests * (place + 1) // rounds))
-        threads = [threading.Thread(target=client, args=[numbers]) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if weight := server.weigh():
-            report.weights.append(weight)
-            if log:
-                print(f"{weight.in_use:.2f} MiB in use, {weight.resident:.1f} resident", file=log)
-    if not server.is_idle():
-        report.faults.append("a slot is not free")
-    if server.process.poll() is not None:
-        report.faults.append("the server is gone")
+    files = open_files(server)
+    report.weights = run_rounds(client, requests, clients, server.weigh, rounds)
+    assert server.is_idle(), "a slot is not free"
+    wait_for(lambda: open_files(server) <= files)
     return report
 
 
-@contextmanager
-def ring(size: int, model: Path) -> Iterator[dict[str, str]]:
-    """Ranks that follow, in processes of their own, and the environment of the one that leads. All
-    exit with 0."""
-    with ExitStack() as stack:
-        if size == 1:
-            yield {}
-            return
-        with ExitStack() as ports:
-            sockets = [
-                ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)
-            ]
-            hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-        file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hosts.json"
-        file.write_text(json.dumps(hosts))
-        command = [sys.executable, str(ROOT / "serve.py"), "--slots", "8", "--model", str(model)]
-        followers = []
-        for rank in range(1, size):
-            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
-            followers.append(subprocess.Popen(command, env=environment))
-            stack.callback(followers[-1].kill)
-        yield {"MLX_RANK": "0", "MLX_HOSTFILE": str(file)}
-        codes = [follower.wait(30) for follower in followers]
-        assert not any(codes), codes
-
-
 def open_files(server: Server) -> int:
-    """How many the server has, when its clients have gone."""
-    server.is_idle()
-    counts = []
-    for _ in range(20):  # connections that have been hung up on may be there for a moment
-        time.sleep(0.1)
-        counts.append(len(os.listdir(f"/proc/{server.process.pid}/fd")))
-    return min(counts)
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=8000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--attack", action="store_true", help="one in ten is hostile")
-    args = parser.parse_args()
-    many = {"clients": 64, "hostile": 0.1} if args.attack else {}
-    began = time.monotonic()
-    with ExitStack() as stack:
-        model = talker(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "talker")
-        environment = stack.enter_context(ring(args.ranks, model))
-        arguments = ("--slots", "8", "--model", str(model))
-        server = stack.enter_context(Weighed(*arguments, **environment))
-        # The ring's threads look for numbers all the time
-        server.patience *= 1 if args.ranks == 1 and not args.attack else 10
-        server.ask("/v1/models")
-        files = open_files(server)
-        report = soak(server, args.requests, seed=args.seed, log=sys.stdout, **many)
-        left = open_files(server)
-        code = server.stop()
-    if left > files:
-        report.faults.append(f"{left} files are open, and there were {files}")
-    grown = ""
-    if report.weights:
-        growth = report.growth
-        grown = f"{growth.in_use:+.2f} MiB in use, {growth.resident:+.1f} resident; "
-        if args.requests >= JUDGED and (growth.in_use > IN_USE or growth.resident > RESIDENT):
-            report.faults.append("memory has grown")
-    print(
-        f"{args.requests:,} requests in {time.monotonic() - began:.0f} s: {report.answered:,} answered as alone, "
-        f"{report.refused:,} refused, {report.hung_up:,} hung up, {len(report.faults)} wrong; exit code {code}; "
-        f"since the first quarter {grown}open files: {files}, then {left}"
-    )
-    print(*report.faults[:10], sep="\n")
-    return 1 if report.faults or code else 0
+def check(report: Report, requests: int) -> None:
+    assert not report.faults, report.faults[:5]
+    grown = growth(report.weights)
+    if not SOAK:  # histories grow by half as much at most
+        assert grown.in_use < IN_USE, report.weights
+    elif requests >= JUDGED:
+        assert grown.in_use < IN_USE and grown.resident < RESIDENT, report.weights
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return talker(tmp_path / "talker")
+
+
+SHORT = {"clients": 8, "cases": 25, "rounds": 2}
+LONG_FORM = {"clients": 16, "cases": 120, "rounds": 4}
+
+
+def test_soak(model):
+    requests = SOAK or 80
+    with Weighed("--slots", "8", "--model", str(model)) as server:
+        report = soak(server, requests, **(LONG_FORM if SOAK else SHORT))
+        assert server.stop() == 0
+    check(report, requests)
+    counts = report.counts
+    assert counts["answered"] > requests / 4 and counts["hung up"] > requests / 8
+    assert counts["refused"] > requests / 40
+
+
+def test_soak_with_hostile_clients(model):
+    requests = SOAK or 40
+    sizes = {"clients": 8, "cases": 12, "rounds": 1, "hostile": 0.33}
+    if SOAK:
+        sizes = LONG_FORM | {"clients": 64, "hostile": 0.1}
+    with Weighed("--slots", "8", "--model", str(model)) as server:
+        server.patience *= 10
+        report = soak(server, requests, **sizes)
+        assert server.stop() == 0
+    check(report, requests)
+    counts = report.counts
+    assert counts["answered"] > requests / 3 and counts["hung up"] > requests / 40
+    assert counts["refused"] > requests / 40
+
+
+@pytest.mark.skipif(not SOAK, reason="a long form: NANOBATCH_SOAK=1000")
+def test_soak_over_two_ranks(model, tmp_path):
+    arguments = ("--slots", "8", "--model", str(model))
+    with (
+        two_ranks(tmp_path, arguments) as environment,
+        Weighed(*arguments, **environment) as server,
+    ):
+        server.patience *= 10  # the ring's threads look for numbers all the time
+        report = soak(server, SOAK, **LONG_FORM)
+        assert server.stop() == 0
+    check(report, SOAK)
+
+
+@contextmanager
+def two_ranks(folder: Path, arguments: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """A rank that follows, and the environment of the one that leads."""
+    file = folder / "hosts.json"
+    file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    environment = {"MLX_HOSTFILE": str(file)}
+    command = [sys.executable, str(ROOT / "serve.py"), *arguments]
+    with subprocess.Popen(command, env=os.environ | environment | {"MLX_RANK": "1"}) as follower:
+        try:
+            yield environment | {"MLX_RANK": "0"}
+            assert follower.wait(30) == 0
+        finally:
+            follower.kill()

@@ -1,0 +1,141 @@
+"""A soak of the engine: a third of the requests is cancelled, some are wrong, all come at once.
+
+Every request ends exactly once, one that is not cancelled gets what it gets alone, and all slots are
+free at the end. Memory is weighed after each quarter of the requests, and must not grow with their
+number (`weigh.py`). `run_rounds` and `growth` serve the soak over HTTP, too (`tests/door/test_soak.py`).
+"""
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from weigh import Weight, can_weigh, weigh
+
+from nanobatch import Engine, Handle, Model, QueueFull, Sampling, Text
+
+SOAK = int(os.environ.get("NANOBATCH_SOAK", 0))  # requests in the long form; 0: the short form
+# With fewer requests the histories that are kept are not full, and memory still grows
+JUDGED = 8000
+IN_USE = 2.0  # MiB by which memory may grow from the first round to the last
+
+
+def run_rounds(
+    client: Callable[[Iterator[int]], None],
+    requests: int,
+    clients: int,
+    weigh: Callable[[], Weight | None],
+    rounds: int = 4,
+) -> list[Weight]:
+    """Clients in threads share the numbers of the requests. Return what is held after each round,
+    where it can be weighed."""
+    weights = []
+    for place in range(rounds):
+        numbers = iter(range(requests * place // rounds, requests * (place + 1) // rounds))
+        threads = [threading.Thread(target=client, args=[numbers]) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if can_weigh():
+            weights.append(weigh())
+    return weights
+
+
+def growth(weights: list[Weight]) -> Weight:
+    """From the first round to the last."""
+    if not weights:
+        return Weight(0.0, 0.0)
+    first, last = weights[0], weights[-1]
+    return Weight(last.in_use - first.in_use, last.resident - first.resident)
+
+
+def make_cases(rng: random.Random) -> list[tuple[list[int], Sampling]]:
+    """Prompts and settings of many kinds, half of the prompts with a common beginning. All are
+    seeded."""
+    opening, cases = [rng.randrange(256) for _ in range(80)], []
+    for n in range(40):
+        prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 30, 70]))]
+        if n % 2:
+            prompt = opening[: rng.randrange(80)] + prompt
+        settings = {"max_tokens": rng.choice([1, 3, 10, 25]), "seed": n}
+        if n % 3:
+            settings |= {
+                "temperature": rng.choice([0.5, 1.0, 2.0]),
+                "top_k": rng.choice([0, 0, 5, 100]),
+            }
+            settings |= {
+                "top_p": rng.choice([1.0, 0.9]),
+                "repetition_penalty": rng.choice([1.0, 1.0, 1.4]),
+            }
+        if n % 5 == 0:
+            settings |= {"stop": [rng.choice("aeiou "), rng.randrange(256)]}
+        cases.append((prompt, Sampling(**settings)))
+    return cases
+
+
+BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
+
+
+def soak(model: Model, text: Text, requests: int, seed: int = 0) -> Counter[str]:
+    """How many requests ended, and how. An answer that is wrong is counted as "wrong"."""
+    counts: Counter[str] = Counter()
+    lock = threading.Lock()
+    cases = make_cases(random.Random(seed))
+    sizes = {"slots": 6, "max_len": 192, "chunk": 32}
+    with Engine(model, text, reuse=False, **sizes) as engine:
+        alone = [engine.submit(*case).result().tokens for case in cases]
+
+    def client(numbers: Iterator[int]) -> None:
+        open_handles: list[tuple[int, Handle]] = []
+        for number in numbers:
+            dice = random.Random(f"{seed}, {number}")
+            if dice.random() < 0.05:
+                try:
+                    engine.submit(dice.choice(BAD))
+                except ValueError:
+                    with lock:
+                        counts["refused"] += 1
+                continue
+            case = dice.randrange(len(cases))
+            open_handles.append((case, submit(*cases[case])))
+            # At any moment of its life; about a quarter of them has ended by then
+            if dice.random() < 0.4:
+                if dice.random() < 0.5:
+                    time.sleep(dice.random() * 0.01)
+                dice.choice(open_handles[-2:])[1].cancel()
+            while len(open_handles) > 12:
+                settle(*open_handles.pop(dice.randrange(len(open_handles))))
+        for case, handle in open_handles:
+            settle(case, handle)
+
+    def submit(prompt: list[int], sampling: Sampling) -> Handle:
+        while True:
+            try:
+                return engine.submit(prompt, sampling)
+            except QueueFull:
+                time.sleep(0.002)
+
+    def settle(case: int, handle: Handle) -> None:
+        result = handle.result(timeout=60)
+        expected = alone[case]
+        is_cancelled = result.finish_reason == "cancelled"
+        if is_cancelled:
+            expected = expected[: len(result.tokens)]
+        with lock:
+            counts["ended"] += 1
+            counts["cancelled" if is_cancelled else "compared"] += 1
+            counts["wrong"] += result.tokens != expected
+
+    with Engine(model, text, max_queue=24, **sizes) as engine, engine.serving():
+        weights = run_rounds(client, requests, 4, weigh)
+        engine.check()
+        snapshot = engine.snapshot()
+    assert all(slot.phase == "free" for slot in snapshot.slots) and not snapshot.queue
+    assert (
+        snapshot.submitted == snapshot.finished == counts["ended"] == requests - counts["refused"]
+    )
+    assert requests < JUDGED or growth(weights).in_use < IN_USE, weights
+    return counts
