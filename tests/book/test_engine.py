@@ -64,6 +64,17 @@ def test_metrics_say_what_happened(parts):
     assert second.metrics.queued_s > first.metrics.queued_s
 
 
+def test_token_0_is_a_token_like_any_other(parts):
+    """With run-ahead, the device hands each step's token to the next one: token 0, too."""
+    asked = Sampling(max_tokens=5, ignore_eos=True, logit_bias={0: 30.0}, logprobs=5)
+    with Engine(*parts, slots=1, max_len=128, chunk=32, reuse=False, guesses=0) as engine:
+        assert any(engine.submit([1], LONG).result().tokens)  # and the slot has had others
+        ahead = engine.submit([7, 8], asked).result()
+        engine.run_ahead = False
+        assert ahead.tokens == [0] * 5
+        assert ahead.logprobs == engine.submit([7, 8], asked).result().logprobs
+
+
 def test_one_token_has_a_ttft_and_no_rate(engine):
     metrics = engine.submit([1], Sampling(max_tokens=1)).result().metrics
     assert metrics.ttft_s > 0 and metrics.tokens_per_s is None and metrics.itl_max_s is None

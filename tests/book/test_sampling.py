@@ -12,7 +12,7 @@ import sampling
 from nanobatch import Engine, Model, Sampling, Text
 from parts.device.mlx import mx
 from parts.model.load import read_model
-from sampling import Pick, SlotState, choose
+from sampling import Pick, SlotState, choose, edit
 
 DRAWS = 20_000
 V = 272
@@ -132,6 +132,17 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         handle = engine.submit(prompt, Sampling(max_tokens=30, ignore_eos=True, **options))
         assert handle.result().tokens == tokens
         neighbour.result()
+
+
+def test_the_penalties_count_the_tokens_of_the_answer_and_no_other():
+    """A short answer is filled up with its first token, which must not count again."""
+    asked = Sampling(presence_penalty=1.0, frequency_penalty=0.5)
+    answers = [(), (5,), (5, 6, 5)]
+    picks = [Pick(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)]
+    x = edit(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
+    assert x[0] == [0] * 8
+    assert x[1] == [0, 0, 0, 0, 0, -1.5, 0, 0]
+    assert x[2] == [0, 0, 0, 0, 0, -2.0, -1.5, 0]
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,16 @@ def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
     assert b.finish_reason == "length" and len(story.tokens[b.id]) == 1
 
 
+def test_beginning_again_keeps_the_order_of_arrival():
+    """A held request went back behind those that had never left the line."""
+    story = Story(slots=2, chunk=4, budget=4)
+    requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
+    story.step()
+    assert list(story.sched.running) == [0, 1] and list(story.sched.waiting) == [2]
+    story.sched.start_over()
+    assert list(story.sched.waiting.values()) == requests
+
+
 def test_a_full_queue_refuses_at_once_and_says_both_numbers():
     story = Story(slots=1, max_queue=2)
     for _ in range(3):

@@ -184,6 +184,7 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
         ([0], [-1], 1),
         ([0, 0], [3, 4], 1),
         ([0, 1], [3], 1),
+        ([0, 1], [3, 96], 1),
     ],
 )
 def test_a_window_outside_the_slab_is_refused(slots, starts, L):
