@@ -142,16 +142,8 @@ def test_choices_with_a_seed_have_the_seeds_that_follow(server):
     texts = [choice["message"]["content"] for choice in three["choices"]]
     assert texts == [choice["message"]["content"] for choice in alone] and len(set(texts)) == 3
     assert three["usage"]["completion_tokens"] == 36
-<<<<<<< HEAD
-=======
     prompt = server.chat("Tell me a story.", max_tokens=1).json["usage"]["prompt_tokens"]
     assert three["usage"]["prompt_tokens"] == prompt  # once, and not once for each choice
-    streamed = server.chat("Tell me a story.", n=3, seed=5, stream=True, **fields).events
-    parts = ["", "", ""]
-    for event in streamed[:-1]:
-        parts[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content", "")
-    assert parts == texts
->>>>>>> mutants
 
 
 def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):

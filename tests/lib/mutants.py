@@ -264,13 +264,13 @@ SERVER = [
         "door/messages.py",
         '"input_tokens": usage.prompt - usage.cached',
         '"input_tokens": usage.prompt',
-        "tests/door/test_tools.py::test_the_protocols_are_kept",
+        "tests/door/test_conformance.py::test_what_was_cached_is_counted_apart",
     ),
     Mutant(
         "door/responses.py",
         "        self._sent += 1\n",
         "",
-        "tests/door/test_tools.py::test_the_protocols_are_kept",
+        "tests/door/test_conformance.py::test_a_streamed_response_is_a_sequence_of_typed_events",
     ),
     Mutant(
         "door/fields.py",
