@@ -726,7 +726,7 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
     assert exact and compared > 40 and different == 0
 
 
-KINDS = {
+MPI_KINDS = {
     "llama": {},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -755,7 +755,7 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tmp_path):
     folders = [
-        str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
+        str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in MPI_KINDS.items()
     ]
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable]
     done = subprocess.run(
