@@ -163,7 +163,7 @@ def counts() -> str:
         "exactness: planted bugs, all of them caught": bugs,
         "the product itself: planted bugs, all of them caught": len(product.BUGS),
         "the scheduler: random schedules, checked after every step": sched.SCHEDULES,
-        "ranks, by MPI, which the suite does not run: models": len(ranks.KINDS),
+        "ranks, by MPI, which the suite does not run: models": len(ranks.MPI_KINDS),
     }
     return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
 

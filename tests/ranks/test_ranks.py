@@ -755,7 +755,8 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tmp_path):
     folders = [
-        str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in MPI_KINDS.items()
+        str(make_checkpoint(tmp_path / kind, seed=2, **changes))
+        for kind, changes in MPI_KINDS.items()
     ]
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable]
     done = subprocess.run(
