@@ -72,7 +72,7 @@ def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
         {"logprobs": 2},
     ]
     taken = 0
-    for seed in range(20):
+    for seed in range(6):
         handles = []
         for each in settings:
             prompt = f"Count from {dice.randrange(3, 9)} to {dice.randrange(20, 40)}."
@@ -92,7 +92,7 @@ def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
         for handle in handles:
             assert texts[handle] == handle.result().text, seed
             assert handle.take_delta(64) == ("", True)
-    assert taken > 300
+    assert taken > 90
     assert sum(handle.metrics.right for handle in handles) > 0, "no draft was accepted"
 
 

@@ -353,7 +353,7 @@ def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 # A model of random weights never ends a thought: it may have to begin with one, but need not
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 30))
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
