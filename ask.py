@@ -7,7 +7,7 @@ All prompts run at once. The answers are shown in the prompts' order: each strea
 a line of figures stands under it. A program needs no more of the engine than this: `Engine.load`,
 `submit` once for each prompt, and a thread that steps the engine while we read. (`engine.serving()`
 starts it. While there is work, it calls `Engine.step`, the heart of the engine.) With `--chat`, or
-without a prompt in a terminal, one question follows the other (`parts/dialogue.py`).
+without a prompt in a terminal, one question follows the other (`runtime/conversation.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -15,26 +15,26 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from parts import program  # isort: split
+from runtime import cli  # isort: split
 
 import argparse
 import sys
 from dataclasses import fields
 
+from models import hub
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
-from parts import dialogue
-from parts.api.settings import ADVICE, GRAMMAR
-from parts.checks import one_line, printable
-from parts.files import read_some
-from parts.model import find
-from parts.program import say
-from parts.terminal import StatusLine, WordWrap, wait_for_text
-from parts.text.speech import Speech
+from runtime import conversation
+from runtime.cli import say
+from runtime.files import read_some
+from runtime.sampling_params import ADVICE, GRAMMAR
+from runtime.terminal import StatusLine, WordWrap, wait_for_text
+from runtime.validation import one_line, printable
+from text.tool_parser import Speech
 
 
-def options() -> program.CommandLine:
+def options() -> cli.CommandLine:
     says = "Run prompts through a Llama model, all at once."
-    parser = program.CommandLine("ask.py", description=says)
+    parser = cli.CommandLine("ask.py", description=says)
     add = parser.add_argument
     reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."
     reads += " Everything after '--' is a prompt."
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         talks = args.chat or (is_terminal and not prompts and not args.raw)
         prompts = prompts or ["-"] * (not talks)
-        stdin = sys.stdin.read() if "-" in prompts and not program.rank() else ""
+        stdin = sys.stdin.read() if "-" in prompts and not cli.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = args.slots or (1 if talks else min(len(prompts), 8))
@@ -105,11 +105,11 @@ def main(arguments: list[str] | None = None) -> int:
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses}
         with Engine.load(args.model, **options) as engine:
-            if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
+            if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()
             sampling = Sampling(**engine.text.advice | asked)
             if talks:
-                return dialogue.begin(engine, sampling, prompts)
+                return conversation.begin(engine, sampling, prompts)
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             say(engine.summary)
@@ -135,7 +135,7 @@ def show_models() -> int:
     """A table of what is here. The name is what `--model` takes."""
     lines = [
         ("model", "family", "parameters", "bits", "on disk", "in memory", "served"),
-        *find.listed(),
+        *hub.listed(),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -146,10 +146,10 @@ def show_models() -> int:
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    width = dialogue.columns()
+    width = conversation.columns()
     wrap = WordWrap(width) if width else None
     wait_for_text(handle, StatusLine().show)
-    for _, shown in dialogue.spoken(handle, text.speech if width else Speech()):
+    for _, shown in conversation.spoken(handle, text.speech if width else Speech()):
         print(wrap.push(shown) if wrap else shown, end="", flush=True)
     print(wrap.flush() if wrap else "", end="")
     result = handle.result()
@@ -166,4 +166,4 @@ def show(handle: Handle, prompt: str, text: Text) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    cli.run(main)

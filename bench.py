@@ -46,7 +46,7 @@ measured more kindly.
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from parts import program  # isort: split
+from runtime import cli  # isort: split
 
 import argparse
 import json
@@ -73,15 +73,15 @@ from benchmarks.plan import (
     read_rivals,
 )
 from benchmarks.report import load_data, show
-from parts.checks import one_line, read_whole, shown
-from parts.files import check_writable, write_whole
-from parts.model.config import read_config
-from parts.model.find import find
+from models.config import read_config
+from models.hub import find
 from policies import DEFAULT, POLICIES
+from runtime.files import check_writable, write_whole
+from runtime.validation import one_line, read_whole, shown
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.CommandLine("bench.py", description="Measure nanobatch, and others beside it.")
+    parser = cli.CommandLine("bench.py", description="Measure nanobatch, and others beside it.")
     add = parser.add_argument
     usual = "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
@@ -122,14 +122,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
-        program.read_guesses(args.guesses)
+        cli.read_guesses(args.guesses)
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
         args.parts = args.parts.split(",")
         args.rivals = read_rivals(args.vs, args.policy)
         check(args)
         if args.json:
             remedy = "name a file in a folder that is there and can be written"
-            with program.about(f"--json {shown(args.json)}", remedy):
+            with cli.about(f"--json {shown(args.json)}", remedy):
                 check_writable(args.json)
     except ValueError as error:
         parser.error(str(error))
@@ -156,14 +156,14 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{why}; leave out --vs {peer}")
     if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    if program.backend() and args.rivals:
+    if cli.backend() and args.rivals:
         raise ValueError("ranks measure one engine; leave out --vs")
 
 
 def measure_all(args: argparse.Namespace) -> dict:
     """Take all samples of all parts."""
     data = {
-        "command": program.command("bench.py", *sys.argv[1:]),
+        "command": cli.command("bench.py", *sys.argv[1:]),
         "machine": describe_machine(args.rivals),
         "records": [],
     }
@@ -191,7 +191,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for _ in take_all(plan, args.samples, data["records"], progress(total)):
             # After each sample, so that an interrupted run is not lost
-            if args.json and not program.rank():
+            if args.json and not cli.rank():
                 write_whole(args.json, json.dumps(data, indent=1))
     return data
 
@@ -206,7 +206,7 @@ def progress(total: int) -> Callable[[str], None]:
     def report(stage: str) -> None:
         seconds = time.perf_counter() - began
         line = f"nanobatch: {next(number)} of {total} after {seconds:.0f} s: {stage}"
-        if not program.rank():
+        if not cli.rank():
             start, end = ("\r\033[K", "") if is_terminal else ("", "\n")
             print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
@@ -221,13 +221,13 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         data = load_data(args.source) if args.source else measure_all(args)
-        if not program.rank():
+        if not cli.rank():
             show(data)
     except (ValueError, Failure, OSError) as error:
-        program.say(one_line(error))
+        cli.say(one_line(error))
         return 2 if isinstance(error, ValueError) else 1
     return 0
 
 
 if __name__ == "__main__":
-    program.run(main)
+    cli.run(main)

@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from parts.device.mlx import has_gpu, mx
+from kernels.mlx import has_gpu, mx
 
 BUCKET = 32  # rows: a slot has a multiple of this many
 # Decoding sequences in neighbouring slots share one product if their lengths fall into the same

@@ -35,11 +35,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
+from kernels.mlx import mx
 from kv import Window
-from parts.device.mlx import mx
-from parts.model.layers import Layer, Model
-from parts.model.ops import capped, softmax
-from parts.model.rope import Kind, turning
+from models.layers import Layer, Model
+from models.ops import capped, softmax
+from models.rope import Kind, turning
 
 
 def forward(
@@ -59,7 +59,7 @@ def forward(
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
     tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
-    (`parts/model/layers.py`; a family may add to it when the model is loaded):
+    (`models/layers.py`; a family may add to it when the model is loaded):
 
         attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
         qkv, out, head        x W^T

@@ -38,24 +38,14 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.roofline import measure
+from kernels import mlx as device
+from kernels.mlx import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
-from parts.api.ctrl_c import Held
-from parts.api.faults import describe, let_go, show_fault
-from parts.api.handle import Handle, Result, TokenLogprob
-from parts.api.ledger import Ledger
-from parts.api.loop import Loop
-from parts.api.settings import Sampling
-from parts.api.vectors import unit
-from parts.api.views import ExpertsView, Limits, Roof, Snapshot, StepView
-from parts.device import mlx as device
-from parts.device.mlx import device_lock, device_stream, mx
-from parts.device.roof import measure
-from parts.files import ModelError
-from parts.guess import Guesser, Hints
-from parts.model.count import nbytes_of
-from parts.model.embed import check_embeds
-from parts.model.fit import (
+from models.embedding_support import check_embeds
+from models.layers import Model
+from models.memory import (
     Sizes,
     agreed,
     described,
@@ -65,12 +55,22 @@ from parts.model.fit import (
     slab_of,
     slab_shape,
 )
-from parts.model.layers import Model
-from parts.source import Checked, Report, Source
-from parts.text.tokens import Text
+from models.param_count import nbytes_of
 from policies import DEFAULT, POLICIES, policy_of
+from prompt_lookup import Guesser, Hints
+from runtime.embeddings import unit
+from runtime.errors import describe, let_go, show_fault
+from runtime.files import ModelError
+from runtime.handle import Handle, Result, TokenLogprob
+from runtime.loop import Loop
+from runtime.model_source import Checked, Report, Source
+from runtime.registry import Ledger
+from runtime.sampling_params import Sampling
+from runtime.signals import Held
+from runtime.snapshot import ExpertsView, Limits, Roof, Snapshot, StepView
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+from text.tokenizer import Text
 
 __all__ = [
     "POLICIES",
@@ -434,7 +434,7 @@ class Runner:
         mx.async_eval(results)
         self._device_s += self.clock() - began
 
-    # --- several processes (`parts/ranks`)
+    # --- several processes (`distributed`)
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no

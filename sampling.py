@@ -41,8 +41,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from parts.api.settings import SHORT_LIST, Sampling
-from parts.device.mlx import has_gpu, mx
+from kernels.mlx import has_gpu, mx
+from runtime.sampling_params import SHORT_LIST, Sampling
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to so many of the last tokens, prompt included
 BLOCK = 64  # rows of logits are padded to whole blocks

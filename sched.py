@@ -72,7 +72,7 @@ class Request:
     came: int = 0  # steps planned before the request came
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
-    hints: Any = None  # what may follow (`parts/guess.py`); None: nothing is guessed
+    hints: Any = None  # what may follow (`prompt_lookup.py`); None: nothing is guessed
     policy: str = ""  # under which policy it was admitted
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot

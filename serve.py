@@ -9,14 +9,14 @@ The problem. To load a model takes seconds, or minutes, and a server that is tol
 middle of answers. So the socket is bound first: until the model is loaded, clients get 503. The
 first signal lets answers come to their end, and the second ends them.
 
-Before this: `ask.py`, the smallest user of the engine. Next: `door/door.py`, what happens to a
+Before this: `ask.py`, the smallest user of the engine. Next: `server/app.py`, what happens to a
 request.
 """
 
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from parts import program  # isort: split
+from runtime import cli  # isort: split
 
 import argparse
 import gc
@@ -31,22 +31,22 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from door.door import DRAIN_S, Door
-from door.http import Options
-from door.journal import AccessLog
-from parts.api import faults
-from parts.api.idle import Idle
-from parts.api.loop import Loop
-from parts.checks import one_line, printable
-from parts.device import blas
-from parts.text.trials import BusyError
+from kernels import blas
 from policies import POLICIES
+from runtime import errors
+from runtime.idle import Idle
+from runtime.loop import Loop
+from runtime.validation import one_line, printable
+from server.access_log import AccessLog
+from server.app import DRAIN_S, Door
+from server.http import Options
+from text.sandbox import BusyError
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2, before anything is loaded."""
     says = "Answer programs that speak OpenAI's or Anthropic's protocols."
-    parser = program.CommandLine("serve.py", description=says)
+    parser = cli.CommandLine("serve.py", description=says)
     add = parser.add_argument
     parser.add_engine(POLICIES, "4", "8192, or what the model allows")
     says = "the address to listen on (default: 127.0.0.1, for this machine alone)"
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(arguments)
     try:
-        if args.unload_after and program.backend():
+        if args.unload_after and cli.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
         args.log = sys.stderr
         if args.log_file:
@@ -90,7 +90,7 @@ def say(words: str, is_last: bool = True) -> None:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """On every rank but the first (`parts/ranks/ranks.py`): no door, but a share of the model."""
+    """On every rank but the first (`distributed/group.py`): no door, but a share of the model."""
     try:
         return load(args).follow()
     except (ValueError, OSError, RuntimeError) as error:
@@ -113,7 +113,7 @@ def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> Doo
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if program.rank():
+    if cli.rank():
         return follow(args)
     try:
         door = open_door(args, args.host, args.port, f"--host {args.host} --port {args.port}")
@@ -152,7 +152,7 @@ def serve(door: Door, args: argparse.Namespace) -> int:
     engine = None
     code = 0
     try:
-        name = program.name_of(args.model)
+        name = cli.name_of(args.model)
         say(f"{door.address} answers 503 while {name} is being loaded")
         engine = load(args, report=lambda stage: say(stage, is_last=False), embeds=args.embeddings)
         loop = engine.serving()
@@ -188,7 +188,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     options = {"policy": args.policy, "max_queue": args.max_queue, "guesses": args.guesses}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     # Else a bug in `forward` would look like a wrong option
-    with faults.shown("the first step failed"):
+    with errors.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
@@ -203,4 +203,4 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
 
 
 if __name__ == "__main__":
-    program.run(main)
+    cli.run(main)

@@ -36,7 +36,7 @@ engine of words.
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from parts import program  # isort: split
+from runtime import cli  # isort: split
 
 import argparse
 import os
@@ -49,21 +49,21 @@ from functools import partial
 from pathlib import Path
 
 from course import overlay
-from parts.api import faults
-from parts.api.engine import AnyEngine
-from parts.api.views import RequestView
-from parts.checks import read_whole, shown
-from parts.dialogue import History, history_file, state_folder
-from parts.files import check_writable, read_some, write_whole
-from parts.program import BROWSER, about, command, on_a_terminal
 from policies import POLICIES
-from screen import record
+from runtime import errors
+from runtime.cli import BROWSER, about, command, on_a_terminal
+from runtime.conversation import History, history_file, state_folder
+from runtime.engine_protocol import AnyEngine
+from runtime.files import check_writable, read_some, write_whole
+from runtime.snapshot import RequestView
+from runtime.validation import read_whole, shown
+from screen import recording as record
 from screen.app import Screen
+from screen.commands import SCRIPT, Session, orders_of, run_plain
+from screen.engine_client import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.pages.totals import farewell
 from screen.pages.tour import run_plain_tour
-from screen.remote import RemoteRoom, address_of, base_of
-from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
-from screen.session import SCRIPT, Session, orders_of, run_plain
+from screen.remote_client import RemoteRoom, address_of, base_of
 from screen.state import State
 
 TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
@@ -74,8 +74,8 @@ WRITTEN = ("screenshot", "record")  # options with a file, written at the end
 # --- the command line ---------------------------------------------------------------------------
 
 
-def options() -> program.CommandLine:
-    parser = program.CommandLine("tui.py", description="Watch an LLM serving engine work.")
+def options() -> cli.CommandLine:
+    parser = cli.CommandLine("tui.py", description="Watch an LLM serving engine work.")
     add = parser.add_argument
     says = "2048; demo: 400; with --serve: 8192; less if the model or the memory allows less"
     parser.add_engine(POLICIES, "8, or what fits", says)
@@ -177,11 +177,11 @@ def load_engine(
 ) -> AnyEngine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
-    from parts.device import blas
+    from kernels import blas
 
     blas.say = report  # what it has to say belongs among the stages of loading
+    from kernels import mlx as device
     from nanobatch import Engine
-    from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     options |= {"usual_len": TALK, "guesses": args.guesses}
@@ -191,7 +191,7 @@ def load_engine(
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
     report(f"warming up with {device.named()}")
-    with faults.shown("the first step failed"):
+    with errors.shown("the first step failed"):
         engine.runner.warm_up()
     return engine
 
@@ -209,7 +209,7 @@ def open_room(args: argparse.Namespace) -> Room:
 
     host, port = args.serve
     door = serve.open_door(args, host, port, f"--serve {host}:{port}")
-    return EngineRoom(partial(serve.load, args), door.start(), program.name_of(args.model))
+    return EngineRoom(partial(serve.load, args), door.start(), cli.name_of(args.model))
 
 
 def failed(state: State) -> int:
@@ -217,7 +217,7 @@ def failed(state: State) -> int:
     told once more."""
     if state.view.stage != "failed":
         return 0
-    program.say(state.view.error or state.printed)
+    cli.say(state.view.error or state.printed)
     return 2
 
 
@@ -228,9 +228,9 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     engine = session.room.engine if isinstance(session.room, EngineRoom) else None
     about = {
         "command": command_of(args),
-        "version": program.version(),
-        "processor": program.processor(),
-        "model": program.name_of(session.state.model).partition(" @ ")[0],
+        "version": cli.version(),
+        "processor": cli.processor(),
+        "model": cli.name_of(session.state.model).partition(" @ ")[0],
         "engine": engine.summary if engine else "",
     }
 
@@ -266,7 +266,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
-            program.say(said)
+            cli.say(said)
     return is_done
 
 
@@ -274,7 +274,7 @@ def command_of(args: argparse.Namespace) -> str:
     """The command for the same run, as far as options can say. No folder and no key is named."""
     words: list[str] = []
     if args.model != "demo":
-        words += ["--model", program.name_of(args.model)]
+        words += ["--model", cli.name_of(args.model)]
     for option in ("slots", "max_len", "seed"):
         value = getattr(args, option)
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
@@ -298,10 +298,10 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # a browser ends the screen without a word
-        program.say("the screen has ended by itself, a mistake in it")
+        cli.say("the screen has ended by itself, a mistake in it")
         code = 1
     for block in session.state.tracebacks[-5:]:
-        program.say(block)
+        cli.say(block)
     if session.state.periods and not (args.screenshot or BROWSER):
         print("\n".join(farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture
@@ -309,7 +309,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
 
 def print_if_possible(line: str) -> None:
     """A server goes on without the log."""
-    with suppress(program.Unwritten):
+    with suppress(cli.Unwritten):
         print(line, flush=True)
 
 
@@ -322,18 +322,18 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
             return run_plain_tour(session)
         stays = bool(args.serve or args.watch)
         return run_plain(session, args.script, write, stays)
-    except program.Unwritten as error:
-        return program.unwritten(error)
+    except cli.Unwritten as error:
+        return cli.unwritten(error)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if program.rank() and not args.watch:  # rank 0 has the screen
+    if cli.rank() and not args.watch:  # rank 0 has the screen
         import serve
 
         return serve.follow(args)
     if args.record:
-        program.say(f"{shown(args.record)} will hold {record.HOLDS}")
+        cli.say(f"{shown(args.record)} will hold {record.HOLDS}")
     most = Settings().max_tokens if args.model == "demo" else TALK
     settings = Settings(max_tokens=most, seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
@@ -341,12 +341,12 @@ def main(arguments: list[str] | None = None) -> int:
         room = open_room(args)
         room.start()
     except ValueError as error:
-        program.say(error)
+        cli.say(error)
         return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if own := overlay.opened():
         session.state.book = own.folder.name
-        program.say(own)
+        cli.say(own)
     if args.asks:
         room.fire(session.asks(len(prompts)))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.
@@ -375,4 +375,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    cli.run(main)

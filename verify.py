@@ -22,13 +22,13 @@ What this file keeps: nothing is compared with its own cache. Each way has an en
 only the one that tries reuse may take over rows. All random choices come from one seed, so a second
 run asks the same.
 
-Where next: `parts/api/answer.py`, which compares; `kernels/matmul.c`, the reason why it holds.
+Where next: `analysis/compare.py`, which compares; `kernels/matmul.c`, the reason why it holds.
 """
 
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from parts import program  # isort: split
+from runtime import cli  # isort: split
 
 import argparse
 import json
@@ -43,14 +43,14 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import file_digest, sha256
 from typing import Any, NamedTuple
 
+from analysis import fingerprint
+from analysis.compare import Bits, difference
+from kernels import mlx as device
+from models import hub
 from nanobatch import POLICIES, Engine, Handle, Sampling
-from parts import fingerprint
-from parts.api.answer import Bits, difference
-from parts.checks import one_line
-from parts.device import mlx as device
-from parts.model import find
-from parts.text.trials import BusyError
 from policies import DEFAULT
+from runtime.validation import one_line
+from text.sandbox import BusyError
 
 EVENING = "One evening, when the lamps were lit and the rain had ended, " * 20
 ANIMALS = ", ".join(["owl, cat, fox, bee"] * 3)
@@ -253,7 +253,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
 
 def hash_of(model: str) -> str:
     """Of the files that decide what a model answers."""
-    folder = find.find(model)
+    folder = hub.find(model)
     digest = sha256()
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
         with path.open("rb") as file:
@@ -271,10 +271,10 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
     return {
         "model": model,
         "model_sha256": hash_of(model),
-        "processor": program.processor(),
+        "processor": cli.processor(),
         "product": device.named(),
         "promises": device.is_exact(),
-        "version": program.version(),
+        "version": cli.version(),
         "demo": hash_of_the_demo(),
         "answers": sum(tally.answers for tally in tallies),
         "numbers": sum(tally.numbers for tally in tallies),
@@ -320,7 +320,7 @@ def line(tally: Tally) -> str:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     says = "Does an answer keep its bits in any company? Try it here."
-    parser = program.CommandLine("verify.py", description=says)
+    parser = cli.CommandLine("verify.py", description=says)
     add = parser.add_argument
     parser.add_model()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
@@ -333,7 +333,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for way in args.ways:
         if way not in WAYS:
             parser.error(f"--ways: {way!r} is none; choose among {','.join(WAYS)}")
-    if program.backend():
+    if cli.backend():
         parser.error("engines of one process are compared; start this without mpirun or mlx.launch")
     return args
 
@@ -362,11 +362,11 @@ def main(arguments: list[str] | None = None) -> int:
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))
     except ValueError as error:
-        program.say(one_line(error))
+        cli.say(one_line(error))
         return 2
     print(json.dumps(found, indent=1) if args.json else "\n".join(shown(found)))
     return 1 if found["differ"] or not found["numbers"] else 0
 
 
 if __name__ == "__main__":
-    program.run(main)
+    cli.run(main)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kernels.mlx import mx
 from nanobatch import Engine, Handle, Sampling
-from parts.device.mlx import mx
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")

@@ -23,6 +23,7 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
+from analysis.compare import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.figures import (
     Delivery,
@@ -45,14 +46,13 @@ from benchmarks.plan import (
     capacity,
     crowd_lengths,
 )
+from distributed.rendezvous import join
+from kernels import mlx as device
+from kernels.mlx import mx
 from nanobatch import Engine, Handle, QueueFull, Sampling
-from parts import program
-from parts.api.answer import first_other
-from parts.api.handle import Result
-from parts.api.views import Metrics, StepView
-from parts.device import mlx as device
-from parts.device.mlx import mx
-from parts.ranks.meet import join
+from runtime import cli
+from runtime.handle import Result
+from runtime.snapshot import Metrics, StepView
 
 GUESSED = 3  # `guesses`: texts, or for several rows as many at a time
 SCHEMA = {
@@ -76,7 +76,7 @@ class Nanobatch:
             spec.folder,
             dtype=spec.dtype,
             policy=spec.contestant.split()[1],
-            guesses=program.read_guesses(spec.guesses),
+            guesses=cli.read_guesses(spec.guesses),
             slots=slots,
             max_len=max_len,
         )
@@ -162,7 +162,7 @@ class Sample:
             self.contestant = Nanobatch(spec, spec.rows, self.longest)
         else:
             self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
-        if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
+        if cli.rank():  # of several processes (distributed/group.py), one measures
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
@@ -333,7 +333,7 @@ def take(spec: Spec) -> Figures:
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
-            return {} if program.rank() else getattr(sample, spec.part)()
+            return {} if cli.rank() else getattr(sample, spec.part)()
         except Exception as error:
             # With other ranks this is the end: they would wait for the next sample
             join().fail(error)
@@ -366,9 +366,9 @@ def measure(spec: Spec, column: Contestant) -> dict:
     process.
     """
     spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
-    if program.backend():
+    if cli.backend():
         return {"figures": take(spec)}
-    program_file = os.path.join(column.checkout or program.ROOT, "bench.py")
+    program_file = os.path.join(column.checkout or cli.ROOT, "bench.py")
     # Another checkout may not know what is new, and has defaults of its own
     usual = Spec._field_defaults
     wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
@@ -410,7 +410,7 @@ def take_all(
             for column in setup.columns[:: -1 if number % 2 else 1]:
                 spec = setup.spec
                 report(f"{spec.part}, {setup.x}, {column.name}")
-                if spec.rate < math.inf and not program.rank():
+                if spec.rate < math.inf and not cli.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {
                     "part": spec.part,
@@ -426,11 +426,11 @@ def take_all(
 def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
     """Everything that the figures depend on."""
     machine = {
-        "processor": program.processor(),
-        "version": program.version(),
+        "processor": cli.processor(),
+        "version": cli.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "device": device.named(),
-        "commit": commit_of(program.ROOT),
+        "commit": commit_of(cli.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from analysis.step_costs import floors_of, of_rows
 from nanobatch import Engine, Handle
-from parts.api.views import StepView, percentile
-from parts.bill import floors_of, of_rows
+from runtime.snapshot import StepView, percentile
 
 
 @dataclass
@@ -144,7 +144,7 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """How long the machine needs at best for a step of so many rows, each `length` tokens long.
 
-    What the step reads and multiplies is its bill (`parts/bill.py`), and both rates are this
+    What the step reads and multiplies is its bill (`analysis/step_costs.py`), and both rates are this
     machine's roof, measured here and now. The longer of the two times is the floor.
     """
     engine.measure_roof()

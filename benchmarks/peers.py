@@ -17,10 +17,10 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.device.cores import my_cores
-from parts.device.mlx import has_gpu, mx
-from parts.model.config import read_config
-from parts.model.load import ModelReader
+from analysis.contention import my_cores
+from kernels.mlx import has_gpu, mx
+from models.config import read_config
+from models.load import ModelReader
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]

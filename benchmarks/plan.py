@@ -19,9 +19,9 @@ from typing import NamedTuple
 from benchmarks.dictated_model import LENGTH
 from benchmarks.peers import PEERS
 from course import overlay
-from parts.checks import shown
-from parts.device.mlx import mx
-from parts.model.config import read_config
+from kernels.mlx import mx
+from models.config import read_config
+from runtime.validation import shown
 
 PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",

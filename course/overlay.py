@@ -42,8 +42,8 @@ START = ROOT / "course" / "from_zero" / "start.py"
 VARIABLE = "NANOBATCH_BOOK"
 CHAPTERS = (
     "llama",
-    "parts.model.ops",
-    "parts.model.rope",
+    "models.ops",
+    "models.rope",
     "kv",
     "sampling",
     "sched",

@@ -26,9 +26,9 @@ from array import array
 from functools import cache
 
 from kernels.build import FORMS, SOURCE, library, source_hash
-from parts.checks import read_whole
-from parts.device.limits import cores
-from parts.program import IS_INSTALLED, cpuinfo
+from runtime.cgroup import cores
+from runtime.cli import IS_INSTALLED, cpuinfo
+from runtime.validation import read_whole
 
 MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
 # The hash of what every library computes in the check, on any processor. A change of the order of a

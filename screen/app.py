@@ -33,16 +33,17 @@ from textual.command import CommandPalette
 from textual.geometry import Region
 from textual.widget import Widget
 
-from parts.api import faults
-from parts.api.views import RequestView
-from parts.dialogue import History
-from parts.files import write_whole
-from parts.program import BROWSER
-from screen import charts, keys, panes, steps
-from screen.ink import DARK, Palette, clean, count
-from screen.page import Page
-from screen.paper import Paper
-from screen.places import (
+from runtime import errors as faults
+from runtime.cli import BROWSER
+from runtime.conversation import History
+from runtime.files import write_whole
+from runtime.snapshot import RequestView
+from screen import keys
+from screen.commands import SCRIPTED, Session, as_command, orders_of
+from screen.draw import charts, panes
+from screen.draw import step as steps
+from screen.draw.canvas import Paper
+from screen.draw.layout import (
     CHARTS,
     LOWER,
     arrange,
@@ -52,7 +53,8 @@ from screen.places import (
     is_small,
     is_wide,
 )
-from screen.session import SCRIPTED, Session, as_command, orders_of
+from screen.draw.style import DARK, Palette, clean, count
+from screen.page import Page
 from screen.state import State
 from screen.widgets import Commands, Pane, PromptBox, thrifty
 

@@ -14,24 +14,24 @@ from __future__ import annotations
 from rich.cells import cell_len
 
 from policies import POLICIES
-from screen import steps
-from screen.ink import wrap
+from screen.draw import step
+from screen.draw.canvas import Paper
+from screen.draw.style import wrap
 from screen.page import Key, Page
 from screen.pages import (
-    bill,
-    breakage,
     clients,
-    elephant,
-    errors,
+    conversation,
+    error_log,
+    fault_injection,
+    long_prompt,
     race,
+    request_latency,
     requests,
-    same,
-    talk,
+    same_answer,
+    step_cost,
     totals,
     tour,
-    why,
 )
-from screen.paper import Paper
 from screen.state import State
 
 # The commands without a page, each with an example
@@ -308,7 +308,7 @@ HELP = Page(
     is_early=True,
 )
 # For a step with more lines than the pane
-STEP = Page("plan", "", "Step", "", steps.draw_step)
+STEP = Page("plan", "", "Step", "", step.draw_step)
 # All keys, in the order of footer and help. A new page is a line in here.
 TABLE = (
     Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3),
@@ -319,7 +319,7 @@ TABLE = (
         "Command",
         "type a command; tab completes, and the end of this page names them all",
     ),
-    talk.PAGE,
+    conversation.PAGE,
     Key(
         "n,ctrl+n",
         "n",
@@ -398,7 +398,7 @@ TABLE = (
         "a steady load of random prompts: on, off (/load 8: 8 a second)",
         11,
     ),
-    elephant.PAGE,
+    long_prompt.PAGE,
     Key(
         "left_square_bracket",
         "[ ]",
@@ -447,10 +447,10 @@ TABLE = (
         8,
     ),
     requests.PAGE,
-    why.PAGE,
-    bill.PAGE,
-    same.PAGE,
-    breakage.PAGE,
+    request_latency.PAGE,
+    step_cost.PAGE,
+    same_answer.PAGE,
+    fault_injection.PAGE,
     totals.PAGE,
     Key(
         "g",
@@ -460,7 +460,7 @@ TABLE = (
         "from the step to the selected slot's request; there, from a request to its steps",
     ),
     clients.PAGE,
-    errors.PAGE,
+    error_log.PAGE,
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("P", "P", "screenshot", "Picture", "save what is on the screen as a picture, an SVG"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),

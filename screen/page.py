@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from screen.ink import DARK
-from screen.paper import Paper
-from screen.room import AnyTrial, Ask, EngineRoom, View
+from screen.draw.canvas import Paper
+from screen.draw.style import DARK
+from screen.engine_client import AnyTrial, Ask, EngineRoom, View
 from screen.state import State
 
 LOG = (100, 40)  # the size of a page in a log

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from door.journal import Call
-from parts.api.views import Limits, RequestView, SlotView, Snapshot, StepView
-from parts.clock import Prices
-from screen.ink import EMPTY, FAILED, NAMES, UNSEEN, clean, count
-from screen.life import Life, life_of
-from screen.periods import Period, Price
-from screen.room import BURST, Fault, Finding, Settings, View, is_mute
-from screen.runs import KNOWN
-from screen.talks import Talks
-from screen.timeline import Column, column, gap, last_in, merge, said_in, spread
+from analysis.step_times import Prices
+from runtime.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
+from screen.draw.style import EMPTY, FAILED, NAMES, UNSEEN, clean, count
+from screen.engine_client import BURST, Fault, Finding, Settings, View, is_mute
+from screen.latency_breakdown import Life, life_of
+from screen.policy_runs import KNOWN
+from screen.stats import Period, Price
+from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
+from screen.talk_history import Talks
+from server.access_log import Call
 
 # Of the state: all that has to do with one engine's life
 OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")

@@ -24,10 +24,10 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from parts.api.faults import describe, show_fault
-from parts.dialogue import History
-from screen.ink import Line, clean, shorten
-from screen.paper import Paper
+from runtime.conversation import History
+from runtime.errors import describe, show_fault
+from screen.draw.canvas import Paper
+from screen.draw.style import Line, clean, shorten
 from screen.state import State
 
 SHARE = 0.1  # of a core

@@ -2,7 +2,7 @@
 
 # isort: off
 # First, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS.
-from parts.device import mlx as device
+from kernels import mlx as device
 
 # isort: on
 import gc
@@ -17,23 +17,23 @@ from checkpoints import make_checkpoint
 from quick import QUICK
 
 from kernels import matmul
+from models.load import read_model
 from nanobatch import Engine, Model, Text
-from parts.model.load import read_model
-from parts.text import grammar, tryout
+from text import grammar, template_check
 
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
 LONG = (
-    "ranks",
-    "device/test_matmul",
-    "book/test_exact",
-    "book/test_schemas",
+    "distributed",
+    "kernels/test_matmul",
+    "core/test_batch_invariance",
+    "core/test_schemas",
     "course/test_exercises",
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
-tryout.LIMITS = tryout.LIMITS._replace(patience=60.0)
+template_check.LIMITS = template_check.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 

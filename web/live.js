@@ -1,6 +1,6 @@
 // What a server does now, as a lane: the page's end of `/watch`.
 //
-// The problem. A server tells ten times a second what has happened since it told last (door/wire.py):
+// The problem. A server tells ten times a second what has happened since it told last (server/watch_frames.py):
 // steps, and of each open request the part of its text that is new. It may be asked for a key, it may
 // hide all texts, and it may end and come back.
 //

@@ -4,7 +4,7 @@ The problem. A page should let its reader change the scheduler, and see what tha
 fit there, and a scheduler needs none.
 
 The way out. The page runs the scheduler's files as they are (by Pyodide, which is CPython compiled for the
-browser). Here `parts/replay.py` is given the recorded prompts, and the time that each step took. What
+browser). Here `analysis/simulator.py` is given the recorded prompts, and the time that each step took. What
 the reader writes are policies: functions and records. In our tests the same plans come out that were
 recorded.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import policies
-from parts.replay import Guest, Ran, Replay, Stuck, guesses_in
+from analysis.simulator import Guest, Ran, Replay, Stuck, guesses_in
 from policies import POLICIES
 from sched import Plan, Policy, Request
 

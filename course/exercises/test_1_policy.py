@@ -21,12 +21,12 @@ the ladder (`course/ladder/4_continuous.py`) has a scheduler that is smaller sti
 Where: `policies.py`, one record in `TABLE`, with a name, a sentence for people, and two answers: how
 many may come in now, and who is next. No other file knows what a policy does.
 
-How to know: the command above, and `python -m pytest tests/book/test_sched.py`. In the screen, `p`
+How to know: the command above, and `python -m pytest tests/core/test_sched.py`. In the screen, `p`
 shows the new name.
 """
 
 from hints import not_done
-from story import Story
+from scheduler_story import Story
 
 from policies import POLICIES
 

@@ -18,11 +18,11 @@ Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. 
 probability is e^-gap / total, so the likeliest token has the probability 1 / total. What is the
 largest gap that `top_a` keeps? It depends on `total`.
 
-Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`;
+Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `runtime/sampling_params.py`;
 one more gap in `Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option
-`--top-a`; and its name in `PLAIN` of `door/openai.py`, so that clients over HTTP may ask for it.
+`--top-a`; and its name in `PLAIN` of `server/openai.py`, so that clients over HTTP may ask for it.
 
-How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
+How to know: the command above, and `python -m pytest tests/core/test_sampling.py`.
 """
 
 import json
@@ -34,11 +34,11 @@ from hints import not_done
 
 import ask
 import sampling
-from door.fields import Refusal
-from door.openai import understand
-from parts.api.settings import Sampling
-from parts.device.mlx import mx
+from kernels.mlx import mx
+from runtime.sampling_params import Sampling
 from sampling import Pick, SlotState, choose
+from server.openai import understand
+from server.schema import Refusal
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
 DRAWS = 1_000
@@ -48,7 +48,7 @@ MESSAGE = {"role": "user", "content": "Why?"}
 def drawn(**options) -> set[int]:
     """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
     if "top_a" not in {field.name for field in fields(Sampling)}:
-        not_done("parts/api/settings.py: Sampling has no field top_a")
+        not_done("runtime/sampling_params.py: Sampling has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
     picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
     logits = mx.broadcast_to(logits, (DRAWS, 256))
@@ -112,5 +112,5 @@ def test_a_client_may_ask_for_top_a_over_http():
         try:
             wish = understand(body.encode(), ["demo"], is_chat)
         except Refusal as refusal:
-            not_done(f"door/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
+            not_done(f"server/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
         assert wish.settings["top_a"] == 0.3

@@ -17,11 +17,11 @@ that step, as the others do. But what free slots remembered then is not known an
 must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
 width and height: what finds no room is left out, and no line is longer than the width.
 
-Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Paper` in `screen/paper.py`, on
-which it draws, and `Pen` in `screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
+Read first: `draw_rate` in `screen/draw/charts.py`, the smallest chart; `Paper` in `screen/draw/canvas.py`, on
+which it draws, and `Pen` in `screen/draw/style.py`; `State.slots` and `State.past` in `screen/state.py`.
 
-Where: a function `draw_memory` in `screen/charts.py`; in `screen/app.py` its name in `PANES`; in
-`screen/places.py` its name in `CHARTS`. Then `LOWER`, which is made of them, has it too, and `v`
+Where: a function `draw_memory` in `screen/draw/charts.py`; in `screen/app.py` its name in `PANES`; in
+`screen/draw/layout.py` its name in `CHARTS`. Then `LOWER`, which is made of them, has it too, and `v`
 leads there.
 
 How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that
@@ -36,9 +36,10 @@ import re
 import pytest
 from hints import not_done
 from rich.cells import cell_len
-from stage import Stage, drawn
+from screen_stage import Stage, drawn
 
-from screen import app, places
+from screen import app
+from screen.draw import layout
 
 
 def check_there_is_a_pane() -> None:
@@ -114,10 +115,12 @@ def test_the_pane_is_empty_handed_before_anything_ran():
 
 def test_v_leads_to_the_pane():
     check_there_is_a_pane()
-    if "memory" not in places.CHARTS:
-        not_done('screen/places.py: CHARTS has no "memory"')
-    if "memory" not in places.LOWER:
-        not_done("screen/places.py: LOWER has no longer the names of CHARTS: v does not lead there")
-    assert "memory" in places.arrange(80, 24, 4, "memory") and "memory" in places.arrange(
+    if "memory" not in layout.CHARTS:
+        not_done('screen/draw/layout.py: CHARTS has no "memory"')
+    if "memory" not in layout.LOWER:
+        not_done(
+            "screen/draw/layout.py: LOWER has no longer the names of CHARTS: v does not lead there"
+        )
+    assert "memory" in layout.arrange(80, 24, 4, "memory") and "memory" in layout.arrange(
         160, 50, 4, "memory"
     )

@@ -11,12 +11,12 @@ The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in it
 Nothing of that has to be done in every step. A product with a number can be folded into the weights
 while they are loaded, so `forward` stays as it is. One family does so already: granite.
 
-Read first: docs/models.md, then what `parts/model/families.py` does about granite, and `tensor` in
-`parts/model/load.py`. What if the head is tied to the embedding, so that one array has to be both?
+Read first: docs/models.md, then what `models/families.py` does about granite, and `tensor` in
+`models/load.py`. What if the head is tied to the embedding, so that one array has to be both?
 (There mlx-lm's minicpm does not divide at all. The published model does. For greedy answers it
 makes no difference; for scores and for sampling it does.)
 
-Where: `parts/model/families.py`. A record in `FAMILIES`, and for its `own` a function like
+Where: `models/families.py`. A record in `FAMILIES`, and for its `own` a function like
 granite's: it gets the config's fields, and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of
@@ -28,15 +28,15 @@ import pytest
 from checkpoints import Reference, make_checkpoint, make_config, save
 from hints import not_done, not_right
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
+from models.families import FAMILIES
+from models.load import read_model
+from models.memory import slab_shape
 from nanobatch import Engine, Sampling
-from parts.device.mlx import mx
-from parts.files import ModelError
-from parts.model.families import FAMILIES
-from parts.model.fit import slab_shape
-from parts.model.load import read_model
-from parts.text.tokens import Text
+from runtime.files import ModelError
+from text.tokenizer import Text
 
 CONFIG = {
     "model_type": "minicpm",
@@ -53,7 +53,7 @@ IDS = list(range(7, 47))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     if "minicpm" not in FAMILIES:
-        not_done("parts/model/families.py: FAMILIES has no 'minicpm'")
+        not_done("models/families.py: FAMILIES has no 'minicpm'")
     try:
         return make_checkpoint(tmp_path_factory.mktemp("minicpm"), seed=4, **CONFIG)
     except ModelError as error:

@@ -22,10 +22,10 @@ Read first: `kv.py` as a whole; `attend` in `llama.py`; in `nanobatch.py` `Runne
 
 Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the option to `Runner`.
 
-How to know: the command above, and `python -m pytest tests/book/test_runner.py
-tests/book/test_reuse.py tests/book/test_faults.py`. They take minutes. The solution in
+How to know: the command above, and `python -m pytest tests/core/test_runner.py
+tests/core/test_prefix_caching.py tests/core/test_failures.py`. They take minutes. The solution in
 `course/exercises/solutions` adds about 60 lines. (The screen and the line that an engine begins with still count
-a slab of full width: `parts/model/fit.py`.)
+a slab of full width: `models/memory.py`.)
 """
 
 import inspect

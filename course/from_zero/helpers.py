@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
-from story import Story, timeline
+from scheduler_story import Story, timeline
 
 import kv
 import llama
 from course.from_zero.stages import names
 from course.overlay import swapped
+from kernels.mlx import mx
+from models.hub import DEMO
+from models.load import read_model
+from models.memory import slab_shape
 from nanobatch import Engine, Handle, Sampling
-from parts.device.mlx import mx
-from parts.model.find import DEMO
-from parts.model.fit import slab_shape
-from parts.model.load import read_model
-from parts.text.tokens import Text
 from sched import Request
+from text.tokenizer import Text
 
 SUM = "What is 17 + 6?"
 ANSWERS = {

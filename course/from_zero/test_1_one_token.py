@@ -21,7 +21,7 @@ from course.from_zero.helpers import (
     our_logits,
     text_of,
 )
-from parts.device.mlx import mx
+from kernels.mlx import mx
 
 
 def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:

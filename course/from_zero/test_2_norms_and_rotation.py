@@ -6,8 +6,8 @@ import math
 import pytest
 
 from course.from_zero.helpers import ANSWERS, SUM, assert_close, demo, new_engine, steps_for
-from parts.device.mlx import mx
-from parts.model import ops, rope
+from kernels.mlx import mx
+from models import ops, rope
 
 
 @pytest.mark.about("rms_norm")

@@ -19,7 +19,7 @@ from course.from_zero.helpers import (
     our_logits,
     steps_for,
 )
-from parts.device.mlx import mx
+from kernels.mlx import mx
 
 
 def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = None) -> list[str]:

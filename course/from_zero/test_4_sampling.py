@@ -8,8 +8,8 @@ import pytest
 
 import sampling
 from course.from_zero.helpers import assert_close, new_engine, run_all, text_of
+from kernels.mlx import mx
 from nanobatch import Pick, Sampling
-from parts.device.mlx import mx
 
 
 @pytest.mark.about("argmax")

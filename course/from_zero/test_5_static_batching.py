@@ -4,7 +4,7 @@ nanobatch.py."""
 from collections.abc import Sequence
 
 import pytest
-from story import name
+from scheduler_story import name
 
 from course.from_zero.helpers import (
     ANSWERS,
@@ -15,8 +15,8 @@ from course.from_zero.helpers import (
     steps_for,
     text_of,
 )
+from models.memory import Sizes
 from nanobatch import Decoding, Order, Pick, Prefill, Runner, Sampling
-from parts.model.fit import Sizes
 
 
 @pytest.mark.about("_admit")

@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from story import name
+from scheduler_story import name
 
 import sched
 from course.from_zero.helpers import ANSWERS, Tale, new_engine, steps_for

@@ -16,9 +16,9 @@ from course.from_zero.helpers import (
     run_all,
     steps_for,
 )
+from kernels.mlx import device_lock
+from models.memory import Sizes
 from nanobatch import Flight, Order, Pick, Prefill, Runner, Sampling
-from parts.device.mlx import device_lock
-from parts.model.fit import Sizes
 
 
 def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:

@@ -41,10 +41,10 @@ import time
 
 from board import Timeline, launch, load, price, show_answers
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
-from parts.device.mlx import mx
-from parts.model.fit import slab_shape
+from models.memory import slab_shape
 
 PROMPT = "What is 17 + 6?"
 MODEL, TEXT = load()

@@ -35,10 +35,10 @@ from typing import NamedTuple
 
 from board import Timeline, launch, load, price, show_answers
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
-from parts.device.mlx import mx
-from parts.model.fit import slab_shape
+from models.memory import slab_shape
 
 PROMPT = "Tell me a very short story about an owl."
 LONGEST = 256

@@ -41,10 +41,10 @@ from dataclasses import dataclass, field
 
 from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
-from parts.device.mlx import mx
-from parts.model.fit import slab_shape
+from models.memory import slab_shape
 
 SLOTS = 4
 LONGEST = 128

@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 
 from board import Timeline, launch, load, rate, show_answers
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
-from parts.device.mlx import mx
-from parts.model.fit import slab_shape
+from models.memory import slab_shape
 
 SENTENCE = "The fox was kind, and every day it went to the lake with a small lantern. "
 STORY = ("Once there was a fox. " + SENTENCE) * 24

@@ -27,10 +27,10 @@ from collections import deque
 
 from board import Timeline, launch, load, rate, show_answers
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
-from parts.device.mlx import mx
-from parts.model.fit import slab_shape
+from models.memory import slab_shape
 from policies import POLICIES
 from sched import Plan, Request, Scheduler
 

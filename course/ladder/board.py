@@ -22,11 +22,11 @@ from pathlib import Path
 # The checkout, from which nothing is installed:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parts.model.find import DEMO
-from parts.model.layers import Model
-from parts.model.load import read_model
-from parts.text.tokens import Text
-from screen.ink import GLYPHS, NAMES
+from models.hub import DEMO
+from models.layers import Model
+from models.load import read_model
+from screen.draw.style import GLYPHS, NAMES
+from text.tokenizer import Text
 
 Cell = tuple[str, int]  # what a slot did in a step, and for which request (0: for none)
 PROMPTS = [

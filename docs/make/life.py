@@ -9,8 +9,8 @@ along the way. They measure the way that a reader has to follow. To see whether 
 makes it longer, trace another checkout, too.
 
 Three things are left out. The layers after the first: the loop over layers enters the same
-functions again. What is defined by `ops.py`, `rope.py` and `layers.py` in `parts/model`, and by
-`mlx.py` and `operations.py` in `parts/device`: one may take it on trust. And the slab's windows. A
+functions again. What is defined by `ops.py`, `rope.py` and `layers.py` in `models`, and by
+`mlx.py` and `row_ops.py` in `kernels`: one may take it on trust. And the slab's windows. A
 comprehension, a generator expression or a lambda belongs to the function that it stands in. A
 function that is entered several times in a row takes one line.
 """
@@ -29,10 +29,8 @@ sys.path.insert(0, str(ROOT))
 from nanobatch import Engine, Sampling  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
-FILES = ("model/ops", "model/rope", "model/layers", "device/mlx", "device/operations")
-TRUSTED = [
-    node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body
-]
+FILES = ("models/ops", "models/rope", "models/layers", "kernels/mlx", "kernels/row_ops")
+TRUSTED = [node for name in FILES for node in ast.parse((HERE / f"{name}.py").read_text()).body]
 LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {
     "Window"
 }
@@ -46,7 +44,8 @@ def is_ours(frame: FrameType) -> bool:
     if code.co_name.startswith("<") or code.co_qualname.split(".")[0] in LEFT_OUT:
         return False
     file = Path(code.co_filename)
-    return file.parent == ROOT or ROOT / "parts" in file.parents
+    packages = ("runtime", "models", "kernels", "text", "distributed")
+    return file.parent == ROOT or file.parent.name in packages
 
 
 def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, file, function

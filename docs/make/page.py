@@ -25,13 +25,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
-from door import page
-from parts.api.views import percentile
-from parts.checks import shown
-from parts.files import write_whole
 from policies import POLICIES
-from screen import record
-from screen.ink import count, span
+from runtime.files import write_whole
+from runtime.snapshot import percentile
+from runtime.validation import shown
+from screen import recording as record
+from screen.draw.style import count, span
+from server import live_page
 from web import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ SCHEDULER = (
     "sched.py",
     "policies.py",
     "prefix.py",
-    "parts/replay.py",
+    "analysis/simulator.py",
 )  # what runs in the page
 SECTIONS = ("lab", "game", "talk", "story", "made")
 QUESTIONS = (
@@ -156,7 +156,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     """The page. `pyodide_at`: where Python comes from, if not from the CDN. `talk`: the turns of a
     conversation."""
     recording = joined(recordings)
-    pyodide = json.loads((page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
+    pyodide = json.loads((live_page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
     pyodide["at"] = pyodide_at or pyodide["at"]
     data = {"recording": recording, "lab": lab_of(recording, pyodide)}
     # What is told of this project's own race would be wrong of another run
@@ -164,7 +164,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     repository, address = addresses()
     if is_ours:
         data["game"] = game_of(recording) | {"address": address and f"{address}#game"}
-    texts = {name: (page.FOLDER / f"{name}.html").read_text("utf-8") for name in SECTIONS}
+    texts = {name: (live_page.FOLDER / f"{name}.html").read_text("utf-8") for name in SECTIONS}
     parts = head_of(recording) | {
         "card": CARD.format(address=address) if is_ours else "",
         "nav": NAVIGATION if is_ours else "",
@@ -176,7 +176,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     }
     if talk:
         data["talk"] = list(talk)
-    text = page.page(data, parts=parts, connects=pyodide["at"])
+    text = live_page.page(data, parts=parts, connects=pyodide["at"])
     link = rf'<a href="{repository}/blob/main/\1"'
     return re.sub('<a data-file="(.*?)"', link, text) if repository else text
 
@@ -212,7 +212,7 @@ def guessed_in(recording: dict) -> bool:
 def lab_of(recording: dict, pyodide: dict) -> dict:
     """What the scheduler in the page needs."""
     paths = {name: ROOT / name for name in SCHEDULER}
-    paths |= {name: page.FOLDER / name for name in ("simulate.py", "worker.js")}
+    paths |= {name: live_page.FOLDER / name for name in ("simulate.py", "worker.js")}
     return {
         "pyodide": pyodide,
         "sources": {name: path.read_text(encoding="utf-8") for name, path in paths.items()},

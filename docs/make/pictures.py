@@ -49,10 +49,10 @@ from rich.text import Text  # noqa: E402
 import tui  # noqa: E402
 from course.overlay import functions  # noqa: E402
 from screen.app import Screen  # noqa: E402
-from screen.ink import DARK  # noqa: E402
+from screen.commands import Session  # noqa: E402
+from screen.draw.canvas import Paper  # noqa: E402
+from screen.draw.style import DARK  # noqa: E402
 from screen.pages import race as race_page  # noqa: E402
-from screen.paper import Paper  # noqa: E402
-from screen.session import Session  # noqa: E402
 from screen.state import State  # noqa: E402
 
 PLAIN_SIZE = (120, 40)  # characters of a picture that does not move
@@ -315,7 +315,7 @@ def clients() -> dict[str, str]:
     pictures = {}
 
     async def act(screen: Screen) -> None:
-        room = screen.session.room
+        room = screen.commands.room
         await asyncio.to_thread(traffic, room.door.address)
         room.pause(True)
         await screen.until(lambda: screen.state.view.paused)
@@ -329,7 +329,7 @@ def clients() -> dict[str, str]:
 
 COURSE = "course/from_zero"
 STAGE_SIZE = (108, 22)
-SOLUTION = ROOT / "tests" / "lib" / "firstbook.py"
+SOLUTION = ROOT / "tests" / "lib" / "simple_core.py"
 FORGOTTEN = " / Dh**0.5"  # the first attempt's mistake
 HUES = {"$": DARK.accent, "✓": "#7fd08a", "✗": DARK.bad}
 

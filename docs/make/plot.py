@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # `report` comes first: it lets a fast product be put under MLX.
 from benchmarks.report import Summary, load_data, summarise
-from parts.files import write_whole
+from runtime.files import write_whole
 
 COLOURS = {
     "continuous": "#2f8f5b",

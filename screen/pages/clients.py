@@ -6,7 +6,7 @@ client's hanging up looks like any other end.
 What this file keeps. A column without room is left out as a whole. The page has a line for each
 call, and messages in full; the pane has the newest calls.
 
-Where next: `door/journal.py`, where calls are noted.
+Where next: `server/access_log.py`, where calls are noted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from rich.cells import cell_len
 
-from door.journal import Call
-from screen.ink import clean, number, shorten
+from screen.draw.canvas import BACK, Figure, Paper
+from screen.draw.style import clean, number, shorten
 from screen.page import Page
-from screen.paper import BACK, Figure, Paper
 from screen.state import State
+from server.access_log import Call
 
 CLIENTS = "page('clients')"  # opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended

@@ -17,16 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from parts.checks import read_whole
-from parts.clock import LEAST
+from analysis.step_times import LEAST
 from policies import POLICIES, policy_of
-from screen import ink
-from screen.ink import clean, count, span, wrap
+from runtime.validation import read_whole
+from screen.draw import style
+from screen.draw.canvas import Paper
+from screen.draw.panes import aligned, draw_cells, fit_slots
+from screen.draw.style import clean, count, span, wrap
+from screen.engine_client import RIVALS, Ask, Leg, Race, View
+from screen.experiment import Trial
 from screen.page import Desk, Page
-from screen.panes import aligned, draw_cells, fit_slots
-from screen.paper import Paper
-from screen.room import RIVALS, Ask, Leg, Race, View
-from screen.runs import (
+from screen.policy_runs import (
     FIGURES,
     Contest,
     Run,
@@ -39,7 +40,6 @@ from screen.runs import (
     until,
 )
 from screen.state import State, prices
-from screen.trial import Trial
 
 FILM = (4.0, 10.0)  # seconds of the film with both legs, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
@@ -90,7 +90,7 @@ def draw_contest(state: State, on: Paper, contest: Contest, film: float | None =
     below = Paper(on.p, on.width, on.height)
     below.say(result, bold=True)
     below.say(contest.note, on.muted)
-    kinds = on.legend(ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
+    kinds = on.legend(style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.EMPTY)
     on.title(contest.title, legend=kinds)
     if not contest.runs:
         on.lines += below.lines
@@ -123,7 +123,7 @@ def draw_run(
         pen = on.pen().put(f"{slot:>3} ", on.muted)
         draw_cells(pen, on.p, columns, slot)
         if run.how == NEXT:
-            pen.put(ink.GLYPHS[ink.EMPTY] * (on.width - 5), on.faint)
+            pen.put(style.GLYPHS[style.EMPTY] * (on.width - 5), on.faint)
 
 
 def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from parts.api.views import Metrics, RequestView
-from parts.text.speech import marked
-from screen import ink
-from screen.ink import clean, count, number, span
-from screen.life import beside, place_of
+from runtime.snapshot import Metrics, RequestView
+from screen.draw import style
+from screen.draw.canvas import Paper
+from screen.draw.panes import hue_of
+from screen.draw.style import clean, count, number, span
+from screen.latency_breakdown import beside, place_of
 from screen.page import Desk, Page
-from screen.panes import hue_of
-from screen.paper import Paper
 from screen.state import State, client_of, prompt_of
+from text.tool_parser import marked
 
 
 def draw(state: State, on: Paper) -> None:
@@ -99,7 +99,7 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
     if not steps:
         return ""
     kinds = Counter(column.cells[request.slot].kind for column in steps)
-    what = ", ".join(f"{kinds[kind]:,} {ink.NAMES[kind]}" for kind in sorted(kinds))
+    what = ", ".join(f"{kinds[kind]:,} {style.NAMES[kind]}" for kind in sorted(kinds))
     return f"{steps[0].step:,} to {steps[-1].step:,}, in slot {request.slot}: {what}"
 
 

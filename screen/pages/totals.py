@@ -1,13 +1,13 @@
 """The figures of each busy period, the newest first: so bursts and policies can be compared.
 
-Where next: `screen/periods.py`, the sums.
+Where next: `screen/stats.py`, the sums.
 """
 
 from __future__ import annotations
 
-from screen.ink import DARK, count, span
+from screen.draw.canvas import Figure, Paper, fitting
+from screen.draw.style import DARK, count, span
 from screen.page import Page
-from screen.paper import Figure, Paper, fitting
 from screen.state import State, price_in
 
 CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions, as in a race."

@@ -31,14 +31,14 @@ from pathlib import Path
 
 from rich.cells import cell_len
 
-from parts.api.faults import describe, show_fault
-from parts.program import command
-from screen.ink import clean, shorten
+from runtime.cli import command
+from runtime.errors import describe, show_fault
+from screen.draw.canvas import Paper
+from screen.draw.panes import others_of
+from screen.draw.style import clean, shorten
+from screen.engine_client import Fault, Settings
 from screen.page import Desk, Page
-from screen.pages.scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
-from screen.panes import others_of
-from screen.paper import Paper
-from screen.room import Fault, Settings
+from screen.pages.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]

@@ -45,10 +45,10 @@ from benchmarks.plan import (
 )
 from benchmarks.report import cell_text, summarise
 from docs.make import plot
+from kernels import mlx as device
+from models.load import read_model
 from nanobatch import Engine, Text
-from parts.api.views import StepView
-from parts.device import mlx as device
-from parts.model.load import read_model
+from runtime.snapshot import StepView
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 

@@ -14,9 +14,9 @@ from benchmarks import peers
 from benchmarks.driver import Sample, drive
 from benchmarks.peers import TimedRequest
 from benchmarks.plan import Spec
+from kernels.mlx import mx
+from models.load import read_model
 from nanobatch import Engine, Sampling, Text
-from parts.device.mlx import mx
-from parts.model.load import read_model
 
 V = 272
 

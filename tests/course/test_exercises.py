@@ -20,10 +20,11 @@ from xml.etree import ElementTree
 import pytest
 from processes import run
 
-from door import openai
-from door.journal import Call, Figures
 from policies import POLICIES
-from screen import app, places
+from screen import app
+from screen.draw import layout
+from server import openai
+from server.access_log import Call, Figures
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [
@@ -120,10 +121,10 @@ def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(
     monkeypatch.setitem(app.PANES, "memory", None)
     with pytest.raises(pytest.fail.Exception, match="CHARTS has no"):
         test()
-    monkeypatch.setattr(places, "CHARTS", (*places.CHARTS, "memory"))
+    monkeypatch.setattr(layout, "CHARTS", (*layout.CHARTS, "memory"))
     with pytest.raises(pytest.fail.Exception, match="LOWER"):
         test()
-    monkeypatch.setattr(places, "LOWER", (*places.LOWER, "memory"))
+    monkeypatch.setattr(layout, "LOWER", (*layout.LOWER, "memory"))
     test()
 
 

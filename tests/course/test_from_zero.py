@@ -25,14 +25,14 @@ from benchmarks.plan import read_rival
 from course import overlay
 from course.from_zero import check, start
 from course.from_zero.stages import STAGES, tasks
-from screen import panes
-from screen.ink import DARK
-from screen.paper import Paper
+from screen.draw import panes
+from screen.draw.canvas import Paper
+from screen.draw.style import DARK
 from screen.state import State
 
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
-FIRST = ROOT / "tests" / "lib" / "firstbook.py"
+FIRST = ROOT / "tests" / "lib" / "simple_core.py"
 
 EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
 
@@ -40,7 +40,7 @@ EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
 class Mistake(NamedTuple):
     stage: int  # that names it
     name: str  # of the function
-    right: str  # in `firstbook.py`
+    right: str  # in `simple_core.py`
     wrong: str
     says: str  # what the stage says of it
 

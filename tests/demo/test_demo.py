@@ -10,7 +10,7 @@ from contextlib import closing
 
 import mlx_lm.utils
 import pytest
-from plants import plant
+from planted_bugs import plant
 from processes import ROOT, run
 from transformers import AutoTokenizer
 
@@ -19,10 +19,10 @@ import eval as exam
 import kv
 import stories
 import tui
+from kernels.mlx import mx
+from models.hub import DEMO
 from nanobatch import Engine, Sampling
-from parts.device.mlx import mx
-from parts.model.find import DEMO
-from screen.room import BURST, EVENING
+from screen.engine_client import BURST, EVENING
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 

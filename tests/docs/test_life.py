@@ -9,7 +9,7 @@ from docs.make import life
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "life.md").read_text()
-API = ("handle", "ledger", "loop")
+API = ("handle", "registry", "loop")
 STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
 
 
@@ -21,12 +21,12 @@ def test_every_place_that_the_drawing_names_exists():
     known = {
         name
         for path in (
-            "door/door",
+            "server/app",
             "nanobatch",
             "sched",
-            "door/bridge",
-            "parts/text/tokens",
-            *(f"parts/api/{each}" for each in API),
+            "server/completion",
+            "text/tokenizer",
+            *(f"runtime/{each}" for each in API),
         )
         for name in places(ROOT / f"{path}.py")
     }

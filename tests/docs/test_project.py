@@ -17,12 +17,12 @@ import serve
 import tui
 from docs.make import page as page_program
 from docs.make import tables
+from models.config import Config
+from models.families import FAMILIES
+from models.memory import slab_nbytes
+from models.rope import Rope
 from nanobatch import Engine, Sampling
-from parts.model.config import Config
-from parts.model.families import FAMILIES
-from parts.model.fit import slab_nbytes
-from parts.model.rope import Rope
-from screen.room import Settings
+from screen.engine_client import Settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,7 +34,19 @@ SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 USE = (ROOT / "docs" / "use.md").read_text()
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
-ROOMS = ("kernels", "parts", "door", "screen", "web", "benchmarks")
+ROOMS = [
+    "analysis",
+    "benchmarks",
+    "distributed",
+    "kernels",
+    "models",
+    "parts",
+    "runtime",
+    "screen",
+    "server",
+    "text",
+    "web",
+]
 MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 
@@ -43,7 +55,7 @@ def test_every_file_and_every_room_that_the_pages_name_exists():
     named = set(
         re.findall(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + FILES + USE + SLOTS + CONTRIBUTING)
     )
-    assert {"nanobatch.py", "kv.py", "sched.py", "parts/"} <= named
+    assert {"nanobatch.py", "kv.py", "sched.py", "models/"} <= named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing, missing
 
@@ -73,13 +85,9 @@ def test_every_place_that_answers_a_question_exists():
 def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
     """A room says itself what lies in it."""
     rooms = {f"{Path(name).parent.as_posix()}/" for name in MODULES if "/" in name}
-    assert {"parts/", "parts/model/", "door/"} <= rooms
+    assert {"runtime/", "models/", "server/", "screen/pages/"} <= rooms
     missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
-    missing += [
-        name
-        for name in MODULES
-        if Path(name).parent.name in ("", "parts") and f"`{name}`" not in README + FILES
-    ]
+    missing += [name for name in MODULES if "/" not in name and f"`{name}`" not in README + FILES]
     assert not missing, missing
 
 

@@ -23,7 +23,7 @@ PHONE = {"width": 390, "height": 844}
 SCREENS = [PHONE, {"width": 820, "height": 1180}, {"width": 1280, "height": 800}]
 WEB = Path(__file__).parents[2] / "web"
 FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
-ASTRAY = (Path(__file__).parent / "astray.js").read_text()
+ASTRAY = (Path(__file__).parent / "misplaced_elements.js").read_text()
 
 
 def until(tab, true: str, seconds: float = 60) -> None:

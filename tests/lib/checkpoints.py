@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from parts.device.mlx import mx
-from parts.model.config import Config, read_config
-from parts.model.weights import FUSED
+from kernels.mlx import mx
+from models.config import Config, read_config
+from models.weights import FUSED
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257

@@ -13,8 +13,8 @@ import nanobatch
 import prefix
 import sched
 from nanobatch import Engine, Handle, Order, Sampling
-from parts.api import ctrl_c, ledger, loop, views
-from parts.api import handle as handle_file
+from runtime import handle as handle_file
+from runtime import loop, registry, signals, snapshot
 
 
 class Tap:
@@ -132,7 +132,7 @@ def run_schedule(
             return handles
 
 
-MODULES = (nanobatch, sched, prefix, handle_file, ledger, loop, views, ctrl_c, threading)
+MODULES = (nanobatch, sched, prefix, handle_file, registry, loop, snapshot, signals, threading)
 WATCHED = {module.__file__ for module in MODULES}
 
 

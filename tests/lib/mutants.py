@@ -14,22 +14,22 @@ class Mutant(NamedTuple):
     test: str  # a test file, or one test of it
 
 
-SCHED = "tests/book/test_sched.py"
-REUSE = "tests/book/test_reuse.py"
-RUNNER = "tests/book/test_runner.py"
-FAULTS = "tests/book/test_faults.py"
-ENGINE = "tests/book/test_engine.py"
-SAMPLING = "tests/book/test_sampling.py"
-GUESSES = "tests/book/test_guesses.py"
-OPS = "tests/model/test_ops.py"
-DOOR = "tests/door/test_door.py"
-SERVE = "tests/door/test_serve.py"
-WIRE = "tests/door/test_wire.py"
-TEXT = "tests/text/test_text.py"
-CHAT = "tests/text/test_chat.py"
-SPEECH = "tests/text/test_speech.py"
+SCHED = "tests/core/test_sched.py"
+REUSE = "tests/core/test_prefix_caching.py"
+RUNNER = "tests/core/test_runner.py"
+FAULTS = "tests/core/test_failures.py"
+ENGINE = "tests/core/test_engine.py"
+SAMPLING = "tests/core/test_sampling.py"
+GUESSES = "tests/core/test_speculative.py"
+OPS = "tests/models/test_ops.py"
+DOOR = "tests/server/test_app.py"
+SERVE = "tests/server/test_serve.py"
+WIRE = "tests/server/test_watch_frames.py"
+TEXT = "tests/text/test_tokenizer.py"
+CHAT = "tests/text/test_chat_template.py"
+SPEECH = "tests/text/test_tool_parser.py"
 GRAMMAR = "tests/text/test_grammar.py"
-TRIALS = "tests/text/test_trials.py"
+TRIALS = "tests/text/test_sandbox.py"
 LESSONS = "tests/screen/test_lessons.py"
 TOTALS = "tests/screen/test_totals.py"
 
@@ -139,7 +139,7 @@ CORE = [
         "llama.py",
         "            scale = 1.0\n",
         "",
-        "tests/book/test_parity.py::test_every_token_and_logit_is_mlx_lms_in_random_company[gemma2]",
+        "tests/core/test_parity.py::test_every_token_and_logit_is_mlx_lms_in_random_company[gemma2]",
     ),
     Mutant(
         "llama.py",
@@ -195,154 +195,154 @@ CORE = [
 
 SERVER = [
     Mutant(
-        "door/bridge.py",
+        "server/completion.py",
         'settings["seed"] += 1',
         'settings["seed"] += 0',
         f"{SERVE}::test_choices_with_a_seed_have_the_seeds_that_follow",
     ),
     Mutant(
-        "door/bridge.py",
+        "server/completion.py",
         "        self._logged = now\n",
         "",
         f"{DOOR}::test_the_log_tells_how_far_a_long_prompt_is",
     ),
     Mutant(
-        "door/bridge.py",
+        "server/completion.py",
         "prompts = metrics[:: self.wish.n]",
         "prompts = metrics",
         f"{SERVE}::test_choices_with_a_seed_have_the_seeds_that_follow",
     ),
     Mutant(
-        "door/choice.py",
+        "server/choice.py",
         "alike = (item.nth + 1 for item",
         "alike = (item.nth for item",
-        "tests/door/test_choice.py::test_calls_are_numbered_among_themselves",
+        "tests/server/test_choice.py::test_calls_are_numbered_among_themselves",
     ),
     Mutant(
-        "door/door.py",
+        "server/app.py",
         "if answer and answer.waits_for(handle):",
         "if answer:",
-        "tests/door/test_delta.py::test_one_wake_up_a_step_and_one_for_a_whole_answer",
+        "tests/server/test_delta.py::test_one_wake_up_a_step_and_one_for_a_whole_answer",
     ),
     Mutant(
-        "door/door.py",
+        "server/app.py",
         "            answer.forget()\n",
         "",
-        "tests/door/test_memory.py::test_nothing_is_left_of_requests_that_have_ended",
+        "tests/server/test_memory.py::test_nothing_is_left_of_requests_that_have_ended",
     ),
     Mutant(
-        "door/http.py",
+        "server/http.py",
         "is_own = is_ours and (options.api_key is not None or is_address(visit.host))",
         "is_own = is_ours",
         f"{SERVE}::test_beyond_this_machine_pages_of_other_names_may_not_ask",
     ),
     Mutant(
-        "door/http.py",
+        "server/http.py",
         "return is_here and not has_proxy and visit.host in LOOPBACK",
         "return is_here and visit.host in LOOPBACK",
         f"{WIRE}::test_who_reads_texts_through_nginx_on_this_machine",
     ),
     Mutant(
-        "door/http.py",
+        "server/http.py",
         'path in ("/", "/health")',
         'path.startswith("/")',
         f"{SERVE}::test_with_a_key_only_health_is_free",
     ),
     Mutant(
-        "door/journal.py",
+        "server/access_log.py",
         "            self._lines.put_nowait(lost + line)\n            self._lost = 0",
         "            self._lines.put_nowait(lost + line)",
         f"{DOOR}::test_a_log_says_how_many_lines_it_has_lost",
     ),
     Mutant(
-        "door/wire.py",
+        "server/watch_frames.py",
         "lengths=request.lengths[tokens:])",
         "lengths=request.lengths[characters:])",
         f"{WIRE}::test_every_frame_is_the_same_at_the_other_end",
     ),
     Mutant(
-        "door/messages.py",
+        "server/anthropic.py",
         '"input_tokens": usage.prompt - usage.cached',
         '"input_tokens": usage.prompt',
-        "tests/door/test_conformance.py::test_what_was_cached_is_counted_apart",
+        "tests/server/test_conformance.py::test_what_was_cached_is_counted_apart",
     ),
     Mutant(
-        "door/responses.py",
+        "server/responses.py",
         "        self._sent += 1\n",
         "",
-        "tests/door/test_conformance.py::test_a_streamed_response_is_a_sequence_of_typed_events",
+        "tests/server/test_conformance.py::test_a_streamed_response_is_a_sequence_of_typed_events",
     ),
     Mutant(
-        "door/fields.py",
+        "server/schema.py",
         "    if count > most:",
         "    if count > most + 1:",
         f"{SERVE}::test_a_body_with_too_many_of_something_is_refused_by_their_number",
     ),
     Mutant(
-        "door/embeddings.py",
+        "server/embeddings_api.py",
         '"index": index,',
         '"index": len(data) + 1,',
-        "tests/door/test_embeddings.py::test_a_text_or_several_get_their_vectors_in_order",
+        "tests/server/test_embeddings.py::test_a_text_or_several_get_their_vectors_in_order",
     ),
 ]
 
 PLAIN_TEXT = [
     Mutant(
-        "parts/text/tokens.py",
+        "text/tokenizer.py",
         "if not 0 <= token < self.vocabulary:",
         "if not 0 <= token <= self.vocabulary:",
         f"{SAMPLING}::test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit",
     ),
     Mutant(
-        "parts/text/tokens.py",
+        "text/tokenizer.py",
         "behind, length, self.stop = max(found)",
         "behind, length, self.stop = min(found)",
         f"{TEXT}::test_stop_strings_worked_out_by_hand",
     ),
     Mutant(
-        "parts/text/tokens.py",
+        "text/tokenizer.py",
         "return text.removesuffix(self._held)",
         "return text",
         f"{TEXT}::test_stop_strings_worked_out_by_hand",
     ),
     Mutant(
-        "parts/text/tokens.py",
+        "text/tokenizer.py",
         "ids[:2] == [bos, bos] else ids",
         "ids[:1] == [bos] else ids",
         f"{TEXT}::test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it",
     ),
     Mutant(
-        "parts/text/speech.py",
+        "text/tool_parser.py",
         "self.thought = self._length - len(self._text)",
         "self.thought = self._length",
         f"{SPEECH}::test_a_prompt_that_ends_with_a_mark_has_begun_the_thought",
     ),
     Mutant(
-        "parts/text/speech.py",
+        "text/tool_parser.py",
         "call = CALLING.search(text, len(thought))",
         "call = CALLING.search(text)",
         f"{SPEECH}::test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model",
     ),
     Mutant(
-        "parts/text/speech.py",
+        "text/tool_parser.py",
         "words = without_space(words.removesuffix(beginning(mark, words)))",
         "words = without_space(words)",
         f"{SPEECH}::test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut",
     ),
     Mutant(
-        "parts/text/grammar.py",
+        "text/grammar.py",
         "        ahead = self.copy()\n",
         "        ahead = self\n",
         f"{GRAMMAR}::test_a_grammar_answers_for_several_places_and_stands_where_it_stood",
     ),
     Mutant(
-        "parts/text/grammar.py",
+        "text/grammar.py",
         "            if len(self._verdicts) >= KNOWN:\n                self._verdicts.clear()\n",
         "",
         f"{GRAMMAR}::test_a_grammar_is_tried_once_and_the_verdicts_that_are_kept_are_not_many",
     ),
     Mutant(
-        "parts/text/trials.py",
+        "text/sandbox.py",
         "self._unfit = said.decode().strip()\n                raise ValueError(self._unfit)",
         "raise ValueError(said.decode().strip())",
         f"{TRIALS}::test_what_cannot_be_prepared_is_said_and_not_tried_again",
@@ -363,37 +363,37 @@ SCREEN = [
         f"{TOTALS}::test_of_requests_with_long_texts_fewer_can_be_opened",
     ),
     Mutant(
-        "screen/timeline.py",
+        "screen/step_columns.py",
         "return rows - prompt + 1 if rows >= prompt > 0 else 0",
         "return rows - prompt if rows >= prompt > 0 else 0",
         "tests/screen/test_keys.py::test_back_in_time_an_answer_shows_just_the_letters_that_had_come",
     ),
     Mutant(
-        "screen/ink.py",
+        "screen/draw/style.py",
         'hides = category in ("Cc", "Cf", "Cs", "Zl", "Zp")',
         'hides = category in ("Cc", "Cs", "Zl", "Zp")',
-        "tests/screen/test_ink.py::test_what_draws_nothing_is_shown_as_such",
+        "tests/screen/test_style.py::test_what_draws_nothing_is_shown_as_such",
     ),
     Mutant(
-        "screen/charts.py",
+        "screen/draw/charts.py",
         "dear}, and yield {many / few / cost:.2f}",
         "dear}, and yield {many / few * cost:.2f}",
         f"{LESSONS}::test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words",
     ),
     Mutant(
-        "screen/record.py",
+        "screen/recording.py",
         "step=step.step - first + 1",
         "step=step.step - first",
-        "tests/screen/test_record.py::test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers",
+        "tests/screen/test_recording.py::test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers",
     ),
     Mutant(
-        "screen/talks.py",
+        "screen/talk_history.py",
         "if not (turn.is_dropped or turn.request.error):",
         "if not turn.request.error:",
-        "tests/screen/test_talk.py::test_what_does_not_fit_waits_and_drop_or_new_makes_room",
+        "tests/screen/test_conversation_page.py::test_what_does_not_fit_waits_and_drop_or_new_makes_room",
     ),
     Mutant(
-        "screen/remote.py",
+        "screen/remote_client.py",
         "                self._life += 1\n",
         "",
         "tests/screen/test_watch.py::test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next",
@@ -406,8 +406,8 @@ SCREEN = [
     ),
     Mutant(
         "tui.py",
-        "    program.say(state.view.error or state.printed)\n    return 2",
-        "    program.say(state.view.error or state.printed)\n    return 1",
+        "    cli.say(state.view.error or state.printed)\n    return 2",
+        "    cli.say(state.view.error or state.printed)\n    return 1",
         "tests/screen/test_keys.py::test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2",
     ),
 ]

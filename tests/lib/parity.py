@@ -9,10 +9,10 @@ import numpy as np
 from checkpoints import Reference
 from harness import Tap, random_asks, run_schedule
 
+from kernels.mlx import mx
 from kv import Slab, Window
 from llama import forward
 from nanobatch import Engine, Model
-from parts.device.mlx import mx
 
 PROMPTS, TOKENS = 16, 20  # of each configuration
 # Prompts where a family differs little from a Llama

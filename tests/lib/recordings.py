@@ -2,9 +2,9 @@
 
 import json
 
-from stage import Stage
+from screen_stage import Stage
 
-from screen import record
+from screen import recording as record
 from screen.state import prompt_of
 
 # The engine of words answers with what stands between the quotes

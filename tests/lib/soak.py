@@ -2,7 +2,7 @@
 
 Every request ends exactly once, one that is not cancelled gets what it gets alone, and all slots are
 free at the end. Memory is weighed after each quarter of the requests, and must not grow with their
-number (`weigh.py`). `run_rounds` and `growth` serve the soak over HTTP, too (`tests/door/test_soak.py`).
+number (`serve_memory.py`). `run_rounds` and `growth` serve the soak over HTTP, too (`tests/server/test_soak.py`).
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from weigh import Weight, can_weigh, weigh
+from serve_memory import Weight, can_weigh, weigh
 
 from nanobatch import Engine, Handle, Model, QueueFull, Sampling, Text
 

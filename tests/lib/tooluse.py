@@ -9,11 +9,11 @@ import json
 import random
 from typing import Any, NamedTuple
 
-import told
-from doors import CHAT, MESSAGES, RESPONSES, Server
+import streams as told
 from jsonschema import Draft202012Validator
 from schemas import random_schema
-from told import Told
+from servers import CHAT, MESSAGES, RESPONSES, Server
+from streams import Told
 
 PATHS = (CHAT, RESPONSES, MESSAGES)
 NAMES = ["get_weather", "a", "files.read-all", "run_2", "X-y.z_0", "name", "arguments"]

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from doors import COMPLETIONS, Line, free_ports
 from processes import python, run, without_backend
+from servers import COMPLETIONS, Line, free_ports
 from tokenizers import Tokenizer, models
 
 import ask
 import bench
 import serve
 import tui
-from parts import program
-from parts.dialogue import on_terminal
-from parts.text.speech import Part
+from runtime import cli as program
+from runtime.conversation import on_terminal
+from text.tool_parser import Part
 
 ROOT = Path(__file__).parents[2]
 
@@ -547,7 +547,7 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
     """A library was loaded, and MLX went on with its own. Another order of adding up shows in the
     bits."""
     code = (
-        "from parts.device.mlx import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
+        "from kernels.mlx import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
         "print(mx.sum((a @ a).view(mx.int32)).item(), blas)"
     )
     bits, named = zip(

@@ -9,12 +9,12 @@ import pytest
 from checkpoints import make_checkpoint
 
 import ask
-from door.door import Door
-from door.http import Options
 from nanobatch import Engine
-from parts.api.settings import ADVICE, advised
-from parts.files import ModelError
-from screen.room import EngineRoom, Settings
+from runtime.files import ModelError
+from runtime.sampling_params import ADVICE, advised
+from screen.engine_client import EngineRoom, Settings
+from server.app import Door
+from server.http import Options
 
 QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
 ADVISED = [

@@ -22,14 +22,14 @@ import jsonschema
 import numpy as np
 import pytest
 from checkpoints import Reference
-from doors import CHAT, Server
 from parity import CLOSE
-from stage import Stage, show
+from screen_stage import Stage, show
+from servers import CHAT, Server
 from tooluse import check, random_ask
 
 import tui
 from nanobatch import Engine, Sampling, Text
-from parts.api.loop import Stopwatch
+from runtime.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
 POEM = "Write a short poem about the sea in four lines."  # each model breaks lines there

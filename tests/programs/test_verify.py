@@ -13,8 +13,8 @@ import nanobatch
 import sampling
 import sched
 import verify
-from parts.device.matrix import Matrix
-from parts.device.mlx import mx
+from kernels.mlx import mx
+from kernels.packed import Matrix
 
 IS_LONG = "NANOBATCH_VERIFY" in os.environ
 WAYS = ",".join(verify.WAYS) if IS_LONG else "company,reuse,guesses,prefill"

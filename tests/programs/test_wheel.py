@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from parts import program
-from parts.device import blas
+from kernels import blas
 from parts.wheel import launch
-from screen.remote import RemoteRoom
+from runtime import cli
+from screen.remote_client import RemoteRoom
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -144,20 +144,20 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
 
 def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
     """`pipx inject nanobatch 'mlx[cpu]'` finds that mlx is there, and does nothing."""
-    assert program.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
-    monkeypatch.setattr(program, "IS_INSTALLED", True)
-    said = program.install("cpu", "mlx[cpu]")
+    assert cli.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
+    monkeypatch.setattr(cli, "IS_INSTALLED", True)
+    said = cli.install("cpu", "mlx[cpu]")
     assert said.startswith("pip install 'mlx[cpu]' (")
     assert "pipx runpip nanobatch install 'mlx[cpu]'" in said and "--with 'mlx[cpu]'" in said
 
 
 def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
     """Who had installed a wheel read `python serve.py`, a file that is not there."""
-    assert program.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
-    assert program.CommandLine("tui.py").prog == "tui.py"
-    monkeypatch.setattr(program, "IS_INSTALLED", True)
+    assert cli.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
+    assert cli.CommandLine("tui.py").prog == "tui.py"
+    monkeypatch.setattr(cli, "IS_INSTALLED", True)
     for word, file in launch.PROGRAMS.items():
-        assert program.command(file, "--help") == f"nanobatch {word} --help"
-    assert program.CommandLine("tui.py").prog == "nanobatch screen"
+        assert cli.command(file, "--help") == f"nanobatch {word} --help"
+    assert cli.CommandLine("tui.py").prog == "nanobatch screen"
     with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
         RemoteRoom("http://127.0.0.1:1").start()

@@ -1,14 +1,14 @@
 """Colours: everything can be read in every theme, and without any."""
 
 import pytest
-from stage import Stage, show
+from screen_stage import Stage, show
 from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
-from screen import ink
-from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
+from screen.draw import style
+from screen.draw.canvas import Paper
+from screen.draw.style import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.pages.requests import draw_parts
-from screen.paper import Paper
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -26,7 +26,7 @@ def contrast(a: Color, b: Color) -> float:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_THEMES))
 def test_words_can_be_read_in_every_theme(name):
-    p = ink.Palette.of(BUILTIN_THEMES[name])
+    p = style.Palette.of(BUILTIN_THEMES[name])
     for words, back, least in (
         (p.text, p.back, 5),
         (p.text, p.bar, 5),
@@ -35,12 +35,12 @@ def test_words_can_be_read_in_every_theme(name):
     ):
         assert contrast(Color.parse(words), Color.parse(back)) >= least - 0.1, (name, words, back)
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
-    for hue in ink.HUES:
-        assert contrast(Color.parse(ink.ink_on(hue)), Color.parse(hue)) > 4.4
+    for hue in style.HUES:
+        assert contrast(Color.parse(style.ink_on(hue)), Color.parse(hue)) > 4.4
 
 
 def test_thoughts_are_dim_and_calls_stand_out():
-    p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
+    p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
     text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
     on = Paper(p, 80, 24)
     draw_parts(on, text, False)
@@ -53,7 +53,7 @@ def test_thoughts_are_dim_and_calls_stand_out():
 
 def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
     """It became dim at its end, when the mark came."""
-    p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
+    p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
     for is_thinking, colour in ((True, p.muted), (False, p.text)):
         on = Paper(p, 80, 24)
         draw_parts(on, "Hm, let me", is_thinking)
@@ -63,7 +63,7 @@ def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
 
 def test_prefill_can_be_seen_on_light_and_on_dark():
     """Yellow was nearly invisible on white."""
-    for p in (ink.LIGHT, ink.DARK):
+    for p in (style.LIGHT, style.DARK):
         for request in range(1, 20):
             cell = p.cell(PREFILL, request)
             hue, back = (
@@ -100,6 +100,6 @@ def test_without_colour_textures_tell_the_phases_apart(monkeypatch):
                         segment
                     )
         assert {"▒", "█", "╳"} <= set(it.text())
-        assert len({ink.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
+        assert len({style.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
 
     show(scenario, Stage(policy="static"))

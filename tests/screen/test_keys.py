@@ -5,15 +5,18 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from stage import Stage, at_every_size, drawn, like_golden, plain, show
+from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
 from textual import events
 
 import tui
 from policies import POLICIES
-from screen import app, charts, ink, keys, panes, places, room, runs, state, steps
-from screen.ink import BLOCKED, DECODE, HELD, PREFILL
+from screen import app, engine_client, keys, state
+from screen import policy_runs as runs
+from screen.draw import charts, layout, panes, style
+from screen.draw import step as steps
+from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
+from screen.engine_client import Settings
 from screen.pages import race, requests
-from screen.room import Settings
 from screen.state import State
 
 
@@ -34,7 +37,7 @@ def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
 def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
     async def scenario(it):
         await it.press("enter", turns=2)
-        assert it.stage.prompt(1) == room.BURST[0][0]
+        assert it.stage.prompt(1) == engine_client.BURST[0][0]
         await it.press("enter", *"again", "enter", turns=2)
         assert it.stage.prompt(2) == "again"
         assert it.app.focused is it.app.prompt
@@ -231,7 +234,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
         opened = " ".join(plain(drawn(requests.draw_request, state, 300, 12)))
-        assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
+        assert f"in all {style.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
         await it.pilot.pause()
@@ -380,7 +383,7 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     async def scenario(it):
         it.stage.session.obey("/burst 20")
         await it.turns(3)
-        await it.press(*"v" * places.LOWER.index("step"))
+        await it.press(*"v" * layout.LOWER.index("step"))
         await it.sees("more line")
         row = next(i for i, line in enumerate(it.text().splitlines()) if "more line" in line)
         await it.pilot.click(offset=(4, row))
@@ -462,12 +465,12 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
 
 
 def test_a_number_and_its_unit_stand_in_one_line():
-    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap(
+    assert style.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and style.wrap(
         "325 ms; more", 7
     ) == ["325 ms;", "more"]
     # The point stood alone
-    assert ink.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]
-    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == [
+    assert style.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]
+    assert style.wrap("a small word", 8) == ["a small", "word"] and style.wrap("1 second", 6) == [
         "1",
         "second",
     ]
@@ -544,8 +547,8 @@ def test_help_names_every_key_and_the_words(size):
             assert word in seen, f"{word}: the end of a line was cut off"
         for name in (*dict(keys.WORDS), *POLICIES):
             assert f" {name}  " in seen or f" {name} " in seen, name
-        for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):
-            assert f"{ink.NAMES[kind]} {ink.GLYPHS[kind]}" in seen
+        for kind in (PREFILL, DECODE, HELD, BLOCKED, style.GHOST):
+            assert f"{style.NAMES[kind]} {style.GLYPHS[kind]}" in seen
         await it.press("escape")
         assert "Slots" in it.text()
 
@@ -874,7 +877,7 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
         re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)
     )
     assert not re.search(r"(?<![.\d])\d{4}", said), said
-    assert (ink.count(0, "line"), ink.count(1, "line"), ink.count(1000, "line")) == (
+    assert (style.count(0, "line"), style.count(1, "line"), style.count(1000, "line")) == (
         "0 lines",
         "1 line",
         "1,000 lines",

@@ -6,12 +6,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from stage import Stage, drawn, plain, show
-from words import Clock, WordRunner
+from screen_stage import Stage, drawn, plain, show
+from word_engine import Clock, WordRunner
 
 from nanobatch import Sampling
-from screen import charts, ink, panes, steps, timeline, widgets
-from screen.ink import PREFILL
+from screen import step_columns, widgets
+from screen.draw import charts, panes, style
+from screen.draw import step as steps
+from screen.draw.style import PREFILL
 
 
 def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
@@ -45,7 +47,9 @@ def test_merged_columns_lose_no_prefill_and_no_work():
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
         assert sum(column.steps for column in merged) == len(stage.state.history)
-        assert timeline.useful_of(merged) == pytest.approx(timeline.useful_of(stage.state.history))
+        assert step_columns.useful_of(merged) == pytest.approx(
+            step_columns.useful_of(stage.state.history)
+        )
         assert sum(c.tokens for c in merged) == sum(c.tokens for c in stage.state.history)
         for i, column in enumerate(merged):
             for slot in range(8):
@@ -159,7 +163,7 @@ def test_the_rate_is_what_the_steps_delivered():
     history = stage.state.history
 
     def delivered(began: float, ended: float) -> float:
-        return timeline.spread(history, began, ended, lambda column: column.tokens)
+        return step_columns.spread(history, began, ended, lambda column: column.tokens)
 
     began = history[0].began
     assert delivered(began, history[-1].ended) == pytest.approx(sum(c.tokens for c in history))
@@ -200,7 +204,7 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     )
     (at,) = [i for i, column in enumerate(history) if column.unseen]
     gap = history[at]
-    assert gap.unseen == missed > 300 and {cell.kind for cell in gap.cells} == {ink.UNSEEN}
+    assert gap.unseen == missed > 300 and {cell.kind for cell in gap.cells} == {style.UNSEEN}
     assert gap.step == history[at + 1].step - 1 and history[at - 1].step == gap.step - missed
     delivered = sum(column.tokens for column in history)
     assert delivered == stage.state.view.engine.output_tokens == 9 + 4500
@@ -215,8 +219,8 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
         assert sum(column.unseen for column in merged) == missed
-        assert sum(cell.kind == ink.UNSEEN for column in merged for cell in column.cells) == 2
-    assert 0 < timeline.useful_of(history) <= 100
+        assert sum(cell.kind == style.UNSEEN for column in merged for cell in column.cells) == 2
+    assert 0 < step_columns.useful_of(history) <= 100
 
 
 def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second():

@@ -4,13 +4,13 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from stage import Stage, show
+from screen_stage import Stage, show
 
 import tui
-from door.journal import Call, DoorView
 from policies import POLICIES
-from screen import app, keys, session
-from screen.ink import clean
+from screen import app, commands, keys
+from screen.draw.style import clean
+from server.access_log import Call, DoorView
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
 def test_a_script_may_be_written_in_capitals(capsys):
     """`--script Burst24` said that 'urst' was no command."""
     assert tui.parse_arguments(["--script", "Static Burst24"]).script == "Static Burst24"
-    assert session.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
+    assert commands.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--script", "Hurst24"])
     assert "'hurst24' is no command" in capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, wo
 )
 def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     """`pause burst2` hung in silence, and a step or a load was left out."""
-    assert session.orders_of(script)
+    assert commands.orders_of(script)
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--plain", "--script", script])
     assert (
@@ -92,7 +92,7 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--help"])
     said = set(re.findall(r"\w+", capsys.readouterr().out))
-    assert {*POLICIES, *session.LOGGED, *session.ON_A_SCREEN} <= said
+    assert {*POLICIES, *commands.LOGGED, *commands.ON_A_SCREEN} <= said
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
         journal=SimpleNamespace(changes=1),
     )
     lines: list[str] = []
-    log = session.PlainLog(stage.session, lines.append)
+    log = commands.PlainLog(stage.session, lines.append)
     log.obey(HOSTILE.strip())
     log.obey(f"/{HOSTILE.strip()}")
     for _ in range(60):
@@ -167,7 +167,7 @@ def test_right_options_are_taken(tmp_path):
 def test_a_plain_log_has_a_line_for_each_event():
     stage = Stage(slots=2, policy="static")
     lines: list[str] = []
-    log = session.PlainLog(stage.session, lines.append)
+    log = commands.PlainLog(stage.session, lines.append)
     log.look()
     stage.room.load()
     log.look()
@@ -212,7 +212,7 @@ def test_a_plain_log_has_a_line_for_each_event():
 def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
     stage = Stage().load()
     lines: list[str] = []
-    log = session.PlainLog(stage.session, lines.append)
+    log = commands.PlainLog(stage.session, lines.append)
     stage.session.obey("/burst 2")
     for _ in range(3):
         stage.room.loop.turn()
@@ -229,7 +229,7 @@ def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []
-    log = session.PlainLog(stage.session, lines.append)
+    log = commands.PlainLog(stage.session, lines.append)
     stage.session.obey("/burst 4")
     stage.turns(5)
     stage.session.obey("/policy static")

@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from stage import Stage, at_every_size, drawn, like_golden, plain, show
+from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
 
-from parts.api.progress import PrefillProgress
-from screen import charts, panes
-from screen.pages import talk
+from runtime.progress import PrefillProgress
+from screen.draw import charts, panes
+from screen.pages import conversation
 
 LONG = [97] * 60_000  # a chunk of 16 tokens takes 5 ms
 
@@ -79,5 +79,5 @@ def test_a_conversation_tells_how_far_its_question_is():
     stage.session.talks = True
     stage.session.obey("a" * 60_000)
     stage.turns(40)
-    said = "\n".join(plain(drawn(talk.draw, stage.state, 100, 20)))
+    said = "\n".join(plain(drawn(conversation.draw, stage.state, 100, 20)))
     assert "reading: 624 of 60,000 tokens, 3,200 tokens/s, about 19 s" in said

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from stage import Stage, at_every_size, drawn, plain
+from screen_stage import Stage, at_every_size, drawn, plain
 
-from parts.device.cores import IDLE, LEAST, Others, Worked, counted, my_cores
-from screen import panes
+from analysis.contention import IDLE, LEAST, Others, Worked, counted, my_cores
+from screen.draw import panes
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
 cpu0 100 20 30 800 50 4 3 2 0 0

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stage import Stage
+from screen_stage import Stage
 
 from screen import keys
-from screen.session import PlainLog
+from screen.commands import PlainLog
 
 ROOT = Path(__file__).parents[2]
 # The smallest page there can be
@@ -26,9 +26,9 @@ def draw(state, on):
 PAGE = Page("hello", "H", "Hello", "says hello", draw, footer=2)
 '''
 USED = """
-from stage import Stage, drawn, plain, show
+from screen_stage import Stage, drawn, plain, show
 from screen import keys
-from screen.session import PlainLog, orders_of
+from screen.commands import PlainLog, orders_of
 
 async def scenario(it):
     assert "H Hello" in it.text().splitlines()[-1]
@@ -81,7 +81,7 @@ def test_no_file_but_the_table_of_keys_lists_the_pages():
     others = ("race", "help", "requests", "tour")  # words of options and files, too
     names = [name for name in keys.PAGES if name not in others]
     assert len(names) > 8
-    for file in ("tui.py", "screen/app.py", "screen/session.py", "screen/page.py"):
+    for file in ("tui.py", "screen/app.py", "screen/commands.py", "screen/page.py"):
         text = (ROOT / file).read_text()
         named = [name for name in names if f'"{name}"' in text or f"'{name}'" in text]
         assert not named, (file, named)

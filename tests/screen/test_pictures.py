@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from stage import GOLDEN, Stage, drawn, like_golden, plain, show
+from screen_stage import GOLDEN, Stage, drawn, like_golden, plain, show
 from textual import events
 from textual.geometry import Region
 
-from screen import app, ink, keys, places, room
+from screen import app, engine_client, keys
+from screen.draw import layout, style
 from screen.pages import race, requests
 
 
@@ -66,7 +67,7 @@ def test_the_lesson_is_as_drawn():
     show(scenario, size=(120, 40))
 
 
-@pytest.mark.parametrize("lower", [name for name in places.LOWER[:-1] if name != "lesson"])
+@pytest.mark.parametrize("lower", [name for name in layout.LOWER[:-1] if name != "lesson"])
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
         it.stage.session.obey("/burst 12")
@@ -107,7 +108,7 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
         it.app.look()
         await it.pilot.pause()
         assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(app.PromptBox).value == room.BURST[0][0]
+        assert it.app.query_one(app.PromptBox).value == engine_client.BURST[0][0]
 
     show(scenario, load=False)
 
@@ -135,13 +136,13 @@ def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
 def test_panes_never_overlap_nor_leave_the_screen(width, slots):
     seen = 0
     for height in range(20, 70, 3):
-        for lower, door in product(places.LOWER, (False, True)):
-            found = places.arrange(width, height, slots, lower, door)
+        for lower, door in product(layout.LOWER, (False, True)):
+            found = layout.arrange(width, height, slots, lower, door)
             if lower == "streams":
-                talks = places.arrange_talk(width, height, slots)
+                talks = layout.arrange_talk(width, height, slots)
                 check_places(talks, width, height)
             assert {"status", "slots", "prompt", "keys"} <= found.keys()
-            drawn = places.STACKS.get(lower, (lower,))
+            drawn = layout.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110, (
                 lower,
                 found,
@@ -178,10 +179,10 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     for _ in range(5):
         stage.turns(40)
         for lower, (width, height) in product(
-            places.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
+            layout.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
         ):
-            found = places.arrange(width, height, slots, lower, True)
-            found |= places.arrange_talk(width, height, slots)
+            found = layout.arrange(width, height, slots, lower, True)
+            found |= layout.arrange_talk(width, height, slots)
             for name, region in found.items():
                 if name != "prompt":
                     check_lines(
@@ -211,7 +212,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     )
 
 
-def check_lines(name: str, lines: list[ink.Line], region: Region) -> None:
+def check_lines(name: str, lines: list[style.Line], region: Region) -> None:
     assert len(lines) <= region.height, (name, region)
     for line in plain(lines):
         assert cell_len(line) <= region.width, (name, region, line)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from doors import COMPLETIONS, Line, free_ports
 from processes import run
+from servers import COMPLETIONS, Line, free_ports
 from terminals import OTHER, ROOT, Terminal
 
 

@@ -6,11 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from stage import Stage, drawn, like_golden, plain, show
+from screen_stage import Stage, drawn, like_golden, plain, show
 
 from nanobatch import Sampling
-from parts.api.views import RanksView, percentile
-from screen import panes, steps, timeline
+from runtime.snapshot import RanksView, percentile
+from screen import step_columns
+from screen.draw import panes, step
 from screen.pages import race, requests, totals
 
 
@@ -44,7 +45,7 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
     )
     parts = stage.state.history[:split], stage.state.history[split:]
     assert [p.figures["useful"] for p in (first, second)] == [
-        f"{timeline.useful_of(part):.0f} %" for part in parts
+        f"{step_columns.useful_of(part):.0f} %" for part in parts
     ]
     assert second.ended - second.began < 20, "the pause is no part of it"
 
@@ -205,7 +206,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
         stage.session.obey(letter * length)
     stage.turns(2)
-    text = "\n".join(plain(drawn(steps.draw_step, stage.state, 70, 14)))
+    text = "\n".join(plain(drawn(step.draw_step, stage.state, 70, 14)))
     admitted = (
         "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
     )
@@ -215,7 +216,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
     assert "held     r3: over the budget, or what they share is being written" in text
     stage.turns()  # now the device works on the step before, while Python stands
-    lines = plain(drawn(steps.draw_step, stage.state, 70, 14))
+    lines = plain(drawn(step.draw_step, stage.state, 70, 14))
     assert lines[-3:-1] == [
         " time     15.00 ms = Python 1.00 + device 14.00 + wait 0.00",
         " Python   plan 0.00, build 1.00, commit 0.00",
@@ -224,7 +225,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     stage.session.obey("/cancel all")
     stage.session.obey("d")
     stage.turns(4)
-    text = " ".join(plain(drawn(steps.draw_step, stage.state, 70, 14)))
+    text = " ".join(plain(drawn(step.draw_step, stage.state, 70, 14)))
     assert re.search(r"decode +slot \d ", text), "one slot was called slots"
 
 
@@ -233,12 +234,12 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     stage = Stage(slots=3).load()
     stage.session.obey("a" * 20)
     stage.turns(2)
-    assert "rank" not in "\n".join(plain(drawn(steps.draw_step, stage.state, 90, 14)))
+    assert "rank" not in "\n".join(plain(drawn(step.draw_step, stage.state, 90, 14)))
     ranks = RanksView("ring", (300 * 2**20, 200 * 2**20))
     stage.state.view = stage.state.view._replace(
         engine=replace(stage.state.view.engine, ranks=ranks)
     )
-    text = "\n".join(plain(drawn(steps.draw_step, stage.state, 90, 14)))
+    text = "\n".join(plain(drawn(step.draw_step, stage.state, 90, 14)))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
     assert "2 ranks" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
 

@@ -17,16 +17,17 @@ from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
-from stage import SIZES, Stage, drawn, like_golden, plain, show
+from screen_stage import SIZES, Stage, drawn, like_golden, plain, show
 from textual.geometry import Region
 
 import tui
 from nanobatch import Engine
-from screen import ink, keys
-from screen.pages import scenes, tour
-from screen.pages.scenes import SCENES
-from screen.places import LOWER, arrange_tour
-from screen.room import Settings
+from screen import keys
+from screen.draw import style
+from screen.draw.layout import LOWER, arrange_tour
+from screen.engine_client import Settings
+from screen.pages import tour, tour_scenes
+from screen.pages.tour_scenes import SCENES
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]
@@ -177,8 +178,8 @@ def test_the_parts_of_a_slow_first_token_add_up():
     stage = staged(1).until("ask")
     stage.tour.go_on()
     stage.until("tell")
-    r = scenes.last_in_line(stage.tour.seen)
-    assert sum(scenes.faults(stage.tour.seen)) == pytest.approx(r.metrics.ttft_s)
+    r = tour_scenes.last_in_line(stage.tour.seen)
+    assert sum(tour_scenes.faults(stage.tour.seen)) == pytest.approx(r.metrics.ttft_s)
     assert f"r{r.id} waited" in stage.state.tour.text
     assert r.id > stage.engine.sched.slots, "it was in line"
 
@@ -208,10 +209,10 @@ def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
     stage.engine.runner.begin = slower
     stage.tour.guess(2)
     told = stage.until("tell").state.tour
-    narrow, wide = scenes.drops(stage.tour.seen)
+    narrow, wide = tour_scenes.drops(stage.tour.seen)
     assert narrow.steps > wide.steps and narrow.gap < wide.gap and narrow.ttft > wide.ttft
     for drop in (narrow, wide):
-        said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {scenes.span(drop.gap)}"
+        said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {tour_scenes.span(drop.gap)}"
         assert said in told.text
     short = narrow.short
     said = f"A short prompt in its middle took {short.steps} steps; its rest took {short.elephant_steps}"
@@ -230,7 +231,7 @@ def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
     assert f"A step raised (✗): {ended} ended, {12 - ended} went on" in told.text
     assert "A client hung up: 1 ended, 11 went on" in told.text and "No bit changed" in told.text
     assert not stage.state.view.trying
-    assert {cell.kind for cell in stage.state.here.cells} == {ink.FAILED}, "the cursor is there"
+    assert {cell.kind for cell in stage.state.here.cells} == {style.FAILED}, "the cursor is there"
 
 
 def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_scale():
@@ -241,7 +242,7 @@ def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_sc
     r = stage.state.requests[1]
     said = stage.state.here.rows[r.slot] - r.metrics.prompt_tokens + 1
     glass = stage.state.glass[r.id, said]
-    assert scenes.ban_in(glass) > 0.5 and stage.state.lower == "streams"
+    assert tour_scenes.ban_in(glass) > 0.5 and stage.state.lower == "streams"
     then = stage.state.then(replace(r, ended=math.inf))
     assert then.glass == glass, "a pane that goes back in time shows it, too"
     seen = len(stage.state.glass)
@@ -253,10 +254,10 @@ def test_the_policy_that_was_guessed_is_the_one_that_runs(guess):
     stage = staged(STARVES).until("ask")
     stage.tour.guess(guess)
     stage.until("tell")
-    ran = list(scenes.CHOICE)[guess - 1]
+    ran = list(tour_scenes.CHOICE)[guess - 1]
     assert {column.view.policy for column in stage.tour.seen.columns} == {ran}
-    found = scenes.firsts(stage.tour.seen)
-    ttft = scenes.span(scenes.lone(stage.tour.seen).metrics.ttft_s)
+    found = tour_scenes.firsts(stage.tour.seen)
+    ttft = tour_scenes.span(tour_scenes.lone(stage.tour.seen).metrics.ttft_s)
     said = f"{ran} {found[ran]}"
     assert said in stage.state.tour.text and f"({ran} ran, {ttft}; " in stage.state.tour.text
     assert found["fair"] == min(found.values()) and len(set(found.values())) == 4
@@ -268,7 +269,7 @@ def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
     stage.until("tell")
     assert stage.state.here.view.ghosts and stage.state.zoom == 1
     slot = stage.state.here.view.ghosts[0]
-    assert stage.state.here.cells[slot].kind == ink.GHOST
+    assert stage.state.here.cells[slot].kind == style.GHOST
     assert f"in slot {slot} at step {stage.state.cursor}" in stage.state.tour.text
 
 

@@ -4,11 +4,11 @@ import os
 import random
 
 import pytest
-from stage import show
+from screen_stage import show
 from textual import events
 
 from policies import POLICIES
-from screen import room
+from screen import engine_client
 
 # Pieces of what people type: a key by its name, or several letters that belong together.
 LETTERS = [*"abcdefgijlqx XK./019", "é", "文", "hello ", "there", "What is 3 + 4?"]
@@ -79,7 +79,14 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
             prompts=[str(request.origin) for request in known],
             box=(it.app.prompt.value, it.app.prompt.selection, it.app.focused is not None),
             engine=(sched.policy, sched.draining_to, sched.budget, sched.chunk),
-            room=(view.paused, view.stepping, view.slow, view.load, view.racing, view.trying),
+            engine_client=(
+                view.paused,
+                view.stepping,
+                view.slow,
+                view.load,
+                view.racing,
+                view.trying,
+            ),
             trial=view.trial and view.trial.name,
             race=view.trial,
             faults=[fault.message for fault in state.faults],
@@ -128,7 +135,7 @@ def test_what_is_typed_while_the_model_loads_stands_in_the_box_at_once():
         first, second, third = [it.stage.state.requests[i].origin for i in (1, 2, 3)]
         assert (first.prompt, first.max_tokens) == ("Hello there", 320)
         assert (second.prompt, second.max_tokens) == ("second", 7)
-        assert third.prompt == room.BURST[0][0] and it.stage.engine.sched.submitted == 14
+        assert third.prompt == engine_client.BURST[0][0] and it.stage.engine.sched.submitted == 14
         assert it.stage.state.view.paused and it.app.prompt.value == "a draft"
         assert it.app.focused is it.app.prompt and "waits for the model" not in it.text()
 

@@ -18,23 +18,23 @@ from dataclasses import replace
 from functools import reduce
 
 import pytest
-from doors import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 from rich.cells import cell_len
-from stage import Show, Stage, drawn, like_golden, plain, show
+from screen_stage import Show, Stage, drawn, like_golden, plain, show
+from servers import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 
 import tui
-from door import wire
-from door.door import Door
-from door.http import Options
-from door.journal import Call, DoorView
 from nanobatch import Sampling
-from screen import ink, panes
 from screen.app import PANES
+from screen.commands import PlainLog, Session
+from screen.draw import panes, style
+from screen.engine_client import EngineRoom, View
 from screen.pages import clients, requests
-from screen.remote import RemoteRoom, base_of
-from screen.room import EngineRoom, View
-from screen.session import PlainLog, Session
+from screen.remote_client import RemoteRoom, base_of
 from screen.state import State
+from server import watch_frames
+from server.access_log import Call, DoorView
+from server.app import Door
+from server.http import Options
 
 LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -119,7 +119,7 @@ def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
     assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
     lines = drawn(clients.draw_clients, watched.state, 120, 30)
     assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {
-        ink.DARK.bad
+        style.DARK.bad
     }
 
 
@@ -368,7 +368,7 @@ def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with
 
 
 def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
-    monkeypatch.setattr("screen.remote.SILENT_S", 1.5)
+    monkeypatch.setattr("screen.remote_client.SILENT_S", 1.5)
     with Server() as server, watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         server.process.send_signal(signal.SIGSTOP)
@@ -407,7 +407,9 @@ def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
     stage = Stage().load()
     stage.session.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
-    data = json.loads(wire.Sender(True).pack(wire.Frame(False, 0, 0.0, engine, canned_door()[0])))
+    data = json.loads(
+        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()[0]))
+    )
     places = [*places_of(data)]
     dice = random.Random(1)
     refused = 0
@@ -416,7 +418,7 @@ def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
         *path, last = dice.choice(places)
         reduce(operator.getitem, path, hostile)[last] = dice.choice(HOSTILE)
         try:
-            frame = wire.Receiver().take(hostile)
+            frame = watch_frames.Receiver().take(hostile)
         except ValueError:
             refused += 1
             continue
@@ -432,14 +434,14 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
     """A frame that cannot be is a reason to ask again, as a lost connection is."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
-        take = wire.Receiver.take
+        take = watch_frames.Receiver.take
         with pytest.MonkeyPatch.context() as patch:
 
-            def lie(receiver: wire.Receiver, data: list) -> wire.Frame:
+            def lie(receiver: watch_frames.Receiver, data: list) -> watch_frames.Frame:
                 data[3][1][0] = 4_000_000_000
                 return take(receiver, data)
 
-            patch.setattr(wire.Receiver, "take", lie)
+            patch.setattr(watch_frames.Receiver, "take", lie)
             it.sees(lambda state: state.view.gone_s is not None)
         assert "4,000,000,000 in its limits; trying again" in it.state.faults[-1].message
         it.sees(lambda state: state.view.gone_s is None)
@@ -602,15 +604,15 @@ def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
     engine, monkeypatch
 ):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
-    monkeypatch.setattr(wire, "STEPS", 20)
-    monkeypatch.setattr(wire, "ENDS", 5)
+    monkeypatch.setattr(watch_frames, "STEPS", 20)
+    monkeypatch.setattr(watch_frames, "ENDS", 5)
     door = canned_door()[0]
     seen = heard = None
     for number in range(6):
         for _ in range(3):
             engine.submit([number], Sampling(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
-        heard = wire.joined(heard, wire.Frame(False, 0, 0.0, seen, door))
+        heard = watch_frames.joined(heard, watch_frames.Frame(False, 0, 0.0, seen, door))
     assert [step.step for step in heard.engine.steps][-1] == engine.steps
     assert len(heard.engine.steps) == 20 and heard.engine.missed == engine.steps - 20
     assert [view.id for view in heard.engine.ended] == list(range(14, 19))

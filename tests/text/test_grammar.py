@@ -13,12 +13,12 @@ import pytest
 from checkpoints import make_tokenizer
 from hostile import HOSTILE
 
-from parts.api.settings import GRAMMAR, Sampling
-from parts.checks import GrammarError
-from parts.text import grammar as grammar_file
-from parts.text.grammar import Grammars
-from parts.text.tokens import Text
-from parts.text.trials import Trials
+from runtime.sampling_params import GRAMMAR, Sampling
+from runtime.validation import GrammarError
+from text import grammar as grammar_file
+from text.grammar import Grammars
+from text.sandbox import Trials
+from text.tokenizer import Text
 
 ROOT = Path(__file__).parents[2]
 V, ENDS = 272, (257, 259)

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import pytest
 from browsers import DESK, PHONE, choose, in_place_everywhere, needs_browser, shows, until
-from doors import Server
 from recordings import HOSTILE, TEXTS, recording
-from words import Clock, word_engine
+from servers import Server
+from word_engine import Clock, word_engine
 
 from docs.make import page
-from door.door import Door
-from door.http import Options
 from nanobatch import Sampling
-from parts.text.tokens import Prompt
+from server.app import Door
+from server.http import Options
+from text.tokenizer import Prompt
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "docs" / "index.html"

@@ -18,10 +18,10 @@ from recordings import HOSTILE, TEXTS
 
 import tui
 from nanobatch import Sampling
-from parts.api import progress
-from parts.api.ledger import Log
-from parts.dialogue import Conversation
-from screen.room import Settings
+from runtime import progress
+from runtime.conversation import Conversation
+from runtime.registry import Log
+from screen.engine_client import Settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser

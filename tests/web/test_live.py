@@ -5,13 +5,13 @@ import time
 
 import pytest
 from browsers import in_node, needs_node
-from doors import Server
-from words import Clock, word_engine
+from servers import Server
+from word_engine import Clock, word_engine
 
-from door import page, wire
-from door.journal import DoorView
 from nanobatch import Sampling
-from parts.api.progress import PrefillProgress
+from runtime.progress import PrefillProgress
+from server import live_page, watch_frames
+from server.access_log import DoorView
 
 
 def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
@@ -20,7 +20,7 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
         server.ask("/v1/chat/completions", {}, authorization="Bearer hush")
         reply = server.ask("/")
         assert reply.status == 200 and reply.headers["content-type"].startswith("text/html")
-        assert reply.body.decode() == page.live()[0]
+        assert reply.body.decode() == live_page.live()[0]
         assert server.ask("/watch").status == 401
         assert server.ask("/", method="POST").status == 405
         assert b"hush" not in reply.body
@@ -31,7 +31,7 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
 
 def test_the_key_goes_into_a_header_and_never_into_an_address():
     """And what is said in the page stays in the tab."""
-    text = "".join((page.FOLDER / f"{name}.js").read_text() for name in page.MODULES)
+    text = "".join((live_page.FOLDER / f"{name}.js").read_text() for name in live_page.MODULES)
     assert text.count("Bearer ${key}") == 1 and 'ask("watch", { key' in text
     for word in ("new EventSource", "localStorage", "indexedDB", "cookie"):
         assert word not in text, word
@@ -72,14 +72,14 @@ tell({ texts, waiting, fates, waits, events, steps: lane.steps.length, tokens, f
 
 
 def play(frames: list[str], **bounds: int) -> dict:
-    shape = page.SHAPE | {"protocol": wire.PROTOCOL}
+    shape = live_page.SHAPE | {"protocol": watch_frames.PROTOCOL}
     told = [json.loads(frame) for frame in frames]
     return in_node(TAKES, {"shape": shape, "frames": told, "bounds": bounds})
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
     """What a watcher is told of five requests, from a step on, the texts at each frame, and how many wait."""
-    sender = wire.Sender(texts)
+    sender = watch_frames.Sender(texts)
     for n in range(5):
         engine.submit(f"prompt {n}", Sampling(max_tokens=60, ignore_eos=True), origin="10.0.0.1")
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
@@ -87,7 +87,7 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
     for step in range(400):
         if step >= begin:
             seen = engine.snapshot(seen)
-            frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
             lines.append(seen.waiting)
             told.append([[r.id, r.text] for r in (*seen.requests, *seen.ended)])
         engine.step()
@@ -133,14 +133,14 @@ def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine):
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
     """A request behind a rest had waited a quarter of a second, and one before several rests for all of
     them, as soon as the page came later."""
-    sender, seen, frames = wire.Sender(True), None, []
+    sender, seen, frames = watch_frames.Sender(True), None, []
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     for n in range(3):
         engine.submit(f"prompt {n}", Sampling(max_tokens=2, ignore_eos=True))
         for step in range(6):
             if not at_once or (n, step) == (2, 5):
                 seen = engine.snapshot(seen)
-                frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+                frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
             engine.step()
         time.sleep(0.3)
     waits = play(frames)["waits"]
@@ -179,7 +179,7 @@ tell(said);
 @needs_node
 def test_the_page_says_of_a_long_prompt_what_the_screen_says():
     """The page had a hatched bar for minutes, and no word of how long it would take."""
-    clock, sender = Clock(), wire.Sender(False)
+    clock, sender = Clock(), watch_frames.Sender(False)
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:
@@ -188,10 +188,10 @@ def test_the_page_says_of_a_long_prompt_what_the_screen_says():
         engine.submit([2] * 20, Sampling(max_tokens=30))
         while engine.step():
             seen = engine.snapshot(seen)
-            frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
             long = [slot for slot in seen.slots if slot.prefill.is_long]
             told.append([[slot.request, slot.prefill.words] for slot in long])
-    shape = page.SHAPE | {"protocol": wire.PROTOCOL}
+    shape = live_page.SHAPE | {"protocol": watch_frames.PROTOCOL}
     said = in_node(PREFILLS, {"shape": shape, "frames": [json.loads(f) for f in frames]})
     assert said == told and sum(map(bool, told)) > 200 and told[-1] == []
 

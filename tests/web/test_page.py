@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from browsers import in_node, needs_node
 from recordings import HOSTILE, recording
-from stage import Stage
+from screen_stage import Stage
 
 from docs.make import page as page_program
 from docs.make.page import GUESSES
-from door import page
-from screen import record
-from screen.ink import clean
+from screen import recording as record
+from screen.draw.style import clean
 from screen.pages import race
+from server import live_page
 
 ROOT = Path(__file__).parents[2]
 UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
@@ -66,10 +66,10 @@ def test_the_page_may_run_its_own_script_alone_and_load_nothing():
     rules = dict(rule.split(" ", 1) for rule in rules.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
     scripts = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
-    assert len(scripts) == 1 and page.hash_of(scripts[0]) in rules["script-src"]
+    assert len(scripts) == 1 and live_page.hash_of(scripts[0]) in rules["script-src"]
     assert "unsafe-inline" not in text and "'unsafe-eval'" not in text
     styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert len(styles) == 1 and rules["style-src"] == page.hash_of(styles[0])
+    assert len(styles) == 1 and rules["style-src"] == live_page.hash_of(styles[0])
     loads = [a for t, a in found.tags if t in ("link", "img", "iframe", "object") or "src" in a]
     assert [a["rel"] for a in loads] == ["icon"] and loads[0]["href"].startswith("data:")
     assert not any("style" in a or "onclick" in a for _, a in found.tags)
@@ -109,7 +109,7 @@ def body_of(text: str) -> str:
 
 def test_no_module_writes_markup():
     """Texts enter as `textContent`. What could make markup of them is nowhere in the modules."""
-    texts = {path.name: path.read_text() for path in page.FOLDER.glob("*.js")}
+    texts = {path.name: path.read_text() for path in live_page.FOLDER.glob("*.js")}
     assert len(texts) >= 7
     words = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc"
     assert not [name for name, text in texts.items() if re.search(words, text)]
@@ -118,13 +118,13 @@ def test_no_module_writes_markup():
 def test_a_name_is_there_once_in_all_modules():
     """They are put one behind the other, so a second one would be a mistake of syntax."""
     names = []
-    for module in page.MODULES:
-        text = (page.FOLDER / f"{module}.js").read_text()
+    for module in live_page.MODULES:
+        text = (live_page.FOLDER / f"{module}.js").read_text()
         names += re.findall(
             r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", text, re.M
         )
     assert len(names) > 40 and len(names) == len(set(names))
-    assert {path.stem for path in page.FOLDER.glob("*.js")} >= set(page.MODULES)
+    assert {path.stem for path in live_page.FOLDER.glob("*.js")} >= set(live_page.MODULES)
 
 
 def test_a_page_that_is_too_large_is_refused(tmp_path, monkeypatch, capsys):
@@ -297,7 +297,7 @@ tell(out);
 
 @needs_node
 def test_the_player_says_of_a_run_what_the_screen_says():
-    """Its figures are those of `screen/runs.py`, and at the end each answer is there, whole."""
+    """Its figures are those of `screen/policy_runs.py`, and at the end each answer is there, whole."""
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()

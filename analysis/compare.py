@@ -1,0 +1,120 @@
+"""What an engine has answered, in all its bits, and where two answers part.
+
+The problem. Two texts may be alike although the numbers behind them are not: a token is only the
+likeliest of its place. So an answer is compared with the log probabilities of its tokens, and with
+those of the likeliest tokens beside each of them.
+
+What this file keeps: one way to compare two answers bit by bit. The pages `a` and `K` of the screen
+and `verify.py` compare so.
+
+Where next: `screen/pages/same_answer.py`, one answer in company; `verify.py`, many in many ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import product
+from typing import NamedTuple
+
+from runtime.handle import Handle
+
+
+class Bits(NamedTuple):
+    """What a request answered, as exactly as its engine tells."""
+
+    digest: str  # of the next two
+    tokens: tuple[int, ...]
+    # By place: the token with its log probability, then the likeliest tokens with theirs
+    likely: tuple[tuple[tuple[int, float], ...], ...]
+    pieces: tuple[str, ...]  # the text that came with each token
+
+    @staticmethod
+    def of(handle: Handle, until: int | None = None) -> Bits:
+        """`until`: only so many tokens of it."""
+        tokens = tuple(handle.tokens[:until])
+        likely = []
+        for token, found in zip(tokens, handle.logprobs, strict=False):
+            likely.append(((token, found.logprob), *found.top))
+        pieces = []
+        start = 0
+        for length in handle.lengths[:until]:
+            pieces.append(handle.text[start : start + length])
+            start += length
+        return Bits.made(tokens, tuple(likely), tuple(pieces))
+
+    @staticmethod
+    def made(tokens: tuple, likely: tuple, pieces: tuple) -> Bits:
+        # Python writes a float so that no other float is written alike
+        digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
+        return Bits(digest, tokens, likely, pieces)
+
+    def only(self, place: int) -> Bits:
+        """The token at one place, as if it were all."""
+        here = slice(place, place + 1)
+        return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def numbers(self) -> int:
+        """How many log probabilities the hash covers."""
+        return sum(map(len, self.likely))
+
+    def piece(self, place: int) -> str:
+        """A token as text. At the end of an answer there is a token without one."""
+        if place >= len(self.tokens):
+            return "nothing more"
+        if place >= len(self.pieces):
+            return "the end"
+        return f"“{self.pieces[place]}”" if self.pieces[place] else f"token {self.tokens[place]}"
+
+
+class Difference(NamedTuple):
+    """Where an answer is not the one that it should be."""
+
+    place: int  # the first place with another bit, counted from 0
+    by: float  # so far apart are two log probabilities of one token at most
+    parted: int | None  # the first place with another token
+    said: tuple[str, str]  # what stands there: as it should be, and as it is
+
+    @property
+    def words(self) -> str:
+        bits = f"other bits from token {self.place + 1}"
+        bits += f", by up to {self.by:.1g}" if self.by else ""
+        if self.parted is None:
+            return f"the same tokens; {bits}"
+        right, wrong = self.said
+        return f"token {self.parted + 1} is {wrong}, alone it is {right}; {bits}"
+
+
+def difference(right: Bits, other: Bits) -> Difference | None:
+    """None if all bits are the same. Behind the first token that is another one, nothing can be
+    compared."""
+    if right.digest == other.digest:
+        return None
+    place = None
+    furthest = 0.0
+    for i, (ours, theirs) in enumerate(zip(right.likely, other.likely, strict=False)):
+        if ours != theirs and place is None:
+            place = i
+        for (token, value), (same, found) in product(ours, theirs):
+            if token == same and value != found:  # minus infinity twice is no difference
+                furthest = max(furthest, abs(value - found))
+        if right.tokens[i] != other.tokens[i]:
+            break
+    parted = first_other(right.tokens, other.tokens)
+    said = ("", "") if parted is None else (right.piece(parted), other.piece(parted))
+    if place is None:  # one of them is longer, or there are no log probabilities
+        place = parted or 0
+    return Difference(place, furthest, parted, said)
+
+
+def first_other(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place with another token."""
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

@@ -1,0 +1,253 @@
+"""The matrix product under MLX: our own, or a library that stands in for it, and how it gets there.
+
+The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
+*reference* BLAS. It is correct, portable, and 10 to 50 times slower than the machine can go. A
+tuned BLAS is fast, but adds numbers up in an order that depends on how many rows there are, so a
+request's last digits would depend on its company. On a Mac (Accelerate, Metal) and on CUDA none of
+this applies.
+
+The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers
+it. A library that is loaded *before* `mlx.core`, with its names made global, therefore takes the
+place of the slow one. Ours is `matmul.c`, which is compiled at install. Where that could not be, OpenBLAS
+takes its place: the tokens are right as before, but nothing is promised about their last bits. So
+this module must come first: every file of ours takes its `mx` from `mlx.py`, which asks here, and
+no other file has to think of it.
+
+    NANOBATCH_BLAS=rows               our own product or nothing: an error says why it cannot be had
+    NANOBATCH_BLAS=rows:avx2          the same in this form (avx512, avx2, neon, plain)
+    NANOBATCH_BLAS=openblas           OpenBLAS, from the wheel that the extra `cpu` brings, or else the system's
+    NANOBATCH_BLAS=openblas:Haswell   the same, with the kernels for another processor than this one
+    NANOBATCH_BLAS=off                leave MLX as it is, and say nothing
+    NANOBATCH_BLAS=/path/lib.so       take this library
+    NANOBATCH_THREADS=1               how many threads multiply
+
+What this file keeps: an environment that was made for another library changes nothing here, neither
+the kernels nor how threads wait. What runs is asked of the library, and never guessed from the
+processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels import matmul
+from runtime.cli import install
+
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a BLAS by itself
+
+
+def say(line: str) -> None:
+    """Tell the user. The screen replaces this by a function of its own."""
+    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+
+
+class Blas(NamedTuple):
+    """What multiplies under MLX."""
+
+    # "rows" is our own; else "openblas", a path, or "mlx" for what MLX brings.
+    name: str
+    # `kernels`: the processor that the library's code is made for, in the library's own words.
+    kernels: str = ""
+    # `why_not`: why it is not our own product, and what would help. Empty where nobody expects
+    # ours.
+    why_not: str = ""
+    # `library`: our own product, loaded.
+    library: ctypes.CDLL | None = None
+
+    def __str__(self) -> str:
+        named = f"{self.name} ({self.kernels})" if self.kernels else self.name
+        return (
+            f"{named}, so bits may differ with the company: {self.why_not}"
+            if self.why_not
+            else named
+        )
+
+    @property
+    def products(self) -> int:
+        """How many products our own library has computed."""
+        return ctypes.c_long.in_dll(self.library, "rows_products").value
+
+
+def preload() -> Blas:
+    """Load the best product there is. Must run before `mlx.core` is imported."""
+    choice = os.environ.get("NANOBATCH_BLAS", "")
+    name, _, kernels = choice.partition(":")
+    if choice == "off" or not _needs_blas():
+        return Blas("mlx")
+    if "mlx.core" in sys.modules:
+        return Blas("mlx", why_not="MLX was imported first; import nanobatch before mlx")
+    if name == "rows" or not choice:
+        try:
+            return _load_rows(kernels)
+        except matmul.Unbuilt as reason:
+            if choice:
+                raise ImportError(f"NANOBATCH_BLAS={choice}: {reason}.") from None
+            why_not = str(reason)
+    else:
+        why_not = f"NANOBATCH_BLAS={choice}"
+    found = choice if choice and name != "openblas" else "openblas"
+    with _environment(
+        OPENBLAS_CORETYPE=kernels or matmul.openblas_kernels(),
+        OPENBLAS_THREAD_TIMEOUT="4",
+        OPENBLAS_NUM_THREADS=str(matmul.threads(most=1024)),
+    ):
+        library = _load_openblas() if found == "openblas" else _global(found)
+        if library and _offers(library):
+            return Blas(found, _kernels(library), why_not)
+    if choice:
+        raise ImportError(
+            f"NANOBATCH_BLAS={choice} is no BLAS that can be loaded; name a shared library, rows, openblas, or 'off'."
+        )
+    return Blas(
+        "mlx",
+        why_not=f"{why_not}, or for another fast BLAS, {install('cpu', 'scipy-openblas32')}",
+    )
+
+
+def _needs_blas() -> bool:
+    """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
+    found = backends()
+    if len(found) > 1:
+        both = " and ".join(found)
+        remedy = f"pip uninstall {' '.join(found)}, then {install('cpu', 'mlx[cpu]')}"
+        say(f"{both} own the same file, and the newest computes; to have one: {remedy}")
+    return sys.platform == "linux" and not any("cuda" in name for name in found)
+
+
+def backends() -> list[str]:
+    """Those of MLX that are installed on Linux. Each brings a file `mlx/lib/libmlx.so`."""
+    names = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    return [name for name in names if [*importlib.metadata.distributions(name=name)]]
+
+
+@contextmanager
+def _environment(**settings: str) -> Iterator[None]:
+    """While a library is loaded, it reads these, and afterwards everybody else finds what was there
+    before.
+
+    OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor
+    for an old one; so they are named. Its threads spin while they wait for work. With the
+    least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
+    others.
+    """
+    before = {name: os.environ.pop(name) for name in settings if name in os.environ}
+    os.environ |= {name: value for name, value in settings.items() if value}
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+        os.environ |= before
+
+
+# --- the libraries ------------------------------------------------------------------------------
+
+
+def _load_rows(form: str) -> Blas:
+    """Our own product, made global once it has been looked at."""
+    library, said = matmul.load(form)
+    ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    return Blas("rows", said, library=library)
+
+
+def _global(library: str | Path) -> ctypes.CDLL | None:
+    """The library, with its names made global; None if it cannot be loaded. (ValueError: its path
+    holds bytes that are no text, and so does the reason.)"""
+    try:
+        return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, ValueError):
+        return None
+
+
+def _load_openblas() -> ctypes.CDLL | None:
+    """OpenBLAS from the wheel that NumPy and SciPy are built with, which has kernels for every
+    processor; or else the system's."""
+    wheel = importlib.util.find_spec("scipy_openblas32")
+    inside = (
+        Path(wheel.origin).with_name("lib") / "libscipy_openblas.so"
+        if wheel and wheel.origin
+        else ""
+    )
+    return (inside and _global(inside)) or _global("libopenblas.so.0")
+
+
+def _offers(library: ctypes.CDLL) -> bool:
+    """Does the library offer its products to MLX? The wheel's names begin with `scipy_`, so that it
+    gets in no other library's way. Ours is to get in the way: what it has is offered under the
+    usual names, too."""
+    try:
+        if not hasattr(library, PRODUCTS[0]):
+            offer({name: library[f"scipy_{name}"] for name in PRODUCTS})
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
+    """Make functions that are in this process known to the linker by these names, for libraries
+    that come later.
+
+    What a linker knows is what stands in the tables of the libraries that it has loaded. So this
+    writes the smallest library there can be, into memory, and loads it. It has no code: only a
+    table of symbols, each an absolute address.
+
+        file header | what to load: all of it | where its tables are | symbols | their names | hash
+        table | the tables
+    """
+    # The first entry of both is empty
+    names = b"\0"
+    symbols = bytes(24)
+    for name, function in functions.items():
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        # Its name's place; a function (2) that all may use (1 << 4); absolute (0xFFF1), so it is
+        # moved nowhere.
+        symbols += struct.pack("=IBBHQQ", len(names), 0x12, 0, 0xFFF1, address, 0)
+        names += name.encode() + b"\0"
+    count = len(functions) + 1
+    # The hash table: one bucket for all names, which begins with symbol 1, and after each symbol
+    # comes the next.
+    chain = [0, *range(2, count), 0]
+    hashes = struct.pack(f"={3 + count}I", 1, count, 1, *chain)
+    place = 64 + 2 * 56
+    body = b""
+    tables = b""
+    for tag, table in ((6, symbols), (5, names), (4, hashes)):
+        tables += struct.pack("=QQ", tag, place + len(body))
+        body += table + bytes(-len(table) % 8)
+    # How long the names are, and each symbol; the end
+    tables += struct.pack("=6Q", 10, len(names), 11, 24, 0, 0)
+    start = place + len(body)
+    size = place + len(body) + len(tables)
+    # This machine's kind of file begins as Python's own does
+    with open("/proc/self/exe", "rb") as python:
+        kind = python.read(16) + struct.pack("=H", 3) + python.read(4)[2:]
+    header = kind + struct.pack("=IQQQIHHHHHH", 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
+    load = struct.pack("=IIQQQQQQ", 1, 6, 0, 0, 0, size, size, 4096)  # read and write
+    where = struct.pack("=IIQQQQQQ", 2, 6, start, start, start, len(tables), len(tables), 8)
+    file = os.memfd_create("names")
+    try:
+        os.write(file, header + load + where + body + tables)
+        ctypes.CDLL(f"/proc/self/fd/{file}", mode=ctypes.RTLD_GLOBAL)
+    finally:
+        os.close(file)
+
+
+# --- the processor, and what runs on it ---------------------------------------------------------
+
+
+def _kernels(library: ctypes.CDLL) -> str:
+    """Which kernels the library runs, if it can say."""
+    for name in ("scipy_openblas_get_corename", "openblas_get_corename"):
+        if core := getattr(library, name, None):
+            core.restype = ctypes.c_char_p
+            return core().decode()
+    return ""

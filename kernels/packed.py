@@ -1,0 +1,220 @@
+"""A matrix of weights: whole, packed into a few bits, or one for each expert; and what multiplies by it.
+
+The problem. A step with few rows takes as long as its weights take to be read. A checkpoint with
+four bits a weight is a seventh of what it is in float32. But on a CPU MLX multiplies float32
+matrices alone quickly.
+
+The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. So a
+packed matrix gets an array that *claims* to be float32, and costs no memory of its own. Our product
+knows a packed matrix by its first bytes, makes each weight into the float32 that it stands for, and
+adds up as ever: not one bit of a result changes.
+
+    | what it is: form, N, K, group; 64 bytes | weights | scales | offsets |     each at a line of the cache
+      ^ the claim begins here
+
+Weights of four bits lie in another order than in a file (`matmul.c` draws it); `as_in_a_file` undoes it.
+
+What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
+that read it would read beyond its end. It holds the matrix's memory, and so does each product that
+has not been computed yet: the memory says what it is for as long as it is there.
+
+Where next: `models/load.py`, what matrices are made of; `matmul.c`, how they are multiplied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from kernels import matmul
+from kernels import mlx as device
+from kernels.matmul import LINE
+from kernels.mlx import mx
+
+FORMS = {mx.float32: matmul.FLOAT32, mx.float16: matmul.FLOAT16, mx.bfloat16: matmul.BFLOAT16}
+WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
+LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
+
+
+class Claim:
+    """Holds an array that looks like float32 numbers to MLX's products, and to nothing else."""
+
+    def __init__(self, array: mx.array):
+        self.array = array  # (in, out), or (experts, in, out)
+
+
+class Matrix(NamedTuple):
+    """y = x W^T + b, with W as the checkpoint stores it. Of experts there is a W for each.
+
+    W may be packed: `bits` bits a number, and a scale and an offset for every `group` of them.
+    Numbers of 16 bits may have a scale for each row, in float32, and no offset.
+    """
+
+    weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
+    bias: mx.array | None = None  # (out,)
+    scales: mx.array | None = None  # (..., out, in / group); None: W is not packed
+    offsets: mx.array | None = None  # the same
+    bits: int = 0
+    group: int = 0
+    claim: Claim | None = None  # of a packed one: our own product multiplies. None: MLX does
+
+    def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
+        """(..., in) -> (..., out)
+
+        `chosen`: of experts, those of each row: (..., 1, in) -> (..., k, 1, out).
+        """
+        if self.scales is not None and not self.claim:
+            y = self._unpacked_by_mlx(x, chosen)
+        else:
+            turned = self.claim.array if self.claim else self.weight.swapaxes(-1, -2)
+            y = x @ turned if chosen is None else mx.gather_mm(x, turned, rhs_indices=chosen)
+        return y if self.bias is None else y + self.bias
+
+    def _unpacked_by_mlx(self, x: mx.array, chosen: mx.array | None) -> mx.array:
+        arrays = (self.weight, self.scales, self.offsets)
+        how = {"group_size": self.group, "bits": self.bits}
+        if chosen is None:
+            return mx.quantized_matmul(x, *arrays, **how)
+        return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
+
+    def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
+        matrix."""
+        weight = self.weight[ids]
+        if self.scales is None:
+            return weight
+        scales = self.scales[ids]
+        if self.offsets is None:
+            return weight.astype(scales.dtype) * scales
+        offsets = self.offsets[ids]
+        if self.claim:
+            scales = scales.astype(mx.float32)
+            offsets = offsets.astype(mx.float32)
+            if self.bits == 4:
+                weight = as_in_a_file(weight, scales.shape[-1] * self.group)
+        return mx.dequantize(weight, scales, offsets, self.group, self.bits)
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """What W is made of."""
+        named = {"weight": self.weight, "scales": self.scales, "offsets": self.offsets}
+        return {name: array for name, array in named.items() if array is not None}
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has: of packed ones, each scale is for a group of them."""
+        return self.weight.size if self.scales is None else self.scales.size * self.group
+
+    @property
+    def packing(self) -> tuple:
+        """What matrices must have alike to become one."""
+        if self.scales is None:
+            return ()
+        return self.bits, self.group, self.weight.dtype, self.scales.dtype
+
+
+def joined(parts: Sequence[Matrix]) -> Matrix:
+    """Several matrices of the same input, packed alike, as one, which yields all their outputs
+    side by side.
+
+    So the input is read once, and one product runs instead of three.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    arrays = {
+        name: mx.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays
+    }
+    return parts[0]._replace(**arrays, bias=joined_biases(parts))
+
+
+def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
+    """The biases of several matrices as one: zeros where a matrix has none."""
+    dtypes = [part.bias.dtype for part in parts if part.bias is not None]
+    if not dtypes:
+        return None
+    return mx.concatenate(
+        [
+            mx.zeros(len(part.weight), dtypes[0]) if part.bias is None else part.bias
+            for part in parts
+        ]
+    )
+
+
+def packed(matrix: Matrix) -> Matrix:
+    """The same in the memory that our product reads, and with what multiplies by it."""
+    group = matrix.group
+    K = matrix.scales.shape[-1] * group
+    bits = WIDER.get(matrix.bits, matrix.bits)
+    form = {4: matmul.FOUR_BITS, 8: matmul.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
+    arrays = [mx.contiguous(array) for array in matrix.arrays.values()]
+    *many, N, _ = matrix.weight.shape
+    count = math.prod(many)  # of matrices: one, or one for each expert
+    row = row_nbytes(K, bits)
+    sizes = [N * row, *(array.nbytes // count for array in arrays[1:])]
+    # Of weights, scales and offsets, counted in lines from a matrix's beginning; last, its end
+    places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
+    lines = places[-1]
+    # A line before, to begin at one, and one behind, since whole vectors are read
+    memory = mx.zeros((count * lines + 2) * LINE // 4, mx.uint32)
+    begin = address(memory)
+    start = -begin % LINE
+
+    def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
+        """Of each matrix what begins in this line, as an array of such numbers."""
+        to_next = lines * LINE // dtype.size
+        first = (start + line * LINE) // dtype.size
+        strides = [to_next] * len(many) + [*strides]
+        return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
+
+    said = (form, FORMS[matrix.scales.dtype], N, K, group, *places[1:3])
+    sources = [address(array) for array in arrays]
+    for index in range(count):
+        at = begin + start + index * lines * LINE
+        device.blas.library.rows_pack(ctypes.c_void_p(at), *said)
+        for n, array in enumerate(arrays):
+            nbytes = array.nbytes // count
+            source = sources[n] + index * nbytes
+            target = at + places[n] * LINE
+            if n or matrix.bits == 16:
+                ctypes.memmove(target, source, nbytes)
+            else:
+                lay(source, matrix.bits, target, form, N, K)
+    kept = {}
+    widths = [row // matrix.weight.dtype.size, K // group, K // group]
+    for name, array, place, width in zip(matrix.arrays, arrays, places, widths, strict=False):
+        kept[name] = view(array.dtype, place, (N, width), (width, 1))
+    claimed = view(mx.float32, 0, (K, N), (1, K))
+    mx.eval(kept, claimed)
+    return matrix._replace(**kept, bits=bits, claim=Claim(claimed))
+
+
+def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:
+    """Write weights of so many bits in a file as our product reads them."""
+    places = ctypes.c_void_p(source), bits, ctypes.c_void_p(target), form
+    device.blas.library.rows_lay(*places, ctypes.c_long(N), ctypes.c_long(K))
+
+
+def row_nbytes(K: int, bits: int) -> int:
+    """What a kept row of K weights takes."""
+    if bits != 4:
+        return K * bits // 8
+    return device.blas.library.rows_width(matmul.FOUR_BITS, ctypes.c_long(K))
+
+
+def address(array: mx.array) -> int:
+    """Where the numbers of an array lie, side by side."""
+    numbers = array.view(mx.uint8)  # a memoryview knows no bfloat16
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
+
+
+def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
+    """Rows of four bits, as they are kept, in the order that MLX knows."""
+    lanes = matmul.ORDER
+    places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
+    rest = words.shape[:-1]
+    numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)
+    numbers = numbers.reshape(*rest, -1, 8)[..., : K // 8, :]
+    return (numbers << places).sum(axis=-1)

@@ -1,0 +1,325 @@
+"""What a model folder's config.json says, in our own words, and what of it cannot be served.
+
+The problem. Each family of models writes its config in its own way, leaves other things unsaid, and
+changes with each release of transformers. A field that is read wrongly comes out as nonsense, many
+tokens later.
+
+What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass
+knows no family's name. What it has no place for is refused by the field's name, with what is
+supported.
+
+Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model
+of both.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from models.families import FAMILIES, NORMS, Family
+from models.fields import Fields
+from models.rope import Rope
+from runtime.files import ModelError, read_json
+from runtime.validation import shown
+
+# A layer's matrices: how many numbers come out of each, and how many go in
+ATTENTION = {
+    "self_attn.q_proj": ("queries", "width"),
+    "self_attn.k_proj": ("keys", "width"),
+    "self_attn.v_proj": ("keys", "width"),
+    "self_attn.o_proj": ("width", "queries"),
+}
+MLP = {
+    "mlp.gate_proj": ("hidden", "width"),
+    "mlp.up_proj": ("hidden", "width"),
+    "mlp.down_proj": ("width", "hidden"),
+}
+EXPERTS = {  # in the place of one MLP: a router, and three matrices for each expert
+    "mlp.gate": ("experts", "width"),
+    "mlp.experts.gate_proj": ("experts", "hidden", "width"),
+    "mlp.experts.up_proj": ("experts", "hidden", "width"),
+    "mlp.experts.down_proj": ("experts", "width", "hidden"),
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `config.json` says about the shape of the model, in the names of the glossary in
+    `llama.py`."""
+
+    model_type: str
+    layers: int
+    D: int  # model width
+    H: int  # query heads
+    Hkv: int  # key and value heads; H / Hkv query heads share one
+    Dh: int  # head size
+    hidden: int  # width inside the MLP, or inside of each expert
+    V: int  # vocabulary
+    norm_eps: float
+    max_positions: int  # the longest sequence the model was trained for
+    tied: bool  # the output head is the embedding table, transposed
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
+    # How many rows attention looks back on, the token's own included; None means all
+    window: int | None
+    rope: Rope
+    whole: Collection[int] = ()  # the layers that look back on all rows although there is a window
+    # Of the layers that have the window, where their positions turn in a way of their own
+    near: Rope | None = None
+    norms_at: str = "before"  # the branches, or "after" them, or "around"
+    norms_add: bool = False  # the files hold what is added to 1
+    unturned: Collection[int] = ()  # the layers in which attention knows no positions
+    gelu: bool = False  # in the MLP, instead of SiLU
+    cap: float | None = None  # what attention's scores come near to, and never exceed
+    head_cap: float | None = None  # and the logits
+    has_head: bool = True  # a model that was made for embeddings may have none
+    # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    fused: bool = False
+    # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    experts: int = 0
+    taken: int = 1  # how many a token takes
+    whole_shares: bool = False  # the shares of those that it takes add up to 1
+    # Of modules' outputs: folded into their weights
+    multipliers: dict[str, float] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the checkpoint must hold, with its shape before any quantization."""
+        D = self.D
+        sizes = {
+            "width": D,
+            "queries": self.H * self.Dh,
+            "keys": self.Hkv * self.Dh,
+            "hidden": self.hidden,
+            "experts": self.experts,
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.V, D),
+            "model.norm.weight": (D,),
+        }
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.V, D)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}."
+            for module, sides in (ATTENTION | (EXPERTS if self.experts else MLP)).items():
+                shape = tuple(sizes[side] for side in sides)
+                shapes[f"{layer}{module}.weight"] = shape
+                if self.has_bias(module):
+                    shapes[f"{layer}{module}.bias"] = shape[:1]
+            for name in self.norms.values():
+                shapes[f"{layer}{name}.weight"] = (D,)
+            if self.qk_norm:
+                over_all = self.qk_norm == "width"
+                q = sizes["queries"] if over_all else self.Dh
+                k = sizes["keys"] if over_all else self.Dh
+                shapes[f"{layer}self_attn.q_norm.weight"] = (q,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (k,)
+        return shapes
+
+    def has_bias(self, module: str) -> bool:
+        """Is something added to what comes out of a matrix?"""
+        if "mlp" in module:
+            return self.mlp_bias and not self.experts
+        return self.o_bias if "o_proj" in module else self.qkv_bias
+
+    def factor(self, name: str) -> float:
+        """What the output of a tensor's module is multiplied by."""
+        return self.multipliers.get(name.split(".")[-2], 1)
+
+    @property
+    def norms(self) -> dict[str, str]:
+        """What a layer's norms are to `forward`, and what the checkpoint calls them."""
+        return NORMS[self.norms_at]
+
+    def positions(self, layer: int) -> tuple[Rope | None, int | None]:
+        """How attention treats positions in a layer: how they turn, if it knows them, and how far
+        it looks back."""
+        slides = self.window is not None and layer not in self.whole
+        rope = (self.near if slides else None) or self.rope
+        return None if layer in self.unturned else rope, self.window if slides else None
+
+
+def read_config(folder: Path, has_head: bool) -> Config:
+    """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the
+    config does not."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise Fields(path, raw).refuse("model_type", name, FAMILIES)
+    family = FAMILIES[name]
+    raw |= {key: usual for key, usual in family.unsaid.items() if raw.get(key) is None}
+    fields = Fields(path, raw)
+    get = raw.get
+    _refuse(fields, family)
+    D = fields.number("hidden_size")
+    H = fields.number("num_attention_heads")
+    Hkv = fields.number("num_key_value_heads", H)
+    if H % Hkv:
+        raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
+    if get("head_dim") is None and D % H:
+        raise ModelError(
+            f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given."
+        )
+    Dh = fields.number("head_dim", D // H)
+    if Dh % 2 or Dh < 4:
+        raise ModelError(
+            f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4."
+        )
+    attention_bias = bool(get("attention_bias", False))
+    max_positions = fields.number("max_position_embeddings", 2048)
+    tied = bool(get("tie_word_embeddings", not has_head))
+    window, whole = _window(fields, family)
+    shared = {
+        "model_type": name,
+        "layers": fields.number("num_hidden_layers"),
+        "D": D,
+        "H": H,
+        "Hkv": Hkv,
+        "Dh": Dh,
+        "hidden": fields.number(family.width),
+        "V": fields.number("vocab_size"),
+        "norm_eps": fields.real("rms_norm_eps", 1e-6, 0),
+        "max_positions": max_positions,
+        "tied": tied,
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "mlp_bias": bool(get("mlp_bias", False)),
+        "qk_norm": "",
+        "window": window,
+        "whole": whole,
+        "rope": _rope(fields, family, Dh, max_positions),
+    }
+    return Config(**shared | family.own(fields, D, Dh, tied))
+
+
+def _refuse(fields: Fields, family: Family) -> None:
+    """Refuse what a field says if there is no place for it in a `Config`."""
+    get = fields.get
+    act, *known = family.activation
+    if (get(act) or known[0]) not in known:
+        raise fields.refuse(act, get(act), known[:1])
+    for flag in ("use_bidirectional_attention", *family.refused):
+        if get(flag):
+            raise fields.refuse(flag, get(flag), ("false, or nothing",))
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(get(key) or {}, dict):
+            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
+    method = (get("quantization_config") or {}).get("quant_method")
+    if method is not None and not get("quantization"):
+        raise fields.refuse(
+            "quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32")
+        )
+    mode = (get("quantization") or {}).get("mode", "affine")
+    if mode != "affine":
+        raise fields.refuse("quantization mode", mode, ("affine",))
+
+
+def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
+    """The length of the sliding window, if any layer has one, and the layers that have none."""
+    layers = fields.number("num_hidden_layers")
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        known = {"full_attention", "sliding_attention"}
+        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
+            choice = f"for each of {layers} layers {' or '.join(sorted(known))}"
+            raise fields.refuse("layer_types", kinds, (choice,))
+        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
+    elif family.whole is not None:
+        whole = family.whole(fields, layers)
+    else:
+        return None, ()
+    if len(whole) == layers or fields.get("sliding_window", 4096) is None:
+        return None, ()
+    return fields.number("sliding_window", 4096), whole
+
+
+def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
+    """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and
+    `rope_parameters` with all."""
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if family.two_ropes and isinstance(scaling, dict):
+        full = scaling.get("full_attention")
+        scaling = full if isinstance(full, dict) else scaling
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise ModelError(
+            f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs."
+        )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if isinstance(kind, str):
+        kind = family.rope_types.get(kind, kind)
+    if kind not in ROPE_TYPES:
+        raise fields.refuse("rope type", kind, ROPE_TYPES)
+    inner = Fields(fields.path, scaling)
+    theta = inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1)
+    name = "partial_rotary_factor"
+    part = inner.real(name, fields.real(name, 1.0, 0), 0)
+    turned = int(Dh * part)
+    if part != 1 and not family.turns_a_part:
+        raise fields.refuse(name, part, ("1",))
+    if turned % 2 or not 4 <= turned <= Dh:
+        choice = f"1, or what turns an even number, at least 4, of {Dh}"
+        raise fields.refuse(name, part, (choice,))
+    rope = Rope(
+        kind,
+        theta,
+        turned=turned if turned < Dh else None,
+        interleaved=bool(fields.get("rope_traditional")),
+    )
+    if kind == "default":
+        return rope
+    name = "original_max_position_embeddings"
+    usual = 8192 if kind == "llama3" else max_positions
+    original = fields.number(name, inner.number(name, usual))
+    if kind in ("linear", "dynamic"):
+        return replace(rope, factor=inner.real("factor"), original_length=max_positions)
+    rope = replace(rope, original_length=original)
+    if kind == "llama3":
+        return replace(
+            rope,
+            factor=inner.real("factor"),
+            low_freq_factor=inner.real("low_freq_factor", 1),
+            high_freq_factor=inner.real("high_freq_factor", 4),
+        )
+    stretch = max_positions / original
+    rope = replace(rope, factor=inner.real("factor", stretch))
+    return _yarn(inner, rope) if kind == "yarn" else _longrope(inner, rope, turned // 2)
+
+
+def _yarn(inner: Fields, rope: Rope) -> Rope:
+    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of
+    two such."""
+    if not inner.get("truncate", True):
+        raise inner.refuse("truncate", False, ("true",))
+    if rope.theta == 1:
+        raise inner.refuse("rope_theta", rope.theta, ("with yarn, more than 1",))
+    growth = math.log(max(rope.factor, 1))
+    over = inner.real("mscale", 0.0, 0)
+    under = inner.real("mscale_all_dim", 0.0, 0)
+    usual = 1 + 0.1 * growth
+    if over and under:
+        usual = (1 + 0.1 * over * growth) / (1 + 0.1 * under * growth)
+    return replace(
+        rope,
+        low_freq_factor=inner.real("beta_slow", 1),
+        high_freq_factor=inner.real("beta_fast", 32),
+        gain=inner.real("attention_factor", usual),
+    )
+
+
+def _longrope(inner: Fields, rope: Rope, planes: int) -> Rope:
+    found = []
+    for name in ("short_factor", "long_factor"):
+        factors = inner.get(name)
+        if not isinstance(factors, list) or len(factors) != planes:
+            raise inner.refuse(name, factors, (f"a number for each of {planes} planes",))
+        found.append(tuple(Fields(inner.path, {name: factor}).real(name) for factor in factors))
+    short, long = found
+    usual = 1.0
+    if rope.factor > 1 and rope.original_length > 1:
+        usual = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_length))
+    gain = inner.real("attention_factor", usual)
+    return replace(rope, short=short, long=long, gain=gain)

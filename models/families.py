@@ -1,0 +1,241 @@
+"""What one family of models has and another has not: a record for each family.
+
+The problem. Each family writes its config in its own way, and means something else by a field that
+is not there.
+
+What this file keeps. A family is one record in `FAMILIES`, at the end, and at most one function
+above. What they yield is plain data, fields of a `Config`: no other file knows a family's name.
+
+Where next: `config.py`, which reads what all families share.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.fields import Fields
+from models.rope import Rope
+
+# Where a layer's norms stand, around its two branches: what `Layer` calls each norm, and what the
+# files call it.
+NORMS = {
+    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
+    "around": {
+        "attn_norm": "input_layernorm",
+        "attn_after": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_after": "post_feedforward_layernorm",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family differs from Llama. A record without arguments is Llama (docs/models.md)."""
+
+    # What a config.json may leave unsaid, where Llama's would mean something else.
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    # (fields, D, Dh, tied) -> the fields of `Config` that this family sets by itself.
+    own: Callable[[Fields, int, int, bool], dict[str, Any]] = lambda *_: {}
+    # If layers have a sliding window: (fields, layers) -> the layers that look back on all rows.
+    whole: Callable[[Fields, int], Collection[int]] | None = None
+    # The field that names the activation, and what it may be.
+    activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
+    # The field that holds the width inside an MLP.
+    width: str = "intermediate_size"
+    # Fields that change what the model computes in a way we have not built.
+    refused: tuple[str, ...] = ()
+    # Rope types by other names.
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    # May a part of each head have no positions?
+    turns_a_part: bool = False
+    # Do layers with a window and layers without one have a rope each?
+    two_ropes: bool = False
+
+
+# --- layers without the window -------------------------------------------------------------------
+
+
+def _none(fields: Fields, layers: int) -> Collection[int]:
+    return ()
+
+
+def _first(fields: Fields, layers: int) -> Collection[int]:
+    """Qwen's first layers look back on all rows, unless a config asks for windows: then so many."""
+    if not fields.get("use_sliding_window"):
+        return range(layers)
+    return range(min(layers, fields.number("max_window_layers", 28, least=0)))
+
+
+def _every_second(fields: Fields, layers: int) -> Collection[int]:
+    return range(1, layers, 2)
+
+
+def _every_sixth(fields: Fields, layers: int) -> Collection[int]:
+    every = fields.number("sliding_window_pattern", 6)
+    return range(every - 1, layers, every)
+
+
+# --- fields of a config that one family alone has ------------------------------------------------
+
+
+def _cap(fields: Fields, name: str, usual: float | None) -> float | None:
+    """A config that says null has none."""
+    if fields.get(name, usual) is None:
+        return None
+    return fields.real(name, usual)
+
+
+def _gemma2(
+    fields: Fields,
+    D: int,
+    Dh: int,
+    tied: bool,
+    scaled: str = "q_proj",
+    caps: tuple[float | None, float | None] = (50.0, 30.0),
+) -> dict[str, Any]:
+    """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number in its
+    config.
+
+    A tied head is the embedding, multiplied with it: so the last norm, which nothing but the head
+    reads, divides.
+
+    `scaled`: the module that takes the factor of q k^T.
+    `caps`: of scores and logits, where a config does not name them.
+    """
+    attn, final = caps
+    return {
+        "multipliers": {
+            "embed_tokens": D**0.5,
+            "norm": D**-0.5 if tied else 1,
+            scaled: fields.real("query_pre_attn_scalar", 256) ** -0.5 * Dh**0.5,
+        },
+        "norms_at": "around",
+        "norms_add": True,
+        "gelu": True,
+        "cap": _cap(fields, "attn_logit_softcapping", attn),
+        "head_cap": _cap(fields, "final_logit_softcapping", final),
+    }
+
+
+def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Gemma's third release has a norm between q_proj and q k^T, so there the norm takes the
+    factor. Layers with a window have a theta of their own, which stands with the ropes since
+    transformers' fifth release."""
+    own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
+    theta = fields.real("rope_local_base_freq", 1e4, 1)
+    ropes = fields.get("rope_parameters")
+    near = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
+    if isinstance(near, dict):
+        theta = Fields(fields.path, near).real("rope_theta", theta, 1)
+    return own | {"near": Rope("default", theta), "qk_norm": "head"}
+
+
+def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+
+    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the
+    quotient of the two. A tied head is the embedding, multiplied with it: so the last norm, which
+    nothing but the head reads, divides.
+    """
+    embedding = fields.real("embedding_multiplier", 1.0)
+    attention = fields.real("attention_multiplier", 1.0)
+    residual = fields.real("residual_multiplier", 1.0)
+    logits = fields.real("logits_scaling", 1.0)
+    return {
+        "multipliers": {
+            "embed_tokens": embedding,
+            "q_proj": attention * Dh**0.5,
+            "o_proj": residual,
+            "down_proj": residual,
+            "norm": 1 / (logits * embedding) if tied else 1 / logits,
+        }
+    }
+
+
+def _experts(fields: Fields, *_) -> dict[str, Any]:
+    """Qwen3's mixture of experts. Their number has another name since transformers' fifth
+    release."""
+    step = fields.number("decoder_sparse_step", 1)
+    if step != 1:
+        raise fields.refuse("decoder_sparse_step", step, ("1, experts in all layers",))
+    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    experts = fields.number(name, 128)
+    taken = fields.number("num_experts_per_tok", 8)
+    if taken > experts:
+        choice = f"1 to {experts}, as many as there are"
+        raise fields.refuse("num_experts_per_tok", taken, (choice,))
+    whole = bool(fields.get("norm_topk_prob"))
+    return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
+
+
+def _smollm3(fields: Fields, *_) -> dict[str, Any]:
+    """SmolLM3 has layers without positions. A config has a 1 or a 0 for each layer, or says that
+    every nth has none."""
+    layers = fields.number("num_hidden_layers")
+    interval = fields.number("no_rope_layer_interval", 4)
+    has = fields.get("no_rope_layers")
+    if has is None:
+        return {"unturned": range(interval - 1, layers, interval)}
+    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
+        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
+    return {"unturned": frozenset(i for i in range(layers) if not has[i])}
+
+
+def _seed_oss(fields: Fields, *_) -> dict[str, Any]:
+    return {"o_bias": bool(fields.get("attention_out_bias"))}
+
+
+GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(whole=_none),
+    "qwen2": Family(whole=_first, own=lambda *_: {"qkv_bias": True, "o_bias": False}),
+    "qwen3": Family(
+        unsaid={"head_dim": 128},
+        whole=_first,
+        own=lambda *_: {"qk_norm": "head"},
+    ),
+    "granite": Family(own=_granite),
+    "phi3": Family(
+        unsaid={
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+        },
+        whole=_none,
+        rope_types={"su": "longrope", "yarn": "longrope"},  # in its first configs
+        turns_a_part=True,
+        own=lambda *_: {"fused": True},
+    ),
+    "olmo2": Family(
+        unsaid={"rms_norm_eps": 1e-5},
+        own=lambda *_: {"qk_norm": "width", "norms_at": "after"},
+    ),
+    "smollm3": Family(
+        unsaid={"rope_theta": 2_000_000.0},
+        refused=("use_sliding_window",),
+        own=_smollm3,
+    ),
+    "seed_oss": Family(unsaid={"attention_bias": True, "head_dim": 128}, own=_seed_oss),
+    "gemma2": Family(
+        unsaid={"head_dim": 256, "tie_word_embeddings": True},
+        activation=GEMMA_ACTIVATION,
+        whole=_every_second,
+        own=_gemma2,
+    ),
+    "qwen3_moe": Family(
+        unsaid={"moe_intermediate_size": 768},
+        width="moe_intermediate_size",
+        refused=("use_sliding_window", "mlp_only_layers"),
+        own=_experts,
+    ),
+    "gemma3_text": Family(
+        unsaid={"head_dim": 256, "rope_theta": 1_000_000.0},
+        activation=GEMMA_ACTIVATION,
+        whole=_every_sixth,
+        two_ropes=True,
+        own=_gemma3,
+    ),
+}

@@ -1,0 +1,46 @@
+"""Typed access to the fields of a `config.json`, and one line for each that is wrong.
+
+The problem. A config comes from anywhere, and a field may be missing, of another type, or of a size
+that no model has. A KeyError says nothing to the user who has downloaded it.
+
+What this file keeps. Whatever is wrong is a `ModelError`, which names the file, the field and its
+value.
+
+Where next: `config.py`, which reads a whole config with it.
+"""
+
+from pathlib import Path
+
+from runtime.files import ModelError
+from runtime.validation import real, shown, whole
+
+
+class Fields:
+    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead
+    of a KeyError."""
+
+    def __init__(self, path: Path, values: dict):
+        self.path = path
+        self.get = values.get
+
+    def number(self, key: str, default=None, least=1) -> int:
+        return self._checked(whole, key, default, least)
+
+    def real(self, key: str, default=None, least=1e-6) -> float:
+        return self._checked(real, key, default, least)
+
+    def _checked(self, check, key, default, least):
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
+        if check is whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
+        except ValueError as error:
+            raise ModelError(f"{error}.") from None
+
+    def refuse(self, key: str, value, supported) -> ModelError:
+        said = f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}."
+        return ModelError(said, f"{key} {shown(value)} not supported")

@@ -1,0 +1,202 @@
+"""Where models are: a folder, the hub's cache, LM Studio's folder, the hub. And what there is, and
+which can be served.
+
+The problem. A name such as `owner/name` may mean a folder here, a download of last month's or
+nothing at all. To ask the network first costs seconds, or a minute where there is none. And what a
+machine holds is often in a form that cannot be served; its owner should learn that before a minute
+of loading, and what to look for instead.
+
+What this file keeps. A model that lies here as a whole is used as it is, and the network is never
+asked. `listed` reads names, configs and headers, never a weight, and no broken model ends it.
+
+Where next: `config.py`, for what a folder holds.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels.mlx import readable
+from models.families import FAMILIES
+from models.load import ModelReader
+from models.weights import MissingError, weight_files
+from runtime.files import ModelError, read_json
+from runtime.validation import one_line, printable, shown
+
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
+# What a download fetches; no other file is ever read
+FILES = ("*.json", "model*.safetensors", "*.jinja")
+LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
+
+
+def find(model: str) -> Path:
+    """The folder of a model: "demo", a path, or a hub id such as
+    `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
+    try:
+        path = DEMO if model == "demo" else Path(model).expanduser()
+        exists = path.exists()
+    # A name that no file can have, or an unknown user's home
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
+        ) from None
+    if exists:
+        refuse_gguf(path)
+        if path.is_dir():
+            return path
+        raise ModelError(f"{path} is a file; name the folder that holds config.json.")
+    if model == "demo":
+        raise ModelError(
+            f"{path} is missing; the demo model comes with the checkout. Name a model of your own."
+        )
+    if model.count("/") != 1 or model[0] in "./~":
+        raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
+    here = [folder for name, folder in found() if name == model]
+    if whole := next(filter(is_whole, here), None):
+        return whole
+    for place in (*here, path):
+        refuse_gguf(place)
+    return _download(model)
+
+
+def refuse_gguf(path: Path) -> None:
+    """Name a GGUF file, folder or hub id as what it is, and a name under which its weights may be
+    found."""
+    is_one = path.suffix.lower() == ".gguf" or (not path.is_dir() and "gguf" in path.name.lower())
+    if path.is_dir() and not (path / "config.json").exists():
+        file = next(path.glob("*.gguf"), None)
+        is_one = file is not None
+        path = file or path
+    if is_one:
+        name = re.sub(r"[-._](gguf|i?q\d\w*|b?f16|f32)\b.*$", "", path.name, flags=re.IGNORECASE)
+        raise ModelError(
+            f"{path} is GGUF, which is not supported; look for the same model as MLX or safetensors, "
+            f"such as mlx-community/{name}-4bit.",
+            "GGUF, not MLX or safetensors",
+        )
+
+
+def is_whole(folder: Path) -> bool:
+    """Is all of a model here? A download that was interrupted leaves some files, and its folder."""
+    if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
+        return False
+    try:
+        files = weight_files(folder)
+    except MissingError:
+        return False
+    except ModelError:
+        return True  # what is wrong with it is said where it is read
+    has_index = any(files.values())
+    return has_index or not any("-of-" in path.name for path in files)
+
+
+def _download(repo: str) -> Path:
+    """Fetch a repository from the hub, or take what the cache has of it; huggingface_hub shows the
+    progress."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
+    except errors.GatedRepoError:
+        why = "is gated: ask for access on its page, then log in with `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        why = "is no folder here, and not on the hub: check the spelling, or `hf auth login` if it is private"
+    except errors.HFValidationError:
+        why = "is no folder here, and no valid hub id (owner/name)"
+    except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
+        try:  # the network may be down, but part of an older download may be here
+            return Path(
+                huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True)
+            )
+        except Exception:
+            why = "is no folder here, not in the cache, and could not be downloaded: check the network"
+            why += f" ({one_line(error, 200)})"
+    raise ModelError(f"{shown(repo)} {why}.")
+
+
+# --- what is here -------------------------------------------------------------------------------
+
+
+def found() -> Iterator[tuple[str, Path]]:
+    """Name and folder of all that the hub's cache and LM Studio's folder hold, served or not."""
+    from huggingface_hub import constants
+
+    for repo in below(Path(constants.HF_HUB_CACHE), "models--*"):
+        snapshots = below(repo / "snapshots", "*")
+        try:
+            newest = (repo / "refs" / "main").read_text().strip()
+        except (OSError, ValueError):
+            newest = ""
+        if snapshots:
+            by_name = {path.name: path for path in snapshots}
+            yield (
+                repo.name.removeprefix("models--").replace("--", "/", 1),
+                by_name.get(newest, snapshots[-1]),
+            )
+    for root in LM_STUDIO:
+        for folder in below(root.expanduser(), "*/*"):
+            yield f"{folder.parent.name}/{folder.name}", folder
+
+
+def below(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(path for path in folder.glob(pattern) if path.is_dir())
+    except OSError:  # it may not be read
+        return []
+
+
+class Listed(NamedTuple):
+    """A line of `python ask.py --list`."""
+
+    name: str
+    family: str
+    parameters: str
+    bits: str
+    size: str  # on disk
+    memory: str  # that its weights take here
+    served: str  # "yes", or why not
+
+
+def listed() -> list[Listed]:
+    """What is here, the demo first. Only configs and headers are read."""
+    return [_listed(name, path) for name, path in [("demo", DEMO), *found()]]
+
+
+def _listed(name: str, folder: Path) -> Listed:
+    """What its reader says of a model, or why it does not read it."""
+    raw = {}
+    parameters = bits = memory = "-"
+    served = "yes"
+    size = 0
+    try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        refuse_gguf(folder)
+        raw = read_json(folder / "config.json")
+        reader = ModelReader(folder)
+        by_bits = Counter()
+        for tensor, shape in reader.config.tensors().items():
+            stored = reader.weights.tensors[tensor]
+            by_bits[stored.bits or 8 * stored.dtype.size] += math.prod(shape)
+        parameters = f"{by_bits.total() / 1e6:,.0f}M"
+        bits = str(max(by_bits, key=by_bits.get))
+        memory = readable(reader.nbytes)
+        reader.check_room()
+        if not (folder / "tokenizer.json").exists():
+            served = "tokenizer.json is missing"
+    except (ModelError, OSError) as error:
+        served = _in_five_words(folder, raw, getattr(error, "short", ""))
+    family = str(raw.get("model_type", "-"))
+    line = (name, family, parameters, bits, readable(size), memory, served)
+    return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
+
+
+def _in_five_words(folder: Path, raw: dict, short: str) -> str:
+    if raw and raw.get("model_type") not in [*FAMILIES]:
+        return "this family is not supported"
+    return short or (
+        "broken: loading it says how" if is_whole(folder) else "not all of it downloaded"
+    )

@@ -1,0 +1,205 @@
+"""What a model is made of: projections, MLPs, layers, and the model itself.
+
+The problem. `forward` multiplies by a projection and does not ask how it is stored. But a
+checkpoint may have a matrix whole, packed into a few bits, or as one of many experts.
+
+What this file keeps. Whatever stands for a projection is called with the input and answers with the
+output. It is a plain record of arrays, made once, when the model is loaded.
+
+Where next: `load.py`, which makes a model of a folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from distributed.group import ALONE, Ranks
+from kernels.mlx import mx, tree_flatten
+from kernels.packed import Matrix
+from models.config import Config
+from models.ops import geglu, rms_norm, softmax, swiglu
+from models.rope import Kind
+from runtime.snapshot import ModelView
+
+
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
+
+    gate_up: Matrix | SideBySide  # D -> 2 * hidden
+    down: Matrix  # hidden -> D
+    gelu: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        gate_up = self.gate_up(x)  # (..., 2 * hidden)
+        return self.down(geglu(gate_up) if self.gelu else swiglu(gate_up))
+
+
+class Choices:
+    """Which experts the tokens of the newest pass take, layer by layer. A pass computes that anyway:
+    keeping it adds no node to the graph, and only those who ask wait for it.
+
+    subtle: no choices of an earlier pass are kept. What was never computed of them would hold the
+    slab, and the next write would copy it.
+    """
+
+    def __init__(self, layers: int):
+        self._newest: deque[mx.array | None] = deque(maxlen=layers)
+
+    def add(self, chosen: mx.array) -> None:  # (N, k)
+        # No token is asked in the last layer: nothing of it is computed, and nobody may ask for it
+        self._newest.append(chosen if chosen.size else None)
+
+    def read(self) -> list[Counter[int]]:
+        """By layer: by how many tokens each expert was taken. Waits until the device knows."""
+        chosen = list(self._newest)
+        return [Counter() if each is None else Counter(each.flatten().tolist()) for each in chosen]
+
+
+class Experts(NamedTuple):
+    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))
+
+    A router says which these are. The shares are the router's softmax over all experts; in some
+    models those of the k best are made to add up to 1. Which experts a token takes depends on that
+    token alone, and so do its bits.
+    """
+
+    router: Matrix  # D -> experts
+    gate: Matrix  # of experts, as the next two
+    up: Matrix
+    down: Matrix
+    k: int
+    whole_shares: bool
+    choices: Choices
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        shares = softmax(self.router(x))  # (..., experts)
+        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+        self.choices.add(chosen)
+        shares = mx.take_along_axis(shares, chosen, axis=-1)
+        if self.whole_shares:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
+        gate_up = mx.concatenate([self.gate(x, chosen), self.up(x, chosen)], axis=-1)
+        y = self.down(swiglu(gate_up), chosen)  # (..., k, 1, D)
+        return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
+
+
+class SideBySide(NamedTuple):
+    """Projections of one input that cannot be one, because they are packed each in a way of its
+    own."""
+
+    parts: tuple[Matrix, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+
+class Norm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight: the numbers of each row get the same size."""
+
+    weight: mx.array  # (D,)
+    of_row: Step
+
+    @staticmethod
+    def of(weight: mx.array, eps: float) -> Norm:
+        return Norm(weight, rms_norm(weight, eps))
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> the same
+        return self.of_row(x)
+
+
+class QKNorm(NamedTuple):
+    """Some families have norms of queries and of keys: of each head, or over all heads of a token
+    at once."""
+
+    q: Norm
+    k: Norm
+    H: int  # the first H heads are queries
+    over_all: bool
+
+    def __call__(self, qk: mx.array) -> mx.array:  # (N, H + Hkv, Dh) -> the same
+        normed = []
+        for norm, heads in zip((self.q, self.k), mx.split(qk, [self.H], axis=1), strict=True):
+            x = heads.flatten(1) if self.over_all else heads
+            normed.append(norm(x).reshape(heads.shape))
+        return mx.concatenate(normed, axis=1)
+
+
+Step = Callable[[mx.array], mx.array]
+
+
+class Chain(NamedTuple):
+    """One step after the other."""
+
+    steps: tuple[Step, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def chain(*steps: Step | None) -> Step:
+    """These steps as one. What a model does not have is None; if it has none of them, x stays as it
+    is."""
+    there = tuple(step for step in steps if step is not None)
+    return there[0] if len(there) == 1 else Chain(there)
+
+
+class Layer(NamedTuple):
+    """What `forward` calls, one after the other. A family's own things are inside: there is nothing
+    to ask."""
+
+    index: int  # its place in the model, and in the slab
+    kind: int  # of attention: which of the model's `kinds`
+    attn_norm: Step  # (N, D) -> the same
+    qkv: Step  # (N, D) -> (N, (H + 2 Hkv) * Dh)
+    qk_norm: Step  # (N, H + Hkv, Dh) -> the same
+    out: Step  # (N, H * Dh) -> (N, D)
+    mlp_norm: Step  # (N, D) -> the same
+    mlp: Step  # (N, D) -> the same
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config and its weights, ready for `forward`."""
+
+    config: Config
+    layers: list[Layer]
+    norm: Norm
+    table: Matrix | None  # the embedding, as a projection D -> V
+    # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
+    head: Step  # (n, D) -> (n, V)
+    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
+    ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
+    choices: Choices | None = None  # None: it has no experts
+    view: ModelView = field(default_factory=ModelView)  # for those who watch
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def is_float32(self) -> bool:
+        """Is everything computed with float32 numbers? Our own product makes packed weights into
+        such."""
+        parts = tree_flatten((self.layers, self.norm, self.table, self.head), is_leaf=_is_claimed)
+        return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
+
+    def without_weights(self) -> Model:
+        """What is left to be known of a model that has been let go of."""
+        return replace(self, layers=[], table=None, head=chain(), kinds=(), choices=None)
+
+    def for_slots_of(self, length: int) -> Model:
+        """The same model, with the positions that it wants where sequences may be as long as
+        this."""
+        Dh = self.config.Dh
+        kinds = [Kind.of(*kind[:3], Dh, self.dtype, length) for kind in self.kinds]
+        return replace(self, kinds=tuple(kinds))
+
+
+def _is_claimed(part: object) -> bool:
+    return isinstance(part, Matrix) and part.claim is not None

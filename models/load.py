@@ -1,0 +1,276 @@
+"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory
+beside them.
+
+The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
+half precision or packed into a few bits. The forward pass wants one matrix for each product. A
+matrix stays packed where the device multiplies it so: on a GPU by MLX, on a CPU by our own product
+(`kernels/packed.py`). And memory that runs out is no exception in MLX: the process dies.
+
+What this file keeps. A model and its slab are measured before the first tensor is read: what does
+not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
+ours never stand in memory together.
+
+Where next: `config.py`, for what a folder holds; `layers.py`, for what the weights are made into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from distributed.group import ALONE, Ranks
+from kernels import mlx as device
+from kernels.mlx import mx, readable
+from kernels.packed import LEAST, Matrix, joined, packed
+from models.config import read_config
+from models.embedding_support import why_not
+from models.layers import (
+    Choices,
+    Experts,
+    Layer,
+    Mlp,
+    Model,
+    Norm,
+    QKNorm,
+    SideBySide,
+    chain,
+)
+from models.memory import Sizes, fit
+from models.ops import capped
+from models.param_count import arrays, counted
+from models.rope import Kind
+from models.sharding import Share
+from models.weights import Weights, usual_form
+from runtime import validation
+from runtime.files import ModelError
+
+
+def read_model(folder: Path, dtype: str = "auto") -> Model:
+    """The model in a folder, for one process. The memory that a slab takes beside it is not looked
+    at."""
+    return ModelReader(folder, dtype).read()
+
+
+class ModelReader:
+    """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
+
+    `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
+    shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
+    `held`: so many bytes more will be free when it is read.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE, held: int = 0):
+        if dtype not in ("auto", "float32", "checkpoint"):
+            raise ValueError(
+                f"dtype = {validation.shown(dtype)}; choose auto, float32 or checkpoint"
+            )
+        self.folder = folder
+        self.ranks = ranks
+        self.form = usual_form() if dtype == "auto" else dtype
+        self.weights = Weights(folder)
+        config = read_config(folder, self.weights.has_head)
+        if not (config.tied or self.weights.has_head or why_not(folder)):
+            config = replace(config, tied=True, has_head=False)
+        self.weights.check_against(config)
+        self.share = Share.of(config, ranks.rank, ranks.size)
+        self.config = self.share.config(config)
+        self.choices = Choices(config.layers) if config.experts else None
+        self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
+        free = device.free_memory()
+        self.free = None if free is None else free + held
+
+    def check_room(self) -> None:
+        """Refuse weights for which there is no memory."""
+        if self.free is not None and self.nbytes > self.free:
+            needs = readable(self.nbytes)
+            raise ModelError(
+                f"{self.folder}: {needs} of weights, but {readable(self.free)} of memory are free; "
+                f"choose a smaller model{', or more ranks' * (self.ranks.size > 1)}.",
+                f"needs {needs} of memory",
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of the activations, and so of the slab."""
+        if self.form != "checkpoint":
+            return 4
+        return self.weights.tensors["model.norm.weight"].dtype.size
+
+    def fit(self, **options) -> Sizes:
+        """What will fit beside the weights: a slab that is too large is refused before they are
+        read."""
+        self.check_room()
+        free = None if self.free is None else self.free - self.nbytes
+        return fit(self.config, self.itemsize, free, **options)
+
+    def read(self) -> Model:
+        self.check_room()
+        c = self.config
+        # One layer at a time, evaluated at once: else the files' copy and ours would stand in
+        # memory together.
+        positions = [c.positions(i) for i in range(c.layers)]
+        kinds = list(dict.fromkeys(positions))
+        layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
+        norm = self.norm("model.norm")
+        table = self.linear("model.embed_tokens")
+        head = None
+        if self.ranks.rank == 0:
+            head = table if c.tied else self.linear("lm_head")
+        cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
+        dtype = norm.weight.dtype
+        kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
+        mx.eval(norm, table, head, kinds)
+        model = Model(
+            config=c,
+            layers=layers,
+            norm=norm,
+            table=table,
+            head=chain(head, cap),
+            kinds=kinds,
+            ranks=self.ranks,
+            choices=self.choices,
+        )
+        view = counted(model)
+        if self.form == "float32" and self.weights.are_narrow:
+            view = view._replace(form=f"{view.form}, widened")
+        return replace(model, view=view)
+
+    def layer(self, index: int, kind: int) -> Layer:
+        if device.exiting.is_set():
+            raise RuntimeError("the program is ending")
+        c = self.config
+        name = f"model.layers.{index}."
+        # Of the norms that a family has around its two branches, each is before a branch or behind
+        # it.
+        norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
+        qk_norm = None
+        if c.qk_norm:
+            q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
+            qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
+        # Each rank has a share of every branch
+        summed = self.ranks.sum if self.ranks.size > 1 else None
+        layer = Layer(
+            index=index,
+            kind=kind,
+            attn_norm=chain(norms.get("attn_norm")),
+            qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
+            qk_norm=chain(qk_norm),
+            out=chain(self.linear(f"{name}self_attn.o_proj"), summed, norms.get("attn_after")),
+            mlp_norm=chain(norms.get("mlp_norm")),
+            mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
+        )
+        mx.eval(arrays(layer))
+        return layer
+
+    def norm(self, module: str) -> Norm:
+        return Norm.of(self.tensor(f"{module}.weight"), self.config.norm_eps)
+
+    def mlp(self, name: str) -> Mlp | Experts:
+        if self.config.experts:
+            stacks = [self.linear(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
+            return Experts(
+                self.linear(f"{name}gate"),
+                *stacks,
+                k=self.config.taken,
+                whole_shares=self.config.whole_shares,
+                choices=self.choices,
+            )
+        gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
+        return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
+
+    def tensor(self, name: str) -> mx.array:
+        """A tensor in our precision, times what its module's output is multiplied by."""
+        return self.times(self.take(name), name)
+
+    def times(self, array: mx.array, name: str) -> mx.array:
+        factor = self.config.factor(name)
+        dtype = array.dtype if self.form == "checkpoint" else mx.float32
+        if self.config.norms_add and name.endswith("norm.weight"):
+            array = 1 + array.astype(mx.float32)
+        if factor != 1:
+            array = array.astype(mx.float32) * factor
+        return array.astype(dtype)
+
+    def take(self, name: str) -> mx.array:
+        """A tensor as the files have it; of queries and keys, with each head's numbers in the order
+        of `Rope.order`."""
+        array = self.weights.take(name)
+        Dh = self.config.Dh
+        order = self.config.rope.order(Dh)
+        turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+        if not turns or order == sorted(order):
+            return array
+        heads = array.reshape(-1, Dh, *array.shape[1:])
+        return heads[:, mx.array(order)].reshape(array.shape)
+
+    def linear(self, *modules: str) -> Matrix | SideBySide:
+        """One projection, or several of the same input: as one, if they are stored alike."""
+        parts = [self.part(module) for module in modules]
+        if len({part.packing for part in parts}) > 1:
+            return SideBySide(tuple(self.kept(part) for part in parts))
+        return self.kept(joined(parts))
+
+    def kept(self, matrix: Matrix) -> Matrix:
+        return packed(matrix) if self.form == "packed" and matrix.bits else matrix
+
+    def part(self, module: str) -> Matrix:
+        """A module as it is to be multiplied, by itself. A rank has its share."""
+        name = f"{module}.weight"
+        has = self.weights.tensors
+        rows, columns = self.share.cut(module, self.config.Dh)
+        bias = None
+        # Where each rank has some columns, their outputs are added up, and a bias is added once
+        if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
+            bias = self.tensor(f"{module}.bias")[rows]
+        weight = self.take(name)
+        if f"{module}.scales" in has:
+            return self.quantized(module, weight, bias, rows, columns)
+        weight = cut_out(weight, rows, columns)
+        if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
+            # Times the factor in the register: the product has more digits than the weight
+            scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
+            return Matrix(weight, bias, scales, bits=16, group=weight.shape[-1])
+        return Matrix(self.times(weight, name), bias)
+
+    def quantized(
+        self,
+        module: str,
+        weight: mx.array,
+        bias: mx.array | None,
+        rows: slice,
+        columns: slice,
+    ) -> Matrix:
+        """As the files have it, if no group of numbers is cut."""
+        name = f"{module}.weight"
+        bits = self.weights.tensors[name].bits
+        group = self.weights.tensors[name].group
+        scales = self.take(f"{module}.scales")
+        offsets = self.take(f"{module}.biases")
+        start, stop, _ = columns.indices(scales.shape[-1] * group)
+        is_cut = start % group or stop % group
+        if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
+            scales = self.times(scales, name)
+            offsets = self.times(offsets, name)
+        if self.form == "float32" or is_cut:
+            weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
+            return Matrix(cut_out(weight, rows, columns), bias)
+        words = slice(start * bits // 32, stop * bits // 32)
+        groups = slice(start // group, stop // group)
+        return Matrix(
+            cut_out(weight, rows, words),
+            bias,
+            cut_out(scales, rows, groups),
+            cut_out(offsets, rows, groups),
+            bits,
+            group,
+        )
+
+
+def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:
+    """These rows and columns, copied: a view would keep the whole in memory. (Some of the rows are
+    always joined with others, which copies them. A norm's weight is a vector, and is never cut.)"""
+    if matrix.ndim == 1:
+        return matrix
+    part = matrix[..., rows, columns]
+    return part if part.shape[-1] == matrix.shape[-1] else mx.contiguous(part)

@@ -1,0 +1,72 @@
+"""The few operations of a Llama: the formula, and who computes it.
+
+The problem. The page of `llama.py` shows what a Llama computes. How fast that goes depends on
+details that have nothing to do with a Llama. On a CPU, MLX computes number by number, so there
+`matmul.c` takes float32 rows (`kernels/row_ops.py`). On a GPU, a step of a few tokens takes
+the time to read the weights, and some microseconds for each kernel (a function that runs there),
+however little it computes: so there the fewest kernels win.
+
+What this file keeps. Each docstring begins with the formula. MLX's own words for it stand below,
+and are what runs wherever `matmul.c` does not. A test holds both against the formula
+(`tests/models/test_ops.py`). No result depends on what else runs in the step, since a request's bits
+must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kernels import row_ops
+from kernels.matmul import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
+from kernels.mlx import mx
+
+
+def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
+    """e^(scale x) / sum(e^(scale x))"""
+    if row_ops.take(x):
+        return row_ops.usual(SOFTMAX, scale)(x)
+    return mx.softmax(x * scale, axis=-1)
+
+
+def swiglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
+    """silu(gate) * up, with silu(x) = x / (1 + e^-x): nearly 0 below 0, nearly x above."""
+    if row_ops.take(gate_up):
+        return row_ops.usual(SWIGLU)(gate_up)
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    return one_kernel(gate, up)
+
+
+def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+# For a CPU, MLX would call the machine's C++ compiler, if there is one
+if mx.default_device() == mx.gpu:
+    one_kernel = mx.compile(one_kernel, shapeless=True)
+
+
+def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
+    """gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+
+    That is x / (1 + e^-v), with v twice what tanh is taken of.
+    """
+    if row_ops.take(gate_up):
+        return row_ops.usual(GEGLU)(gate_up)
+    x, up = mx.split(gate_up, 2, axis=-1)
+    v = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    return x * mx.sigmoid(v) * up
+
+
+def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
+    """x / sqrt(mean(x^2) + eps) * weight, as a function of x: (..., D) -> the same"""
+    if row_ops.take(weight):
+        return row_ops.Operation(NORM, eps, weight)
+    return lambda x: mx.fast.rms_norm(x, weight, eps)
+
+
+def capped(x: mx.array, cap: float) -> mx.array:
+    """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    if row_ops.take(x):
+        return row_ops.usual(CAP, cap)(x)
+    return cap * mx.tanh(x / cap)

@@ -1,0 +1,98 @@
+"""What a forward pass reads and multiplies, counted from the model's own arrays.
+
+The problem. Why do eight answers cost as much as one? The answer is a sum of bytes and of products,
+and no config has it: weights may be packed, shared with the embedding, or cut among ranks.
+
+What this file keeps. Each array is counted where `forward` uses it, and once. An array that is in
+memory twice, in two parts of the model, is read twice.
+
+Where next: `analysis/step_costs.py`, which makes the bill of a step of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from kernels.mlx import mx, tree_flatten
+from kernels.packed import Matrix
+from models.layers import Model
+from runtime.snapshot import ModelView
+
+
+def counted(model: Model) -> ModelView:
+    """For those who watch. What this rank has of the model is counted."""
+    c = model.config
+    *before, last = model.layers
+    body = [last.attn_norm, last.qkv, last.qk_norm, before]
+    tail = [
+        last.out,
+        last.mlp_norm,
+        last.mlp,
+        model.norm,
+        model.head,
+    ]
+    experts = max(1, c.experts)
+    spans = [model.kinds[layer.kind].span for layer in model.layers]
+    windows = [span for span in spans if span]
+    return ModelView(
+        form=form_of(leaves([body, tail], Matrix)),
+        layers=c.layers,
+        body_nbytes=nbytes(body),
+        body_products=products(body),
+        tail_nbytes=nbytes(tail),
+        tail_products=products(tail),
+        token_nbytes=nbytes(model.table) // c.V,
+        row_nbytes=2 * c.Hkv * c.Dh * model.dtype.size,
+        width=c.H * c.Dh,
+        window=min(windows, default=None),
+        windowed=len(windows),
+        experts=c.experts,
+        taken=c.taken if c.experts else 0,
+        expert_nbytes=sum(each.nbytes for each in arrays(stacks(last))) // experts,
+        expert_products=sum(stack.size for stack in stacks(last)) // experts,
+    )
+
+
+def leaves(part: Any, kind: type) -> list[Any]:
+    """All of this kind in a part of the model."""
+    found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kind))
+    return [each for _, each in found if isinstance(each, kind)]
+
+
+def arrays(part: Any) -> list[mx.array]:
+    return leaves(part, mx.array)
+
+
+def stacks(part: Any) -> list[Matrix]:
+    """The matrices of experts."""
+    return [matrix for matrix in leaves(part, Matrix) if matrix.weight.ndim > 2]
+
+
+def nbytes(part: Any) -> int:
+    """Of all arrays of a part, but of its experts."""
+    of_experts = sum(each.nbytes for each in arrays(stacks(part)))
+    return sum(each.nbytes for each in arrays(part)) - of_experts
+
+
+def nbytes_of(model: Model) -> int:
+    """The memory that a model's weights take. A tied head is the table, and counted once."""
+    held = arrays((model.layers, model.norm, model.table, model.head))
+    return sum({id(array): array.nbytes for array in held}.values())
+
+
+def products(part: Any) -> int:
+    """By how many weights of this part each token is multiplied, but for its experts."""
+    return sum(matrix.size for matrix in leaves(part, Matrix) if matrix.weight.ndim == 2)
+
+
+def form_of(matrices: Iterable[Matrix]) -> str:
+    """How the numbers of the matrices are written, that of most of them first."""
+    sizes: Counter[str] = Counter()
+    for matrix in matrices:
+        form = str(matrix.weight.dtype).split(".")[-1]
+        if matrix.weight.dtype == mx.uint32:
+            form = f"{matrix.bits} bits in groups of {matrix.group}"
+        sizes[form] += matrix.size
+    return " and ".join(form for form, _ in sizes.most_common())

@@ -1,0 +1,279 @@
+"""Rotary positions: how a position becomes angles, and how a query or a key is turned by them.
+
+The problem. Attention sees positions by turning queries and keys. Each family stretches the
+positions beyond the length that its model was trained for in a way of its own, and each device
+turns fastest in another form.
+
+What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention
+treats positions in some of the layers. Each form is held against the formula, or against mlx-lm, by
+a test (`tests/models/test_ops.py`).
+
+Where next: `layers.py`, what a model is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from kernels import mlx as device
+from kernels.mlx import mx
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions become angles (`rope_frequencies`)."""
+
+    type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+    # By what each plane's turn is slowed, for sequences up to the original length
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()  # and for longer ones
+    gain: float = 1.0  # what is turned becomes longer by this
+    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
+    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
+
+    def is_too_short(self, length: int) -> bool:
+        """Is the length that the model was trained for less than this, so that planes turn by
+        another rule?"""
+        return self.type in ("dynamic", "longrope") and length > self.original_length
+
+    def order(self, Dh: int) -> list[int]:
+        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
+
+        The planes that do not turn stand behind those that do. This is done to the rows of q and k
+        while they are loaded. A product of q and k does not depend on the order of their numbers.
+        """
+        turned = Dh if self.turned is None else self.turned
+        if self.interleaved:
+            firsts = range(0, turned, 2)
+            seconds = range(1, turned, 2)
+        else:
+            firsts = range(turned // 2)
+            seconds = range(turned // 2, turned)
+        still = range(turned, Dh)
+        half = len(still) // 2
+        return [*firsts, *still[:half], *seconds, *still[half:]]
+
+
+def rotate(
+    x: mx.array,  # (N, heads, Dh)
+    cos: mx.array,  # (N, 1, Dh)
+    sin: mx.array,  # (N, 1, Dh)
+) -> mx.array:  # (N, heads, Dh)
+    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by
+    its position.
+
+    The dot product of two turned vectors depends on the difference of their angles alone. So
+    attention sees how far apart two tokens are, and never where they stand. (a, b) becomes (a cos -
+    b sin, b cos + a sin); `sin` holds the minus.
+    """
+    a, b = mx.split(x, 2, axis=-1)
+    return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
+
+
+class Kind(NamedTuple):
+    """How attention treats positions in some of the layers. Most models have one kind of layer."""
+
+    rope: Rope | None  # None: it knows no positions
+    span: int | None  # how many rows a token looks back on, its own included; None: all
+    cap: float | None  # what the scores come near to, and never exceed
+    frequencies: mx.array | None  # (Dh/2,)
+    periods: mx.array | None  # 1 / frequencies, for a GPU
+
+    @staticmethod
+    def of(
+        rope: Rope | None,
+        span: int | None,
+        cap: float | None,
+        Dh: int,
+        dtype: mx.Dtype,
+        length: int = 0,
+    ) -> Kind:
+        """`length`: how long a sequence may be."""
+        if rope is None:
+            return Kind(None, span, cap, frequencies=None, periods=None)
+        frequencies = rope_frequencies(rope, Dh, length)
+        periods = None
+        if device.has_gpu() and rope.gain == 1:
+            periods = rope_periods(frequencies, dtype)
+        return Kind(rope, span, cap, frequencies, periods)
+
+    @property
+    def has_kernel(self) -> bool:
+        """A GPU's kernel for attention knows no cap of the scores."""
+        return device.has_gpu() and not self.cap
+
+
+def turning(
+    kind: Kind,
+    positions: mx.array,  # (N,)
+) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
+    """How the queries and keys of tokens at these positions are turned: `rotate`, by the positions'
+    angles.
+
+    On a GPU it is one kernel of MLX's, where that is right (`rope_periods`).
+    """
+    rope = kind.rope
+    if rope is None:
+        return lambda x: x
+    if kind.periods is None:
+        cos, sin = rope_angles(kind, positions)
+        return partial(rotate, cos=cos, sin=sin)
+
+    def turn(x: mx.array) -> mx.array:
+        each = x[:, :, None]  # (N, heads, 1, Dh): each token is a sequence of one
+        return fast_rope(each, positions, kind.periods)[:, :, 0]
+
+    return turn
+
+
+def fast_rope(
+    x: mx.array,  # (B, heads, L, Dh)
+    offsets: mx.array,  # (B,): the position of each sequence's first token
+    periods: mx.array,  # (Dh/2,)
+) -> mx.array:  # (B, heads, L, Dh)
+    return mx.fast.rope(
+        x,
+        x.shape[-1],
+        traditional=False,
+        base=None,
+        scale=1.0,
+        offset=offsets,
+        freqs=periods,
+    )
+
+
+def rope_periods(
+    frequencies: mx.array,  # (Dh/2,)
+    dtype: mx.Dtype,
+) -> mx.array | None:  # (Dh/2,)
+    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that
+    operation wrong.
+
+    Some releases of MLX turned one token a sequence by the first sequence's position, whichever
+    sequence it was of.
+    """
+    Dh = 2 * frequencies.size
+    periods = 1 / frequencies
+    offsets = mx.array([7, 0, 40])
+    for L in (1, 3):
+        x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
+        positions = offsets[:, None] + mx.arange(L)  # (3, L)
+        angles = positions[:, None, :, None] * frequencies  # (3, 1, L, Dh/2)
+        wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+        turned = fast_rope(x, offsets, periods)
+        # bfloat16 is off by 0.03, the wrong place by more than 1
+        if mx.max(mx.abs(turned - wanted)).item() > 0.1:
+            return None
+    return periods
+
+
+def rope_angles(
+    kind: Kind,
+    positions: mx.array,  # (N,)
+) -> tuple[mx.array, mx.array]:  # (N, 1, Dh) each
+    """cos and sin of each position times each plane's frequency, once for both numbers that are
+    turned in the plane."""
+    rope = kind.rope
+    angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
+    cos = mx.cos(angles)
+    sin = mx.sin(angles)
+    if rope.gain != 1:  # what turns becomes longer
+        gain = mx.where(kind.frequencies > 0, rope.gain, 1.0)
+        cos = cos * gain
+        sin = sin * gain
+    return both_of_a_plane(cos, sin)
+
+
+def both_of_a_plane(
+    cos: mx.array,  # (..., Dh/2)
+    sin: mx.array,  # (..., Dh/2)
+) -> tuple[mx.array, mx.array]:  # (..., Dh) each
+    """For both numbers of each plane, as `rotate` wants them: `sin` with its minus."""
+    both_cos = mx.concatenate([cos, cos], axis=-1)
+    both_sin = mx.concatenate([-sin, sin], axis=-1)
+    return both_cos, both_sin
+
+
+def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
+    """How far each of a head's Dh/2 planes turns from one position to the next.
+
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by
+    nearly 1 / theta, so it takes tens of thousands of positions for one turn, and tells far from
+    near. Where only a part of a head turns, that part is the Dh of this formula, and the planes
+    behind it stand still.
+
+    A model is stretched beyond the length it was trained for by turning its planes more slowly.
+    `linear` slows all of them. `llama3` and `yarn`
+    slow the slow ones only, because the fast ones tell neighbours apart. `dynamic` raises theta
+    with `length`. `longrope` names a factor for each plane, found by search, and others for
+    sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
+    engine turn alike, and may share rows.
+    """
+    R = rope.turned or Dh
+    theta = rope.theta
+    is_too_short = rope.is_too_short(length)
+    if rope.type == "dynamic" and is_too_short:
+        stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
+        theta *= stretch ** (R / (R - 2))
+    periods = theta ** (mx.arange(0, R, 2) / R)  # (R/2,): positions for one radian
+    if rope.type == "longrope":
+        factors = rope.long if is_too_short else rope.short
+        frequencies = 1 / (periods * mx.array(factors))
+    elif rope.type in ("llama3", "yarn"):
+        frequencies = 1 / slowed(rope, periods)
+    else:
+        # theta ** (-2 i / R)
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
+    if rope.type == "linear":
+        frequencies = frequencies / rope.factor
+    if Dh > R:
+        still = mx.zeros((Dh - R) // 2)
+        frequencies = mx.concatenate([frequencies, still])
+    return frequencies
+
+
+def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
+    """The periods of `llama3` and `yarn`: a mixture of each frequency and the slowed one.
+
+    The mixture is written for its reciprocal, for each type as mlx-lm computes it: far from the
+    beginning, the last digit of a frequency is seen in the fourth of a logit.
+    """
+    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
+    keep = kept_of_planes(rope, turns)
+    if rope.type == "llama3":
+        return periods / ((1 - keep) / rope.factor + keep)
+    slow = rope.factor * periods
+    return slow * periods / (slow * keep + periods * (1 - keep))
+
+
+def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the same
+    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where
+    not at all.
+
+    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between
+    `llama3` goes by the number of turns. `yarn` goes by the number of the plane: from the last
+    whole one before the one bound to the first behind the other.
+    """
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
+    if rope.type == "llama3":
+        return mx.clip((turns - low) / (high - low), 0, 1)
+    planes = mx.arange(turns.size)
+    R = 2 * turns.size
+
+    def plane_with(turns: float) -> float:
+        positions = rope.original_length / (2 * math.pi * turns)  # for one radian
+        return R * math.log(positions) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(plane_with(high)), 0)
+    last = min(math.ceil(plane_with(low)), R - 1)
+    return 1 - mx.clip((planes - first) / max(last - first, 0.001), 0, 1)

@@ -1,0 +1,405 @@
+"""The tensors of a model folder: all that can be wrong with them is found before it can do harm.
+
+The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN
+goes through in silence and comes out as nonsense, many tokens later. A serving engine must notice
+it while it loads.
+
+What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it
+in the shape that the config implies, and its numbers are finite and not all zero. Everything else
+raises `ModelError`, one line with the file, what is wrong with it, and what to do.
+
+Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a
+checkpoint and its converted copy are never in memory together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels import mlx as device
+from kernels.mlx import mx
+from kernels.packed import LEAST, WIDER, row_nbytes
+from models.config import Config
+from runtime.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
+from runtime.validation import one_line, shown
+
+# As phi3 stores them
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
+DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
+
+
+def usual_form() -> str:
+    """What becomes of weights unless another form is asked for.
+
+    "checkpoint": they stay as the files have them, and MLX multiplies. "float32": they are widened.
+    "packed": matrices stay as they are, and our own product makes float32 numbers of them as it
+    goes. On a CPU, MLX itself is fast with float32 alone.
+    """
+    if device.has_gpu():
+        return "checkpoint"
+    return "packed" if device.is_exact() else "float32"
+
+
+# --- what the files say -------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """A tensor that the model is made of: where it lies, and what its file's header says of it."""
+
+    path: Path
+    name: str  # in the file
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+    rows: slice = slice(None)  # of the tensor in the file
+    parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
+    # Of a packed matrix, once it is checked: the bits of a number, and how many share a scale
+    bits: int = 0
+    group: int = 0
+
+
+class MissingError(ModelError):
+    """Not all files of a model are here."""
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The table of contents of a safetensors file, checked against the size of the file.
+
+    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the
+    data it points to:
+
+        | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
+    """
+    try:
+        check_plain(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(64)
+            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+            if what := what_is(start):
+                raise ModelError(f"{path} is {what}; download it again.")
+            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+                raise ModelError(
+                    f"{path} is not a safetensors file, or it is cut off; download it again."
+                )
+            file.seek(8)
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: read_entry(path, name, entry) for name, entry in header.items()}
+        end = 0
+        for begin, stop in sorted(entry["data_offsets"] for entry in header.values()):
+            if begin != end or stop < begin:
+                raise ValueError(f"data at {begin}, where {end} is next")
+            end = stop
+        end += 8 + length
+    except ModelError:
+        raise
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; download the model again.") from None
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise ModelError(
+            f"{path} has a broken header ({one_line(error)}); download it again."
+        ) from None
+    if size != end:
+        what = "cut off" if size < end else "longer than its header says"
+        raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
+    return tensors
+
+
+def read_entry(path: Path, name: str, entry: dict) -> Tensor:
+    """What a header says of one tensor."""
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        kind = shown(entry["dtype"])
+        raise ModelError(f"{path}: {name} is {kind}. Supported: {', '.join(DTYPES)}.")
+    shape = tuple(entry["shape"])
+    begin, stop = entry["data_offsets"]
+    if stop - begin != math.prod(shape) * dtype.size:
+        raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
+    return Tensor(path, name, dtype, shape)
+
+
+def weight_files(folder: Path) -> dict[Path, set[str]]:
+    """The files to read. Each comes with the tensors that the index promises in it, if there is an
+    index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        found = sorted(folder.glob("model*.safetensors"))
+        if not found:
+            raise MissingError(
+                f"{folder} holds no model*.safetensors; only safetensors weights are supported."
+            )
+        return {path: set() for path in found}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ModelError(f"{index} has no weight_map; download it again.")
+    # Grouped first, since there may be a million tensors, and a path costs more than a text
+    files: dict[str, set[str]] = {}
+    for tensor, file in places.items():
+        if not isinstance(file, str) or "/" in file or len(file) > 200:
+            said = f"{tensor} is said to be in {shown(file)}"
+            raise ModelError(f"{index}: {said}; download it again.")
+        files.setdefault(file, set()).add(tensor)
+    for file in files:
+        if not (folder / file).exists():
+            raise MissingError(
+                f"{folder / file} is missing, but {index.name} names it; download the model again."
+            )
+    return {folder / file: tensors for file, tensors in files.items()}
+
+
+# --- what the model is made of ------------------------------------------------------------------
+
+
+class Weights:
+    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each
+    when it is taken."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors: dict[str, Tensor] = {}
+        for path, promised in weight_files(folder).items():
+            found = read_header(path)
+            if gone := promised - found.keys():
+                raise ModelError(
+                    f"{path} lacks {min(gone)}, which the index names: one is stale; download both again."
+                )
+            self.tensors |= found
+        if not self.tensors:
+            raise ModelError(
+                f"{folder}: its weight files hold no tensors; download the model again."
+            )
+        # As models without a head are saved
+        if "embed_tokens.weight" in self.tensors:
+            self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
+        self._arrays: dict[Path, dict[str, mx.array]] = {}  # that have not been taken yet
+        self._may_be_zero = (".bias", ".biases")
+
+    @property
+    def has_head(self) -> bool:
+        return "lm_head.weight" in self.tensors
+
+    @property
+    def are_narrow(self) -> bool:
+        """Has any matrix fewer than 32 bits a number?"""
+        matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
+        return any(tensor.dtype != mx.float32 for tensor in matrices)
+
+    def nbytes(self, own: Config, form: str, has_head: bool) -> int:
+        """The memory that a rank's share of the model will take in this form (`usual_form`)."""
+        return sum(
+            self._nbytes(name, shape, form, own.factor(name) != 1)
+            for name, shape in own.tensors().items()
+            if has_head or name != "lm_head.weight"
+        )
+
+    def _nbytes(self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool) -> int:
+        """Of one tensor, with its scales and offsets. What cuts a group of numbers is unpacked."""
+        count = math.prod(shape)
+        width = shape[-1]
+        tensor = self.tensors[name]
+        size = tensor.dtype.size
+        if form == "float32":
+            return 4 * count
+        if not tensor.bits and form == "checkpoint":
+            return size * count
+        if not tensor.bits:
+            if len(shape) == 1 or size == 4 or width < LEAST:
+                return 4 * count
+            return 2 * count + 4 * count // width
+        size = self.tensors[f"{name.removesuffix('.weight')}.scales"].dtype.size
+        if form == "packed" and is_multiplied:
+            size = 4
+        if width % tensor.group:
+            return (4 if form == "packed" else size) * count
+        factors = 2 * size * (count // tensor.group)
+        if form != "packed":
+            return tensor.bits * count // 8 + factors
+        kept = WIDER.get(tensor.bits, tensor.bits)
+        return row_nbytes(width, kept) * (count // width) + factors
+
+    def split(self, config: Config) -> None:
+        """Let what is stored as one tensor appear as its parts, under the names that other families
+        give them."""
+        shapes = config.tensors()
+        for name, tensor in list(self.tensors.items()):
+            module, _, kind = name.rpartition(".")
+            place, _, fused = module.rpartition(".")
+            modules = [f"{place}.{part}" for part in FUSED.get(fused, ())]
+            heights = {part: shapes.get(f"{part}.weight", (0,))[0] for part in modules}
+            if not heights or not all(heights.values()):
+                continue  # whole as it is, or `check_against` finds no place for it
+            if tensor.shape[:1] != (sum(heights.values()),):
+                raise ModelError(
+                    f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies "
+                    f"{sum(heights.values())} rows; the two do not belong together; download both again."
+                )
+            start = 0
+            for part, height in heights.items():
+                rows = slice(start, start + height)
+                shape = (height, *tensor.shape[1:])
+                self.tensors[f"{part}.{kind}"] = tensor._replace(shape=shape, rows=rows)
+                start = rows.stop
+            del self.tensors[name]
+
+    def join(self, config: Config) -> None:
+        """Let experts' matrices appear as stacks, whether the files hold mlx-lm's stacks or each by
+        itself."""
+        apart: dict[str, dict[int, Tensor]] = {}
+        for name in list(self.tensors):
+            match = re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name)
+            if match:
+                own = apart.setdefault(match[1] + match[3], {})
+                own[int(match[2])] = self.tensors.pop(name)
+            elif "switch_mlp" in name:
+                self.tensors[name.replace("switch_mlp", "experts")] = self.tensors.pop(name)
+        for name, found in apart.items():
+            numbers = sorted(found)
+            parts = tuple(found[number] for number in numbers)
+            kinds = {(part.shape, part.dtype) for part in parts}
+            if numbers != list(range(config.experts)) or len(kinds) > 1:
+                has = f"{len(parts)} experts of {len(kinds)} shapes or types"
+                raise ModelError(
+                    f"{parts[0].path}: {name} has {has}, but config.json implies {config.experts}."
+                )
+            shape = (len(parts), *parts[0].shape)
+            self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
+
+    def check_against(self, config: Config) -> None:
+        """Refuse weights unless they hold every tensor that the config implies, in its shape, and
+        no other."""
+        self._may_be_zero += ("norm.weight",) * config.norms_add
+        if config.fused:
+            self.split(config)
+        if config.experts:
+            self.join(config)
+        last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
+        # Asked first, so that refusing a config with a million layers is quick
+        if last not in self.tensors:
+            raise self._lacks(last)
+        expected = config.tensors()
+        for name, shape in expected.items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                raise self._lacks(stored_in(name) if config.fused else name)
+            module = name.removesuffix(".weight")
+            if f"{module}.scales" in self.tensors:
+                bits, group = self._packing(module, shape)
+                self.tensors[name] = tensor._replace(bits=bits, group=group)
+            elif tensor.shape != shape:
+                raise ModelError(
+                    f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies {shape}; "
+                    "the two do not belong together; download both again."
+                )
+            elif tensor.dtype == mx.uint32:
+                raise ModelError(
+                    f"{tensor.path}: {name} is packed, but lacks {module}.scales; download it again."
+                )
+        for name in self.tensors.keys() - expected.keys():
+            module, _, part = name.rpartition(".")
+            if part in ("scales", "biases") and f"{module}.weight" in expected:
+                continue
+            if part == "inv_freq" or (config.tied and module == "lm_head"):
+                continue  # old checkpoints have rope tables, and tied ones may hold the head twice
+            raise ModelError(
+                f"{self.tensors[name].path}: {name} has no place in a {config.model_type} model of this "
+                "config.json; use the one that came with it."
+            )
+
+    def _lacks(self, name: str) -> ModelError:
+        return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
+
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(bits, group size) of a quantized matrix, from its shapes, whatever a config claims.
+
+        `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them
+        shares one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
+        Layers may differ, without further care.
+        """
+        # The weight and the scales are there, or nobody would ask
+        path = self.tensors[f"{module}.scales"].path
+        if f"{module}.biases" not in self.tensors:
+            raise ModelError(f"{path}: {module} is quantized, but {module}.biases is missing.")
+        parts = [self.tensors[f"{module}.{part}"] for part in ("weight", "scales", "biases")]
+        packed, scales, biases = (part.dtype for part in parts)
+        if packed != mx.uint32 or scales != biases or scales == mx.uint32:
+            said = ", ".join(str(part.dtype).split(".")[-1] for part in parts)
+            raise ModelError(
+                f"{path}: weight, scales and biases of {module} are {said}, which no MLX quantization "
+                "has; download it again."
+            )
+        packed, scales, biases = (part.shape for part in parts)
+        *out, width = shape
+        if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
+            bits = packed[-1] * 32 // width
+            group = width // scales[-1]
+            factors = (*out, width // group)
+            fits = packed == (*out, width * bits // 32) and scales == biases == factors
+            if fits and bits in QUANTIZED_BITS:
+                return bits, group
+        raise ModelError(
+            f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
+            f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
+        )
+
+    def take(self, name: str) -> mx.array:
+        """One tensor, read and checked now. It can be taken once: from here on the caller owns its
+        memory."""
+        return self._read(self.tensors[name])
+
+    def _read(self, tensor: Tensor) -> mx.array:
+        if tensor.parts:
+            return mx.stack([self._read(part) for part in tensor.parts])
+        path = tensor.path
+        if path not in self._arrays:
+            try:
+                self._arrays[path] = mx.load(str(path))
+            except (RuntimeError, MemoryError) as error:
+                raise ModelError(
+                    f"{path} cannot be read ({one_line(error)}); download it again."
+                ) from None
+        arrays = self._arrays[path]
+        array = arrays[tensor.name]
+        rows = tensor.rows
+        # Parts are taken in order: the last one ends the tensor
+        if rows.stop in (None, len(array)):
+            del arrays[tensor.name]
+        array = array[rows]
+        self._check_numbers(tensor, array)
+        return array
+
+    def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
+        """Without their signs the bits of numbers are ordered as the numbers are, with infinity and
+        NaN above all others. (As integers, since MLX takes 40 times as long to compare float16
+        numbers.) Packed integers, biases and quantization offsets may well be all zero."""
+        if array.dtype == mx.uint32:
+            return
+        kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
+        infinite = (mx.array(math.inf, array.dtype).view(kind) << 1).item()
+        peak = (array.view(kind) << 1).max().item()
+        if peak >= infinite:
+            raise ModelError(
+                f"{tensor.path}: {tensor.name} holds NaN or infinity; download it again."
+            )
+        if peak == 0 and not tensor.name.endswith(self._may_be_zero):
+            raise ModelError(f"{tensor.path}: {tensor.name} is all zeros; download it again.")
+
+
+def stored_in(name: str) -> str:
+    """What a family that fuses matrices calls the one that holds this tensor."""
+    for fused, parts in FUSED.items():
+        name = re.sub(rf"\.({'|'.join(parts)})\.", f".{fused}.", name)
+    return name

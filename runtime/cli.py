@@ -1,0 +1,327 @@
+"""What the programs share: options, one line for a user's mistake, and exit codes.
+
+Ctrl-C ends a program quietly with 130 (the screen and the server with 0, because that is the usual way
+to end them). Where the signal is ignored, as in a shell's background job, it stays so. Output whose
+reader has gone ends a program silently with 141; output that cannot be written, as on a full disk, is
+one line and 1.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
+
+from course import overlay
+from runtime.validation import one_line, printable, read_whole, shown
+
+BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`parts/wheel`)
+
+
+# The chapters of a reader's own core, before anything imports ours
+_started = getattr(sys.modules["__main__"], "__file__", None)
+_is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
+if _is_ours:
+    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
+    os.environ["RUST_BACKTRACE"] = "0"
+if _is_ours and overlay.asked():
+    try:
+        overlay.open_book(overlay.asked())
+    except ValueError as error:
+        print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def say(line: str) -> None:
+    """What a program tells of itself, apart from its output."""
+    print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
+
+
+class Unwritten(Exception):
+    """Standard output cannot be written: its reader has gone, or the disk is full."""
+
+
+class Stream:
+    """A standard stream. Errors of standard output are `Unwritten`, so no handler takes them for
+    another file's. Errors of standard error are ignored: there is nobody left to tell."""
+
+    def __init__(self, file: TextIO, is_output: bool = False):
+        self._file = file
+        self._is_output = is_output
+
+    def write(self, text: str) -> None:
+        self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, act: Callable[..., Any], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError as error:
+            if self._is_output:
+                raise Unwritten from error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
+    sys.stderr = sys.stderr and Stream(sys.stderr)
+    try:
+        try:
+            code = main()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except Unwritten as error:
+        code = unwritten(error)
+    sys.exit(code)
+
+
+def unwritten(error: Unwritten) -> int:
+    """The exit code of a program that cannot write its output any more."""
+    sys.stdout = None  # so that Python does not try to flush it at exit
+    if isinstance(error.__cause__, BrokenPipeError):
+        return 141
+    why = one_line(error.__cause__)
+    say(f"standard output cannot be written: {why}")
+    return 1
+
+
+def command(program: str, *arguments: str) -> str:
+    """What to type for one of our programs, such as serve.py: in a checkout, or where a wheel has
+    brought the command `nanobatch`."""
+    word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
+    start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
+    return shlex.join([*start, *arguments])
+
+
+def backend() -> str:
+    """How this process reaches the others that share a model with it (`ranks.py`); empty if it is
+    alone.
+
+    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by
+    hand.
+    """
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "mpi"
+    if "MLX_RANK" not in os.environ:
+        return ""
+    files = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
+    for variable, name in files.items():
+        if os.environ.get(variable):
+            return name
+    raise ValueError(
+        "MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks"
+    )
+
+
+def rank() -> int:
+    """Which of them it is. Rank 0 answers, the others follow."""
+    name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
+    return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
+
+
+def is_folder(model: str) -> bool:
+    return bool(model) and os.path.isdir(os.path.expanduser(model))
+
+
+def read_model(model: str) -> str:
+    """What `--model` takes. Better one line now than one from the hub, after a while."""
+    if model != "demo" and not is_folder(model) and (model.count("/") != 1 or model[0] in "./~"):
+        raise ValueError(
+            f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name"
+        )
+    return model
+
+
+def name_of(model: str) -> str:
+    """As clients and the screen know it. A folder of the hub's cache is named by a hash."""
+    if not is_folder(model):
+        return model
+    path = os.path.abspath(os.path.expanduser(model))
+    hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$", path)
+    return f"{hub[1]}/{hub[2]}" if hub else os.path.basename(path)
+
+
+def on_a_terminal() -> bool:
+    return BROWSER or all(
+        stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
+
+
+@contextmanager
+def about(option: str, remedy: str) -> Iterator[None]:
+    """Whatever is wrong in here is said with the option that it is about, and with what helps."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}"
+        ) from None
+
+
+def read_key(key: str) -> str:
+    """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a
+    mistake."""
+    if not key or key != key.strip():
+        raise ValueError("the key is empty or has spaces around it; give another, or leave it out")
+    return key
+
+
+def read_host(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
+        raise ValueError(
+            f"{shown(name)} is no host; give its name alone, without scheme, port or star"
+        )
+    return name
+
+
+def read_guesses(text: str) -> int | None:
+    """What `--guesses` takes. None: as many as pay."""
+    try:
+        return None if text == "auto" else read_whole("--guesses", text, 0, 64)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+def version() -> str:
+    """Which nanobatch this is, and what it runs on: the first line of a report.
+
+    `pyproject.toml` alone holds the number, also where a wheel has brought the checkout.
+    """
+    import platform  # these three are imported here, because most runs need none of them
+    import tomllib
+    from importlib import metadata
+
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        number = tomllib.load(file)["project"]["version"]
+    try:
+        mlx = f"mlx {metadata.version('mlx')}"
+    except metadata.PackageNotFoundError:
+        mlx = "no mlx"
+    return f"nanobatch {number} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+
+
+def install(extra: str, package: str) -> str:
+    """What to type for an extra of ours: in a checkout, and for each way to install a wheel."""
+    if not IS_INSTALLED:
+        return f"pip install -e '.[{extra}]' in the checkout"
+    pipx = f"pipx runpip nanobatch install '{package}'"
+    return f"pip install '{package}' (with pipx: {pipx}; with uv: add --with '{package}')"
+
+
+def my_cores() -> set[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def cpuinfo() -> dict[str, str]:
+    """What Linux says of the first processor, by name. Nothing elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): said.strip() for name, _, said in pairs}
+
+
+def processor() -> str:
+    """The processor's name, and how many of its cores this process may use."""
+    import platform
+
+    name = cpuinfo().get("model name") or platform.processor() or platform.machine()
+    many = len(my_cores())
+    return f"{name}, {many} core{'s' if many != 1 else ''}"
+
+
+class ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        print(version())
+        parser.exit()
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Says a mistake in one line, without the usage, and exits with 2."""
+
+    def __init__(self, name: str, **options):
+        """`name`: of the program, such as ask.py."""
+        super().__init__(command(name).removeprefix("python "), **options)
+        self.add_argument(
+            "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
+        )
+
+    def parse_known_args(self, *arguments):
+        try:
+            rank()  # what the environment says of ranks may be wrong, too
+        except ValueError as error:
+            self.error(str(error))
+        return super().parse_known_args(*arguments)
+
+    def error(self, message: str) -> NoReturn:
+        # What we say of a value may begin with the option, as argparse does
+        message = re.sub(r"^argument [^:]+: (?=--)", "", message)
+        self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
+        """An option whose value `read` makes of a text. (Of a ValueError argparse does not tell what
+        is wrong.)"""
+
+        def reads(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        self.add_argument(name, type=reads, help=says, **how)
+
+    def add_whole(self, name: str, least: int, most: float, says: str, **how: Any) -> None:
+        self.add_read(name, lambda text: read_whole(name, text, least, most), says, **how)
+
+    def add_model(self) -> None:
+        says = "a model folder, a hub id such as owner/name, or 'demo'"
+        self.add_read("--model", read_model, says, default="demo")
+
+    def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
+        """The model, and what every program asks for that serves one. `slots`, `max_len`: what is
+        taken by default, in words."""
+        self.add_model()
+        self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
+        says = f"length of a slot, prompt and answer together (default: {max_len})"
+        self.add_whole("--max-len", 2, 2**24, says)
+        says = "when the next in line is admitted"
+        usual, *_ = policies
+        self.add_argument("--policy", default=usual, choices=policies, help=says)
+        says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
+        self.add_read("--guesses", read_guesses, says, metavar="N")
+        self.add_book()
+
+    def add_book(self) -> None:
+        """It was read when this file was imported: here it is named in the help."""
+        says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
+        self.add_argument("--book", metavar="DIR", help=says)
+
+    def add_keys(self) -> None:
+        """What every program that opens the door asks for."""
+        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
+        says = "what clients must give ($NANOBATCH_API_KEY)"
+        self.add_read("--api-key", read_key, says, default=key)
+        says = "shows texts to /watch; where any key is set, nothing else does"
+        self.add_read("--watch-key", read_key, says, default=watch)
+        some = {"action": "append", "default": [], "metavar": "NAME"}
+        self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "another name that clients may give the model (repeatable); '*' is any"
+        self.add_argument("--alias", help=says, **some)

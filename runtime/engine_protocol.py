@@ -1,0 +1,79 @@
+"""What the door, the screen and a loop need of an engine, as a protocol.
+
+The problem. Door and screen are open before MLX is loaded, and an engine cannot be imported without
+MLX. A handle and a loop know their engine by these names, too.
+
+What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with
+a fake of a test.
+
+Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot` does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from runtime.handle import Handle
+from runtime.sampling_params import Sampling
+from runtime.snapshot import ExpertsView, Snapshot
+from sched import Scheduler
+
+
+class AnyEngine(Protocol):
+    """The public face of `nanobatch.Engine`, as far as the door, the screen, a loop and a
+    handle use it."""
+
+    text: Any  # makes tokens of text, and text of tokens (`text/tokenizer.py`)
+    sched: Scheduler
+    clock: Callable[[], float]  # seconds; stands still while the engine is paused
+    runner: Any  # the device half
+    steps: int  # that have been run
+    summary: str
+    has_work: bool
+    exact: bool  # whether a request's bits are independent of its company
+    is_released: bool  # whether its weights have been let go of
+    # Called after each commit and each end from elsewhere, with the handles that have new output
+    on_commit: Callable[[list[Handle]], None] | None
+    changed: threading.Condition  # notified when there is something new: work, a wish, an end
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling: Sampling | None = None,
+        *,
+        client: str = "",
+        origin: Any = None,
+        grammar: Any = None,
+        ends: Callable[[str], bool] | None = None,
+        reuse: bool = True,
+        guesses: bool = True,
+    ) -> Handle: ...
+
+    def cancel(self, handle: Handle) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def attach(self, loop: Any) -> None: ...
+
+    def step(self, plan: bool = True) -> bool: ...
+
+    def note(self, what: str, error: BaseException) -> None: ...
+
+    def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
+
+    def measure_roof(self, others: float = 0.0) -> None: ...
+
+    def chosen(self) -> ExpertsView: ...
+
+    def drain(self, to: str) -> None: ...
+
+    def set_budget(self, budget: int, chunk: int) -> None: ...
+
+    def running_on(self, runner: Any) -> AbstractContextManager[None]: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...

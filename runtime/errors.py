@@ -1,0 +1,66 @@
+"""How an exception is told: in one line to whoever asked, and with its traceback to whoever can
+mend it.
+
+The problem. A request that fails must not take the engine with it, so the exception is caught. Then
+the person who changed a line of `forward` sees "ZeroDivisionError" and not the line.
+
+What this file keeps. An exception that is caught is reported once, with its traceback: on stderr,
+or in a page of the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a
+user's is no fault, and takes one line.
+
+Where next: `handle.py`, whose `exception` holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runtime.validation import GrammarError
+
+LOG = logging.getLogger("nanobatch")  # without a handler of the program's, Python writes to stderr
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, GrammarError):  # the owner of the request has to know, and no more
+        return f"grammar: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def show_fault(what: str, error: BaseException) -> None:
+    """Show what has failed, and the traceback. Any thread may call it."""
+    LOG.error("nanobatch: %s", what, exc_info=error)
+    let_go(error)
+
+
+@contextmanager
+def shown(what: str) -> Iterator[None]:
+    """Around code whose exception is told in one line further up, but may be a bug of ours: its
+    traceback is shown."""
+    try:
+        yield
+    except Exception as error:
+        show_fault(what, error)
+        raise
+
+
+def let_go(error: BaseException) -> None:
+    """Take the traceback from an exception that will be kept, and all that hangs on it.
+
+    subtle: a traceback keeps its frames, and a frame of `forward` the slab. After a failure the
+    engine makes a new slab, and there may not be memory for two. Other frames still run, and refer
+    to the handle that keeps the exception: the two would stay until the collector comes.
+    """
+    seen = set()
+    left = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)  # a record in a log may have it, too
+        each.__traceback__ = None
+        left += [each.__cause__, each.__context__]

@@ -1,0 +1,260 @@
+"""The one thread that steps an engine, and what others may wish of it between two steps.
+
+The problem. An engine is stepped by one thread at a time, but many want something of it: clients
+submit and cancel, a screen pauses, takes a single step, changes the policy. If each of them called
+the engine while it steps, they would wait for a step each time, and a pause in the middle of a step
+would show half a step.
+
+The way out. A loop has a thread of its own. What others want is written down as a wish, and the
+thread fulfils it between two steps. While there is nothing to do the thread sleeps on the engine's
+own condition, `engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs
+nothing.
+
+    turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
+
+A person may stop it, take single steps, or let it take so many steps a second (`slow`). Then each
+step is read back before the next one is planned, and the engine's clock stands still in between:
+what is seen belongs to one step, and the figures tell what the engine does.
+
+The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
+engine itself.
+
+Where next: `Engine.step` in `nanobatch.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from runtime.engine_protocol import AnyEngine
+from runtime.signals import Held
+
+
+class Stopwatch:
+    """A clock for an engine: seconds since the start. It stands still while the engine is paused.
+
+    So TTFT and tokens/s tell what the engine does, not how long a person looked at it.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self._began = now()
+        # How long it stood still before; since when it does so now
+        self._lost = 0.0
+        self._stopped = None
+        self._lock = threading.Lock()  # other threads read it while it is stopped and let go
+
+    def __call__(self) -> float:
+        with self._lock:
+            return (self.real if self._stopped is None else self._stopped) - self._lost
+
+    @property
+    def real(self) -> float:
+        """Seconds since it was made, the time that it stood still included."""
+        return self._now() - self._began
+
+    @property
+    def stood(self) -> float:
+        """The seconds that it has stood still so far."""
+        with self._lock:
+            return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
+
+    @property
+    def stands(self) -> bool:
+        return self._stopped is not None
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = self.real
+
+    def go(self) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                self._lost += self.real - self._stopped
+                self._stopped = None
+
+
+class Loop:
+    """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
+
+    `between` is called after each step, and whenever the loop wakes up. It answers with the seconds
+    after which it wants to be called again at the latest, or None. `watch` is the engine's clock,
+    if it is one that can be stopped; else the engine's figures tell of rests, too.
+    """
+
+    def __init__(
+        self, engine: AnyEngine, between: Callable = lambda: None, watch: Stopwatch | None = None
+    ):
+        # `stepping`: steps still to be run by hand
+        self.engine = engine
+        self.paused = False
+        self.stepping = 0
+        # Slow motion: steps a second; 0: as fast as it can
+        self.slow = 0.0
+        self._next = 0.0  # when the next step of slow motion is due
+        self._between = between
+        self._watch = watch or Stopwatch()
+        self._wishes: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Loop:
+        with Held():  # an engine that has a loop must have its thread, too
+            self.engine.attach(self)
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:  # the system has no more threads
+                self._thread = None
+                self.engine.attach(None)
+                raise
+        return self
+
+    def stop(self, patience: float | None = None) -> bool:
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
+        interrupted."""
+        with Held(), self.engine.changed:
+            self._stopping = True
+            self.engine.changed.notify_all()
+        thread = self._thread
+        if thread is None or self.is_here:
+            return True
+        thread.join(patience)
+        return not thread.is_alive()
+
+    def sleep(self, until: Callable[[], bool], seconds: float) -> None:
+        """For another thread, which waits for what this one does."""
+        changed = self.engine.changed
+
+        def wake() -> None:
+            with changed:
+                changed.notify_all()
+
+        with Held(wake) as held, changed:
+            changed.wait_for(lambda: held.came or until(), min(seconds, threading.TIMEOUT_MAX))
+
+    @property
+    def is_here(self) -> bool:
+        """Is this the loop's own thread?"""
+        return threading.current_thread() is self._thread
+
+    def __enter__(self) -> AnyEngine:
+        try:
+            self.start()
+            return self.engine
+        except BaseException:  # Ctrl-C has come meanwhile, and nothing else would stop the thread
+            self.stop()
+            raise
+
+    def __exit__(self, *exception) -> None:
+        with Held():
+            self.stop()
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._thread and self._thread.is_alive())
+
+    @property
+    def paused_s(self) -> float:
+        """The seconds that it has been paused so far."""
+        return self._watch.stood
+
+    # --- what any thread may say; it returns at once
+
+    def wish(self, act: Callable[[], None]) -> None:
+        """Do this between two steps. It may step the engine, but not wait for it, because it waits
+        for this."""
+        with self.engine.changed:
+            self._wishes.append(act)
+            self.engine.changed.notify_all()
+
+    def pause(self) -> None:
+        """Run no other step than the one that runs now."""
+        self._go(True, 0)
+
+    def resume(self) -> None:
+        self._go(False, 0)
+
+    def step(self, count: int = 1) -> None:
+        """Run so many steps, then pause."""
+        self._go(True, self.stepping + count)
+
+    def _go(self, paused: bool, stepping: int) -> None:
+        with self.engine.changed:
+            self.paused = paused
+            self.stepping = stepping
+            self.wish(lambda: None)  # the loop wakes up, and stops the clock or lets it go
+
+    # --- the thread
+
+    def _run(self) -> None:
+        rest: float | None = 0.0
+        try:
+            while True:
+                with self.engine.changed:
+                    self.engine.changed.wait_for(self._is_awake, rest)
+                    if self._stopping:
+                        return
+                rest = self.turn()
+        finally:
+            self.engine.attach(None)
+
+    def _is_awake(self) -> bool:
+        # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
+        due = self._due()
+        moves = due == 0 and (self.stepping or self.engine.has_work)
+        # Work has come whose step is not due yet: the clock is to stand still until then
+        comes = due and not self._watch.stands
+        return bool(self._stopping or self._wishes or moves or comes)
+
+    def _due(self) -> float | None:
+        """The seconds to the next step; None: there is none before somebody says so."""
+        if self.paused and not self.stepping:
+            return None
+        if self.slow and self.engine.has_work:
+            return max(0.0, self._next - self._watch.real)
+        return 0.0
+
+    def turn(self) -> float | None:
+        """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long
+        to sleep then."""
+        while self._wishes:
+            self._guarded(self._wishes.popleft())
+        if self.paused or self.slow:
+            self._guarded(self._read_back)  # what was still on its way
+        if self._due() == 0:
+            self._watch.go()
+            self._guarded(self._step)
+        if (due := self._due()) != 0:
+            self._watch.stop()
+        asked = self._guarded(self._between)
+        return min((rest for rest in (due or None, asked) if rest is not None), default=None)
+
+    def _step(self) -> None:
+        if self.slow:
+            self._next = self._watch.real + 1 / self.slow
+        worked = self.engine.step()
+        if self.paused or self.slow:
+            self._read_back()
+        with self.engine.changed:
+            self.stepping = max(0, self.stepping - 1) if worked else 0
+
+    def _read_back(self) -> None:
+        """Commit the step that is in flight, if there is one. Until the next step, slots and
+        committed steps agree."""
+        self.engine.step(plan=False)
+
+    def _guarded(self, act: Callable[[], float | None]) -> float | None:
+        """This thread must not die while others may come and wait for it."""
+        try:
+            return act()
+        except BaseException as error:
+            with suppress(BaseException):
+                self.engine.note("something failed between two steps", error)
+            return None

@@ -1,0 +1,189 @@
+"""The handles of all open requests, and what has happened so far, kept for those who watch.
+
+The problem. A watcher comes when it likes, and wants to know what has happened since it came last.
+The engine cannot wait for it, nor keep everything for ever.
+
+What this file keeps. A `Log` has the newest entries and the number of all, so what a watcher has
+missed is counted.
+
+Where next: `loop.py`, the thread that steps while owners wait and watchers look.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice, takewhile
+from typing import Any
+
+from runtime.errors import describe, show_fault
+from runtime.handle import Handle, TokenLogprob
+from runtime.progress import UNREAD
+from runtime.snapshot import (
+    Limits,
+    ModelView,
+    RanksView,
+    Roof,
+    Seen,
+    SlotView,
+    Snapshot,
+    StepView,
+)
+from runtime.validation import GrammarError
+from sched import Request, Scheduler
+
+
+class Log:
+    """The newest entries of a long list, and how many there have been in all.
+
+    `kept`: so many entries, and all of them together may take `room` bytes, as `size` tells. The
+    newest entry is kept in any case.
+    """
+
+    def __init__(
+        self, kept: int, room: float = math.inf, size: Callable[[Any], int] = lambda entry: 0
+    ):
+        self.count = 0
+        self._entries: deque[Any] = deque()
+        self._kept = kept
+        self._room = room
+        self._size = size
+        self._taken = 0  # bytes
+
+    def add(self, entry: Any) -> None:
+        self._entries.append(entry)
+        self._taken += self._size(entry)
+        self.count += 1
+        while self._is_full and len(self._entries) > 1:
+            self._taken -= self._size(self._entries.popleft())
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._kept or self._taken > self._room
+
+    def since(self, count: int) -> tuple:
+        """All but the first `count` entries, oldest first, as far as they are kept."""
+        new = min(self.count - count, len(self._entries))
+        return tuple(reversed(tuple(islice(reversed(self._entries), new))))
+
+
+class Ledger:
+    """The handles of all open requests, and what has happened so far: kept in bounded memory for
+    those who watch."""
+
+    QUEUE = 32  # of the line, so many are shown
+    TEXTS = 2**22  # bytes of prompts and answers that are kept
+
+    def __init__(self, model: ModelView) -> None:
+        self.model = model
+        self.roof = Roof()  # not measured yet
+        self.open: dict[int, Handle] = {}
+        self._news: dict[int, Handle] = {}  # open or ended: with output that nobody was told of
+        self.steps = Log(4096)
+        self.ended = Log(500, self.TEXTS, lambda view: view.size)
+        self.faults = Log(100)
+        self.output_tokens = 0
+        self.prompt_tokens = 0
+        self.steps_s = 0.0
+
+    def deliver(
+        self,
+        found: Mapping[tuple[int, int], TokenLogprob | array],
+        clock: Callable[[], float],
+        request: Request,
+        token: int,
+    ) -> str | None:
+        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its
+        own failure."""
+        handle = self.open[request.id]
+        self.output_tokens += not handle.sampling.embeds
+        self._news[handle.id] = handle
+        try:
+            place = request.slot, request.committed - 1
+            return handle.take(token, clock(), found.get(place))
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+            handle.error = describe(error)
+            handle.exception = error
+            if not isinstance(error, GrammarError):  # that is its client's mistake
+                show_fault(f"request {request.id} failed when its token became text", error)
+            return "error"
+
+    def record(self, step: StepView) -> None:
+        self.steps.add(step)
+        self.steps_s += step.seconds
+        self.prompt_tokens += step.prompt_tokens
+        for _, id, start, stop in step.prefill:
+            if handle := self.open.get(id):  # else it has ended meanwhile
+                handle.prefill_clock.take(start, stop, step.began, step.ended)
+
+    def retire(self, id: int) -> None:
+        """Forget a request that has ended: its owner has the handle, and those who watch get a view
+        of it."""
+        handle = self.open.pop(id, None)
+        if handle is not None:
+            # A handle would keep the engine, and all its log probabilities
+            self.ended.add(handle.view())
+            self._news[id] = handle
+            handle.grammar = None  # it takes megabytes, and its owner may keep the handle
+            handle.request.hints = None  # as many
+
+    def take_news(self) -> list[Handle]:
+        """The handles that have new output or have ended, since the last call."""
+        news = self._news
+        self._news = {}
+        return list(news.values())
+
+    def snapshot(
+        self,
+        sched: Scheduler,
+        limits: Limits,
+        blocked: Collection[int],
+        ranks: RanksView,
+        now: float,
+        since: Snapshot | None,
+    ) -> Snapshot:
+        """`blocked`: the slots that the newest plan has kept shut."""
+        seen = Seen() if since is None else since.seen
+        owners = {request.slot: request for request in sched.running.values()}
+        shut = blocked if sched.waiting else ()
+        if since is None:
+            came = list(islice(sched.waiting, self.QUEUE))
+        else:
+            came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        slots = []
+        for slot in range(sched.slots):
+            owner = owners.get(slot)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            slots.append(SlotView.of(slot, owner, sched, slot in shut, prefill))
+        steps = self.steps.since(seen.steps)
+        ended = self.ended.since(seen.ended)
+        newest = max(seen.request, next(reversed(sched.waiting), -1))
+        return Snapshot(
+            now=now,
+            limits=limits,
+            policy=sched.policy.name,
+            draining_to=sched.draining_to.name if sched.draining_to else None,
+            slots=tuple(slots),
+            waiting=len(sched.waiting),
+            queue=tuple(
+                (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
+            ),
+            requests=tuple(self.open[id].view() for id in sorted([*sched.running, *came])),
+            ended=ended,
+            missed_ends=self.ended.count - seen.ended - len(ended),
+            steps=steps,
+            missed=self.steps.count - seen.steps - len(steps),
+            faults=self.faults.since(seen.faults),
+            planned=sched.steps,
+            submitted=sched.submitted,
+            finished=sched.submitted - len(sched.waiting) - len(sched.running),
+            output_tokens=self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
+            steps_s=self.steps_s,
+            seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
+            ranks=ranks,
+            model=self.model,
+            roof=self.roof,
+        )

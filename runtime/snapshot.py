@@ -1,0 +1,380 @@
+"""What those see who watch an engine: frozen, in plain numbers, and complete.
+
+The problem. A watcher, such as a screen or a server's metrics, wants to know everything that goes
+on, and owns nothing. It may not make the engine wait.
+
+What this file keeps. Nothing here refers to an array or to a handle. A watcher asks
+`Engine.snapshot()`, and gets a `Snapshot`: a view of each slot, of each request that can be seen,
+and of each step since the watcher looked last. So a screen can draw it while the engine goes on,
+and a server can send it to another machine.
+
+Where next: `ledger.py`, which makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from sys import getsizeof
+from typing import Any, NamedTuple
+
+from runtime.progress import UNREAD, PrefillProgress
+from sched import NARROWEST, Plan, Request, Scheduler
+
+
+def percentile(values: Iterable[float], part: float) -> float | None:
+    """The smallest value such that at least this part of all values are no larger: of 1 to 100, 95
+    for 0.95. None if there is no value."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such
+    thing."""
+
+    queued_s: float | None
+    ttft_s: float | None  # submit to first token
+    tokens_per_s: float | None  # after the first
+    itl_mean_s: float | None
+    itl_p95_s: float | None
+    itl_max_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    guessed: int = 0  # so many tokens were guessed
+    right: int = 0  # and so many of these were right
+
+
+WIDEST = 8  # times as wide as the engine's own, a chunk may become
+
+
+class Limits(NamedTuple):
+    """What an engine was made with."""
+
+    slots: int
+    max_len: int
+    chunk: int
+    budget: int
+    far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
+    max_queue: int
+    hurry: bool  # a step that yields a first token is read before the next one is planned
+
+    @staticmethod
+    def of(sched: Scheduler, hurry: bool) -> Limits:
+        return Limits(
+            slots=sched.slots,
+            max_len=sched.max_len,
+            chunk=sched.chunk,
+            budget=sched.budget,
+            far=sched.far,
+            max_queue=sched.max_queue,
+            hurry=hurry,
+        )
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """The least and the largest budget that an engine can be turned to: a row for each slot,
+        and the narrowest chunk or the widest."""
+        least = min(NARROWEST, self.chunk)
+        return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
+
+    def with_budget(self, budget: int | None) -> Limits:
+        """The same with another budget; None: as the engine was made.
+
+        One whole chunk is let into every step, however small the budget is, and a prompt has one
+        chunk in a step, however large it is. So the chunk goes with the budget: it gets what a row
+        for each slot leaves.
+        """
+        if budget in (None, self.budget):
+            return self
+        least, most = self.budgets
+        if not least <= budget <= most:
+            raise ValueError(
+                f"budget = {budget:,}, but here it is {least:,} to {most:,}: a row for each of "
+                f"{self.slots:,} slots, and a chunk of {least - self.slots:,} to {most - self.slots:,}"
+            )
+        return self._replace(budget=budget, chunk=budget - self.slots)
+
+    def turned(self, now: Limits, budget: int | str | None) -> Limits:
+        """The same with another budget. "-" and "+": with a chunk half as wide as now, or twice."""
+        if budget not in ("-", "+"):
+            return self.with_budget(budget)
+        least, most = self.budgets
+        chunk = now.chunk // 2 if budget == "-" else now.chunk * 2
+        if chunk == self.chunk:
+            return self
+        return self.with_budget(max(least, min(self.slots + chunk, most)))
+
+
+class RanksView(NamedTuple):
+    """The processes that share the model (`ranks.py`)."""
+
+    backend: str = ""  # empty: there is one process
+    memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+
+
+class ModelView(NamedTuple):
+    """What a forward pass reads and multiplies, counted once when the model is loaded: of several
+    ranks, the first one's share.
+
+    A pass reads its weights once for all tokens in it. Only the tokens that are asked for their
+    next one go through the *tail*, which is all behind the last layer's attention. All other
+    matrices are the *body*. Experts are counted apart: each token takes some of them in each layer.
+    `..._products`: by so many weights each token is multiplied.
+    """
+
+    form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
+    layers: int = 0
+    body_nbytes: int = 0
+    body_products: int = 0
+    tail_nbytes: int = 0
+    tail_products: int = 0
+    token_nbytes: int = 0  # of a token's embedding
+    row_nbytes: int = 0  # of a row of one layer: its key and its value
+    width: int = 0  # of all query heads of a layer: H * Dh
+    window: int | None = None  # so many rows are seen in layers where attention slides
+    windowed: int = 0  # so many layers have that window
+    experts: int = 0  # in each layer; 0: there are none
+    taken: int = 0  # by each token, in each layer
+    expert_nbytes: int = 0  # of one expert of one layer
+    expert_products: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All weights that a pass may read."""
+        experts = self.layers * self.experts * self.expert_nbytes
+        return self.body_nbytes + self.tail_nbytes + experts
+
+
+class Roof(NamedTuple):
+    """What this machine can do at most, as `analysis/roofline.py` measured it; 0: it has not been
+    measured."""
+
+    reading: float = 0.0  # bytes a second, of weights that no cache holds
+    # Bytes a second, of as many weights as the model has, again and again: a cache may hold them
+    again: float = 0.0
+    multiplying: float = 0.0  # floating-point operations a second
+    others: float = 0.0  # cores that other programs took then
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """As fast as the model's weights can be read."""
+        return max(self.reading, self.again)
+
+    def joined(self, other: Roof) -> Roof:
+        """Of two measurements: a roof is the most that was ever seen."""
+        if not self.reading:
+            return other
+        best = Roof(*map(max, self, other))
+        return best._replace(others=min(self.others, other.others))
+
+
+class ExpertsView(NamedTuple):
+    """Which experts a step took."""
+
+    step: int
+    # By layer: (expert, by how many tokens), the most wanted first
+    layers: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """One slot at one moment."""
+
+    slot: int
+    # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
+    phase: str
+    request: int | None = None
+    used: int = 0  # rows in the slab
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    reused: int = 0  # rows that were taken over from an earlier prompt and its answer
+    # Rows that a free slot still holds: of the last prompt in it, and of the answer
+    remembered: int = 0
+    prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
+
+    @staticmethod
+    def of(
+        slot: int,
+        owner: Request | None,
+        sched: Scheduler,
+        blocked: bool,
+        prefill: PrefillProgress = UNREAD,
+    ) -> SlotView:
+        if owner is None:
+            phase = "blocked" if blocked else "free"
+            return SlotView(slot, phase, remembered=sched.prefixes.rows[slot])
+        return SlotView(
+            slot=slot,
+            phase=owner.phase,
+            request=owner.id,
+            # The newest token's key and value are not there yet
+            used=owner.prefilled + max(0, owner.committed - 1),
+            prompt_tokens=len(owner.prompt),
+            output_tokens=owner.committed,
+            reused=owner.reused,
+            prefill=prefill,
+        )
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One request at one moment, its text included."""
+
+    id: int
+    prompt: str
+    client: str  # who asked
+    origin: Any  # what was given to `submit`
+    policy: str  # the one that admitted it; empty as long as it waits
+    slot: int | None
+    arrived: float
+    metrics: Metrics
+    ended: float | None = None
+    text: str = ""
+    lengths: tuple[int, ...] = ()  # so many characters of the text came with each token
+    reason: str | None = None
+    error: str | None = None
+    # With a grammar: the newest token, and its probability among those that were allowed. Then the
+    # likeliest others, had there been no grammar: each with its probability, and whether allowed
+    glass: tuple[tuple[str, float, bool], ...] = ()
+    is_thinking: bool = False  # the prompt has opened a thought, with which the text begins
+    max_tokens: int = 0  # the longest answer that it may have; 0: not known
+
+    @property
+    def admitted(self) -> float | None:
+        """When it got its slot."""
+        waited = self.metrics.queued_s
+        return None if waited is None else self.arrived + waited
+
+    @property
+    def size(self) -> int:
+        """Bytes that its texts take."""
+        return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step as it was run: which request did what, and how long each stage took."""
+
+    step: int
+    admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    why: tuple[str, ...]  # for each of these: why this slot
+    # (slot, request, start, stop): which piece of which prompt
+    prefill: tuple[tuple[int, int, int, int], ...]
+    decode: tuple[tuple[int, int], ...]  # (slot, request)
+    # (slot, request): in a slot, but without a chunk in this step
+    held: tuple[tuple[int, int], ...]
+    # Slots whose request had ended before this step: their tokens were dropped
+    ghosts: tuple[int, ...]
+    blocked: tuple[int, ...]  # slots that were free, but kept from those who waited
+    waiting: int  # requests left in line
+    policy: str  # the one that the step was planned under
+    tokens: int  # that were delivered
+    cost: int  # of the budget
+    began: float  # on the engine's clock: planned
+    ended: float  # committed
+    # Where the time of the thread that steps went. The five add up to `seconds`.
+    plan_s: float  # Python decided what the step does
+    build_s: float  # Python built the step's graph
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short:
+    # Python stands still until the device has made room, so the device does nearly all of its work
+    # in this time. On a GPU this is work of the processor's: MLX launches kernels, and the device's
+    # own time is in `wait_s`. (No GPU has been measured.)
+    device_s: float
+    # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    wait_s: float
+    commit_s: float  # Python handed out the tokens
+    # (slot, guessed, right): so many tokens were guessed behind the newest one, so many were right
+    guesses: tuple[tuple[int, int, int], ...] = ()
+
+    @staticmethod
+    def of(plan: Plan, **rest: Any) -> StepView:
+        """A plan in plain numbers, once it has been run. `rest`: the fields of which a plan says
+        nothing."""
+        return StepView(
+            plan.step,
+            admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            why=tuple(r.why for r in plan.admitted),
+            prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
+            decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+            held=tuple((r.slot, r.id) for r in plan.held),
+            blocked=plan.blocked,
+            waiting=plan.waiting,
+            policy=plan.policy,
+            cost=plan.cost,
+            began=plan.at,
+            **rest,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were read."""
+        return sum(stop - start for *_, start, stop in self.prefill)
+
+    @property
+    def guessed(self) -> int:
+        return sum(guessed for _, guessed, _ in self.guesses)
+
+    @property
+    def right(self) -> int:
+        return sum(right for *_, right in self.guesses)
+
+    @property
+    def python_s(self) -> float:
+        """Python's own work on the step."""
+        return self.plan_s + self.build_s + self.commit_s
+
+    @property
+    def seconds(self) -> float:
+        """What it took of the engine's time. From `began` to `ended` is longer: the next step is
+        planned meanwhile."""
+        return self.python_s + self.device_s + self.wait_s
+
+
+class Seen(NamedTuple):
+    """How far a watcher has seen: so many steps, ends and faults, and requests up to this one."""
+
+    steps: int = 0
+    ended: int = 0
+    faults: int = 0
+    request: int = -1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, and what has happened since a watcher looked last."""
+
+    now: float
+    limits: Limits
+    policy: str
+    draining_to: str | None  # the policy that takes over when all that runs has ended
+    slots: tuple[SlotView, ...]
+    waiting: int  # the length of the line
+    queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
+    # Those that are in a slot now, and those in line that came since
+    requests: tuple[RequestView, ...]
+    ended: tuple[RequestView, ...]  # since, oldest first
+    missed_ends: int  # ends since that are no longer kept
+    steps: tuple[StepView, ...]  # since, oldest first
+    missed: int  # steps since that are no longer kept
+    # What went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    faults: tuple[str, ...]
+    planned: int  # the newest step; it may be on the device still, and in no record yet
+    submitted: int
+    finished: int
+    output_tokens: int
+    prompt_tokens: int  # read by all steps so far: cached tokens do not count
+    steps_s: float  # the seconds of all steps so far
+    seen: Seen
+    ranks: RanksView
+    model: ModelView
+    roof: Roof
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Of all prompts that are being read now."""
+        reading = [slot.prefill for slot in self.slots if slot.prefill.done < slot.prefill.total]
+        return sum(each.tokens_per_s or 0.0 for each in reading)

@@ -1,0 +1,603 @@
+"""The words of a user to the screen: commands, scripts, and the same run as a plain log.
+
+The problem. A user may press a key, click, type, use the command palette, write a script, or have
+no terminal at all.
+
+What this file keeps. A line with a slash in front is a command, any other line is a prompt. All
+these ways lead to `Session.obey`, so every way can do the same.
+
+Where next: `tui.py`, the screen itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from policies import POLICIES, policy_of
+from runtime.cli import command
+from runtime.snapshot import Limits, RequestView, Snapshot
+from runtime.validation import read_real, read_whole, shown
+from screen.draw.style import clean, count, number, shorten, span
+from screen.engine_client import SCHEMA, AnyTrial, Ask, EngineRoom, Finding, View, is_mute
+from screen.keys import COMMANDS, PAGES, pressed
+from screen.page import Page
+from screen.state import State, client_of, prompt_of
+from screen.stats import words
+
+
+def read_name(name: str, text: str, least: int, most: int) -> str:
+    if len(text) > most:
+        raise ValueError(f"{name} has {len(text)} characters, {most} at most")
+    return text
+
+
+SETTABLE = {  # for /set: the field, and the limits
+    "temperature": ("temperature", read_real, 0, 1_000_000),
+    "max": ("max_tokens", read_whole, 1, 2**20),
+    "seed": ("seed", read_whole, 0, 2**31 - 1),
+    "burst": ("burst", read_whole, 1, 1000),
+    "rate": ("rate", read_real, 0.01, 1000),
+    "client": ("client", read_name, 0, 20),
+}
+
+
+NUMBERS = {  # the commands with a number, and the limits
+    "burst": (read_whole, 1, 1000),
+    "cancel": (read_whole, 0, 2**31),
+    "step": (read_whole, 1, 100_000),
+    "load": (read_real, 0, 1000),
+    "slow": (read_real, 0.1, 1000),
+    "budget": (read_whole, 1, 2**31),
+}
+
+SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
+
+
+class Session:
+    """An engine room and the state of a screen. Every line of a user is obeyed here.
+
+    `eases`: a first burst runs in slow motion, since a small model is done before anything
+    can be seen.
+    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, the
+    trial ends.
+    """
+
+    def __init__(self, room: EngineRoom, state: State, eases: bool = False):
+        self.room = room
+        self.state = state
+        self.eases = eases
+        self._seen = 0
+        self._coming: dict[str, object] = {}  # the changes of the view by open wishes
+        self.stays = False
+        self.talks = False  # prompts are questions of conversations: on a screen
+
+    pressed = staticmethod(pressed)  # for the tour, which names the keys
+
+    @property
+    def heard(self) -> bool:
+        """Whether the view shows the effect of every wish."""
+        return self.state.view.heard == self.room.posted
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.heard and not self.state.view.busy and not self.state.view.stepping
+
+    @property
+    def coming(self) -> View:
+        """The view after the last wish. Keys may come faster than
+        views, and while the model loads there is none."""
+        return self.state.view if self.heard else self.state.view._replace(**self._coming)
+
+    def expect(self, **changes: object) -> None:
+        """To be called before the wish for these changes."""
+        self._coming = changes if self.heard else self._coming | changes
+
+    def look(self) -> bool:
+        """Take in the news; False if there is none."""
+        news = self.room.news
+        if news == self._seen:
+            return False
+        self._seen = news
+        before = self.state.view
+        self.state.absorb(self.room.look(before))
+        for page in PAGES.values():
+            if page.take:
+                page.take(self.state, before)
+        self._ask_waiting()
+        return True
+
+    def asks(self, count: int) -> list[Ask]:
+        """This many of the prompts; after the last, the first again. If there is a seed, each gets
+        one of its own."""
+        prompts = islice(cycle(self.state.prompts), count)
+        return [
+            self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)
+        ]
+
+    def obey(self, line: str) -> str:
+        """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the
+        line is wrong."""
+        if not line.startswith("/") or line.startswith("//"):
+            said = self._ask(line.removeprefix("/"))
+            if said:
+                return said
+            is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
+            return "the demo adds up to 99 only" if is_beyond else ""
+        name, _, rest = line.removeprefix("/").partition(" ")
+        page = PAGES.get(name)
+        if page:
+            return (page.obey and page.obey(self, rest.strip())) or ""
+        command = getattr(self, f"_do_{name}", None)
+        if command is None:
+            there = " ".join(f"/{command}" for command in sorted(COMMANDS))
+            raise ValueError(f"/{name} is no command; there are {there}")
+        return command(rest.strip()) or ""
+
+    # --- conversations
+
+    def _ask(self, prompt: str) -> str:
+        """A prompt is the next question of the open conversation. While the panes are in sight, a
+        prompt begins another conversation."""
+        talks = self.state.talks
+        if not self.talks:
+            self.room.fire([self.state.settings.ask(prompt)])
+            return ""
+        if not self.state.talking:
+            talks.begin()
+        if talks.open.waiting:
+            raise ValueError(talks.open.why or "a question waits already: Esc stops the answer")
+        talks.open.waiting = prompt
+        self._ask_waiting()
+        return "it waits for the answer" if talks.open.waiting else ""
+
+    def _ask_waiting(self) -> None:
+        """Ask the questions with nothing left to wait for."""
+        for talk in self.state.talks.all:
+            if talk.waiting and not (talk.why or talk.runs):
+                ask = self.state.settings.ask(talk.waiting)
+                ask = ask._replace(messages=talk.messages(talk.waiting))
+                self.room.fire([ask._replace(question=self.state.talks.add(talk))])
+
+    def _do_new(self, rest: str) -> str:
+        """Another conversation. A question without room in the open one begins the new one."""
+        self.state.talks.begin()
+        self._ask_waiting()
+        return "a new conversation"
+
+    def _do_system(self, rest: str) -> str:
+        self.state.talks.open.system = rest
+        return "from the next question on"
+
+    def _do_next(self, rest: str) -> None:
+        """The next conversation; behind the last one comes the first."""
+        talks = self.state.talks
+        talks.at = (talks.at + 1) % len(talks.all)
+        self.state.select_talk()
+
+    def _do_drop(self, rest: str) -> str:
+        """Forget the oldest turn. A question without room is asked again."""
+        talk = self.state.talks.open
+        turns = [turn for turn in talk.turns if not (turn.is_dropped or turn.runs)]
+        if not turns:
+            raise ValueError("there is no answered question to forget")
+        turns[0].is_dropped = True
+        talk.why = ""
+        self._ask_waiting()
+        return "the oldest question is forgotten"
+
+    def _do_again(self, rest: str) -> None:
+        """Ask the last question once more."""
+        talk = self.state.talks.open
+        if talk.runs or talk.waiting or not talk.turns:
+            raise ValueError("only when the last question has its answer (Esc stops that)")
+        talk.waiting = talk.turns.pop().question
+        self._ask_waiting()
+
+    def _do_thoughts(self, rest: str) -> None:
+        """Show thoughts whole, or folded."""
+        self.state.talks.unfolded = not self.state.talks.unfolded
+
+    def stop(self) -> bool:
+        """Stop the answer that runs in the open conversation. False if none does."""
+        running = self.state.talks.open.runs
+        if running and running.request and not running.is_stopped:
+            running.is_stopped = True
+            self.room.cancel(running.request.id)
+            return True
+        return False
+
+    def _do_burst(self, rest: str) -> str:
+        many = number_for("burst", rest or str(self.state.settings.burst))
+        eases = self.eases and not self.coming.paused
+        self.eases = False
+        self.room.fire(self.asks(many))
+        if not eases:
+            return f"{count(many, 'prompt')} fired"
+        self.expect(slow=SLOW)
+        self.room.slow(SLOW, True)
+        return "slowly: + faster, 0 full speed"
+
+    def _do_json(self, rest: str) -> str:
+        """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on,
+        and nothing else runs, the answer begins paused: else nobody could watch."""
+        ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
+        if self.stays and not self.coming.busy:
+            self._do_pause("")
+        self.room.fire([ask._replace(schema=SCHEMA)])
+        return "JSON is asked for: s shows how, token by token"
+
+    def try_out(self, what: str, trial: AnyTrial) -> None:
+        """Begin a trial, unless others would suffer. A pause ends."""
+        self.check_alone(what)
+        self.expect(paused=False)
+        self.room.try_out(trial)
+
+    def check_alone(self, what: str) -> None:
+        if self.state.view.door or self.state.view.watches:
+            whose = "while the door is open" if self.state.view.door else "on a watched engine"
+            raise ValueError(
+                f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
+            )
+
+    def _do_policy(self, rest: str) -> None:
+        """Change to the named policy, or to the next."""
+        self.room.switch(policy_of(rest).name if rest else "")
+
+    def _do_load(self, rest: str) -> None:
+        """A steady load of this many requests a second. Without a number, turn the load on or
+        off."""
+        off = rest == "off" or (not rest and self.coming.load)
+        rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
+        self.expect(load=rate)
+        self.room.set_load(rate, self.asks(len(self.state.prompts)))
+
+    def _do_cancel(self, rest: str) -> str:
+        """Cancel all requests from here, or the named one, or the one in the selected slot."""
+        if rest == "all":
+            self.room.cancel(None)
+            whose = "your requests" if self.state.view.door else "requests"
+            return f"all {whose} are cancelled"
+        if rest:
+            owner = number_for("cancel", rest.removeprefix("r"))
+        else:
+            slot = self.state.selected
+            engine = self.state.view.engine
+            owner = engine.slots[slot].request if engine else None
+            if owner is None:
+                return f"slot {slot} has no request" if engine else "no slot has a request yet"
+        if owner not in self.room.own:
+            request = self.state.requests.get(owner)
+            if request is None and self.heard:
+                raise ValueError(f"r{owner} is not known here; it may have ended long ago")
+            if request and request.reason:
+                raise ValueError(f"r{owner} has ended already ({request.reason})")
+            if request:
+                raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
+        self.room.cancel(owner)
+        return f"r{owner} is cancelled"
+
+    def _do_pause(self, rest: str) -> None:
+        self.expect(paused=True)
+        self.room.pause(True)
+
+    def _do_resume(self, rest: str) -> None:
+        self.state.cursor = None
+        self.expect(paused=False)
+        self.room.pause(False)
+
+    def _do_step(self, rest: str) -> None:
+        steps = number_for("step", rest or "1")
+        self.state.cursor = None
+        self.expect(paused=True)
+        self.room.step(steps)
+
+    def _do_slow(self, rest: str) -> str:
+        """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as
+        many."""
+        now = self.coming.slow
+        if rest == "off" or (not rest and now):
+            rate = 0.0
+        elif rest == "-":
+            rate = max(SLOWEST, now / 2) if now else SLOW
+        elif rest == "+":
+            rate = now * 2 if now * 2 <= FASTEST else 0.0
+        else:
+            rate = number_for("slow", rest or str(SLOW))
+        self.eases = False
+        self.expect(slow=rate)
+        self.room.slow(rate)
+        return f"slow motion: {rate:g} steps/s" if rate else "full speed"
+
+    def _do_budget(self, rest: str) -> str:
+        """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
+        half as wide, and twice as wide."""
+        engine = self.coming.engine
+        if not rest:
+            return (
+                said_of(engine.limits) if engine else "the budget is known when the model is there"
+            )
+        self.check_alone("other budget")
+        budget: int | str | None = rest
+        if rest not in ("-", "+"):
+            budget = None if rest == "off" else number_for("budget", rest)
+        said = ""
+        if engine:  # else the room itself refuses impossible budgets
+            limits = self.state.view.made_with.turned(engine.limits, budget)
+            self.expect(engine=replace(engine, limits=limits))
+            said = said_of(limits)
+        self.room.set_budget(budget)
+        return said
+
+    def _do_set(self, rest: str) -> str:
+        if not rest:
+            return self.state.settings.words
+        changes = {}
+        for pair in rest.split():
+            name, _, value = pair.partition("=")
+            if name not in SETTABLE:
+                raise ValueError(
+                    f"{name!r} cannot be set; temperature, max, seed, burst, rate and client can"
+                )
+            knob, read, least, most = SETTABLE[name]
+            is_none = pair in ("seed=", "seed=none", "temperature=", "temperature=default")
+            changes[knob] = None if is_none else read(name, value, least, most)
+        said = f"set {rest}"
+        engine = self.state.view.engine
+        if engine and changes.get("max_tokens", 0) > engine.limits.max_len:
+            changes["max_tokens"] = engine.limits.max_len
+            said = f"max={engine.limits.max_len}: a slot holds no more"
+        self.state.settings = self.state.settings._replace(**changes)
+        return said
+
+
+def said_of(limits: Limits) -> str:
+    return f"budget {limits.budget:,}: at most {limits.chunk:,} tokens of a prompt in a step"
+
+
+def number_for(command: str, text: str) -> float:
+    if command in PAGES:
+        return PAGES[command].read(text)
+    read, least, most = NUMBERS[command]
+    return read(command, text, least, most)
+
+
+# More words of a script, besides the commands, and the action of the screen for each.
+SCRIPTED = {"view": "view", "zoom": "zoom"}
+SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
+
+# The plain log obeys a word when all before it has ended. So the others mean something on a screen
+# only.
+LOGGED = ("policy", "burst", "wait", "budget", *PAGES)
+ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
+NUMBERED = (*NUMBERS, *(page.name for page in PAGES.values() if page.read))
+SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
+on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
+
+
+def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
+    """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]
+
+    A word that is no command, or has a wrong number, is a ValueError. `logged`: for a plain log.
+    """
+    words = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN))
+    orders = []
+    for word in script.lower().split():
+        name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
+        if name not in words or (rest and name not in NUMBERED):
+            where = " without a screen" if logged else ""
+            there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
+            raise ValueError(
+                f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)"
+            )
+        if rest:
+            number_for(name, rest)
+        orders.append((name, rest))
+    return orders
+
+
+def as_command(word: str, rest: str) -> str:
+    return f"/policy {word}" if word in POLICIES else f"/{word} {rest}"
+
+
+class PlainLog:
+    """The same run as a line for each event: for pipes, for logs, and for users of a screen
+    reader."""
+
+    def __init__(self, session: Session, write: Callable[[str], None]):
+        self.session = session
+        self.write = lambda line: write(clean(line))  # a line may quote anything
+        # Open requests, as at the last line about each
+        self._told: dict[int, RequestView] = {}
+        self._faults = 0  # how many faults have been noted
+        # (when, what): not written yet, since something earlier may be told
+        self._late: list[tuple[float, str]] = []
+        self._told_to = 0.0  # the end of the last noted busy period
+        self._policy = ""
+        self._life = 0
+        self._asked: list[Page] = []  # wanted pages, not told yet
+
+    def look(self) -> None:
+        state = self.session.state
+        before = state.view
+        if not self.session.look():
+            return
+        view = state.view
+        for stage in view.done[len(before.done) :]:
+            self.write(f"loading: {stage}")
+        for call in view.door.ended if view.door else ():
+            hung_up = ", hung up" if call.hung_up else ""
+            end = f"{call.status} {call.reason}{hung_up}: {call.message}".rstrip(": ")
+            self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
+        if view.engine is None:
+            return
+        self._note(view.engine)
+        for line in new_lines(before.trial, view.trial):
+            self._late.append((view.engine.now, line))
+        for period in state.periods:
+            if period.over and period.ended > self._told_to:
+                said = f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"
+                self._late.append((period.ended, said))
+                self._told_to = period.ended
+        last = state.history[-1] if state.history else None
+        if view.busy and view.engine.planned > (last.step if last else 0):
+            # A step in flight is told of after the end
+            self.flush(last.view.began if last else 0.0)
+        else:
+            self.flush()
+        page = PAGES.get(view.trial.name) if view.trial else None
+        if before.trying and not view.trying and page and page.tell:
+            self.tell(page.tell(state))
+        self._tell_pages()
+
+    def flush(self, until: float = math.inf) -> None:
+        """Write all events up to a moment, in order."""
+        self._late.sort(key=lambda event: event[0])
+        while self._late and self._late[0][0] <= until:
+            moment, line = self._late.pop(0)
+            self.write(f"{moment:8.3f} s  {line}")
+
+    def _note(self, engine: Snapshot) -> None:
+        """The news of an engine: requests, policies, faults."""
+        state = self.session.state
+        if state.view.life != self._life:  # earlier events there are no news
+            self._life = state.view.life
+            self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
+            engine = replace(engine, ended=(), steps=())
+        for r in (*engine.requests, *engine.ended):
+            if not is_mute(r):
+                self._late += news_of(r, self._told.get(r.id))
+            self._told[r.id] = r
+        for r in engine.ended:
+            self._told.pop(r.id)
+        for step in engine.steps:
+            for slot, request in step.admitted:
+                known = state.requests.get(request)
+                if not (known and is_mute(known)):
+                    said = f"r{request} is admitted to slot {slot} in step {step.step}"
+                    self._late.append((step.began, said))
+        # A policy holds from the first step with a plan under this policy; else from now on
+        policies = [(step.began, step.policy) for step in engine.steps]
+        for moment, policy in (*policies, (engine.now, engine.policy)):
+            if policy != self._policy:
+                self._policy = policy
+                self._late.append((moment, f"policy {policy}"))
+        for fault in state.faults[self._faults :]:
+            self._late.append((engine.now, fault.message))
+        self._faults = len(state.faults)
+
+    def obey(self, line: str) -> None:
+        """A prompt, or a command."""
+        try:
+            answer = self.session.obey(line)
+        except ValueError as error:
+            answer = str(error)
+        page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
+        if answer:
+            self.write(answer)
+        elif page and not page.disturbs:  # the findings of a trial are told one by one
+            self._asked.append(page)
+            self._tell_pages()
+
+    def _tell_pages(self) -> None:
+        """When the engine has heard the wish."""
+        while self._asked and self.session.heard:
+            self.tell(self._asked.pop(0).told(self.session.state))
+
+    def tell(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float, str]]:
+    """The events of a request since the view `before`: (when, words)."""
+    ttft = r.metrics.ttft_s
+    if before is None:
+        client = client_of(r) and f" ({client_of(r)})"
+        yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
+    if ttft is not None and (before is None or before.metrics.ttft_s is None):
+        yield r.arrived + ttft, f"r{r.id} has its first token after {span(ttft)}"
+    if r.reason:
+        figures = f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(ttft)}"
+        if r.metrics.tokens_per_s:
+            figures += f", {number(r.metrics.tokens_per_s)} tokens/s"
+        yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}"
+
+
+def new_lines(before: Finding | None, now: Finding | None) -> Sequence[str]:
+    """The lines of a trial that were not told before."""
+    told = before.lines if before else ()
+    lines = now.lines if now else ()
+    is_same = lines[: len(told)] == told  # else another trial has begun
+    return lines[len(told) :] if is_same else lines
+
+
+NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"
+
+
+def run_plain(
+    session: Session, script: str, write: Callable[[str], None], stays: bool = False
+) -> int:
+    """Obey the script, or the lines of standard input. When it ends and nothing is left to do,
+    leave.
+
+    If neither says anything, one line tells what to give. `stays`: there are others to watch, so
+    neither is needed.
+    """
+    log = PlainLog(session, write)
+    state = session.state
+    lines = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
+    listening = not script
+    rest = b""
+    idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
+    if idle and listening and sys.stdin.isatty():
+        log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
+    try:
+        while True:
+            time.sleep(0.05)
+            log.look()
+            if state.view.stage == "failed":
+                print(f"nanobatch: {state.view.error}", file=sys.stderr)
+                return 2
+            if listening:
+                rest, typed, listening = read_lines(rest)
+                lines += typed
+                idle = idle and not typed
+            if idle and not listening:
+                print(f"nanobatch: {NO_WORK}", file=sys.stderr)
+                return 2
+            if state.view.stage != "ready":
+                continue
+            # A script's line waits until all before it has ended
+            while lines and (session.settled or not script):
+                log.look()
+                line = lines.popleft()
+                if line.split()[0] in ("/quit", "/exit"):
+                    return 0
+                log.obey(line)
+            if session.settled and not (lines or listening or stays):
+                return 0
+    finally:
+        session.room.drain()
+        log.look()
+        log.flush()
+
+
+def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
+    """The news on standard input, without waiting: an unfinished line, the lines, and whether
+    more may come."""
+    if not select.select([0], [], [], 0)[0]:
+        return rest, [], True
+    data = os.read(0, 65536)
+    *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its end
+    texts = [line.decode(errors="replace").strip() for line in lines]
+    return rest, [text for text in texts if text], bool(data)

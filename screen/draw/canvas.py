@@ -1,0 +1,156 @@
+"""Paper: panes and pages write lines on a paper, from the top to the bottom.
+
+The problem. Every line needs the theme's colours and a width. Handed to every function, the two
+take more room in the code than the picture.
+
+What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
+never wider than the paper: words without room are left out, or go on in the next line.
+
+Where next: `panes.py`, the main view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+
+from screen.draw import style
+from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
+
+BACK = "close"  # the action behind a click on a page's note
+Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
+
+
+class Figure(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    width: int
+    rank: int = 0  # if room is short, the columns of the highest ranks go
+    meaning: str = ""
+    is_text: bool = False  # stands at the left of the column, and may be shortened
+    bar: bool = False  # with a rule before the column
+
+    def cell(self, text: str) -> str:
+        if self.is_text:
+            return f"{shorten(text, self.width - 1):<{self.width}}"
+        cell = f"{text:>{self.width}}"
+        return f" │{cell[2:]}" if self.bar else cell
+
+
+def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
+    """The columns with room. The highest ranks are left out first."""
+    shown = list(figures)
+    while shown and sum(figure.width for figure in shown) > width:
+        shown.remove(max(shown, key=lambda figure: figure.rank))
+    return shown
+
+
+class Paper:
+    """Lines of one width, in the colours of a theme."""
+
+    def __init__(self, p: Palette, width: int, height: int):
+        self.p = p
+        self.width = width
+        self.height = height
+        self.lines: list[Line] = []
+        self.names = 9  # characters of an entry's name
+        self.has_keys = True  # in a log, no key does anything
+        self.text = p.text
+        self.muted = p.muted
+        self.faint = p.faint
+        self.accent = p.accent
+        self.bad = p.bad
+
+    @property
+    def room(self) -> int:
+        """How many lines are left."""
+        return self.height - len(self.lines)
+
+    def pen(self) -> Pen:
+        """A pen for one more line, in the colour of text."""
+        pen = Pen(self.text)
+        self.lines.append(pen.line)
+        return pen
+
+    def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
+        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as
+        there is room."""
+        pen = self.pen().put("── ", self.faint)
+        pen.put(shorten(title, self.width - 8), bold=True).put(" ")
+        right = Pen()
+        room = self.width - pen.width - 3
+        if note and cell_len(note) < room:
+            right.put(f" {note}", self.muted, do=do)
+        for glyph, hue, meaning in legend:
+            if right.width + cell_len(meaning) + 2 <= room:
+                right.put(f" {glyph}", hue).put(meaning, self.muted)
+        right.put(" " * bool(right.line)).put("──", self.faint)
+        pen.put("─" * (self.width - pen.width - right.width), self.faint)
+        pen.line += right.line
+
+    def title(self, title: str, note: str = "Esc back", legend: Legend = ()) -> None:
+        """The first line of a page. A click on the note leaves the page."""
+        self.heading(title, note if self.has_keys else "", legend, BACK)
+
+    def legend(self, *kinds: int) -> Legend:
+        hues = {style.BLOCKED: self.bad, style.FAILED: self.bad, style.EMPTY: self.muted}
+        return [(GLYPHS[kind], hues.get(kind, self.text), NAMES[kind]) for kind in kinds]
+
+    def say(
+        self, words: str, hue: str = "", bold: bool = False, indent: int = 1, do: str = ""
+    ) -> None:
+        """Words in any number of lines; without words there is no line."""
+        for part in wrap(words, self.width - indent - 1) if words else ():
+            self.pen().to(indent).put(part, hue, bold, do)
+
+    def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
+        """A name, and beside the name words in any number of lines."""
+        names = names or self.names
+        for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
+            self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
+
+    def entries(self, entries: Mapping[str, str], hue: str = "") -> None:
+        for name, words in entries.items():
+            self.entry(name, words, hue)
+
+    def axis(self, *labels: tuple[int, str]) -> None:
+        """Labels under a picture, each at a column."""
+        pen = self.pen()
+        for column, label in labels:
+            pen.to(column).put(label, self.muted)
+
+    def cut(self, note: str, do: str) -> None:
+        """If there are more lines than room, the last one says how many more. `do` shows all."""
+        hidden = -self.room
+        if hidden > 0:
+            del self.lines[self.height - 1 :]
+            more = f" ↓ {count(hidden + 1, 'more line')}{note}"
+            self.pen().put(more, self.accent, do=do)
+
+    # --- tables
+
+    def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
+        """The columns of a table with room beside `room` cells. Writes the titles, and `more`
+        behind the titles."""
+        shown = fitting(figures, self.width - room)
+        titles = {each.title: each.title for each in shown}
+        self.row(shown, titles, self.muted).put(more, self.muted)
+        return shown
+
+    def row(
+        self,
+        shown: Sequence[Figure],
+        texts: Mapping[str, str],
+        hue: str = "",
+        bold: bool = False,
+        mark: str = " ",
+    ) -> Pen:
+        """A line of a table: texts by the titles of columns. If the first column is a text, a mark
+        stands before the text."""
+        pen = self.pen()
+        if shown and shown[0].is_text:
+            pen.put(mark, self.accent)
+        return pen.put("".join(each.cell(texts[each.title]) for each in shown), hue, bold)

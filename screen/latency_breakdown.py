@@ -1,0 +1,456 @@
+"""Why a request waited: its life in parts with the right sum, and the same life in another
+company.
+
+The problem. A late first token has one of three causes: the line, the prompt's own
+length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
+
+The way out. Each moment of a request's life belongs to one part. Before the admission, the request
+is in line. Afterwards every step is looked at: how much work was for the request, and how much for
+the others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
+(`analysis/step_times.py`). And since the scheduler needs no model, the same requests go through a scheduler
+once more: this one alone, and all of them under each policy.
+
+What this file keeps. The parts add up to the whole life. A replay under the same policy has the
+same steps, unless a step failed or the policy changed meanwhile.
+
+Where next: `pages/why.py`, the drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from analysis.simulator import Guest
+from analysis.step_times import LEAST, Prices, guesses_by_request, guest_of, is_cut_short
+from policies import POLICIES
+from runtime.snapshot import Limits, RequestView, StepView, percentile
+from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
+from screen.policy_runs import on_clock, simulated
+from screen.step_columns import Column, during
+
+# The parts of a life, in the order of the drawing
+PARTS = {
+    "line": "in line: no slot yet",
+    "slot": "in a slot, without work: another step ran, or the budget was spent",
+    "own chunks": "its own prompt is read",
+    "others' chunks": "its steps take longer, since prompts of others are read in them",
+    "others' rows": "its steps take longer, since answers of others are decoded in them",
+    "decoding": "its own answer",
+    "ghost": "computed for nothing in its slot, after its end",
+    "unseen": "the screen looked away",
+}
+ROUNDING = 1e-9  # seconds: after a pause a step may seem to begin so much before a prompt came
+LONGEST = 5_000  # steps: a replay of more would keep the screen waiting
+
+
+class Piece(NamedTuple):
+    """A stretch of a life, in one part."""
+
+    part: str
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass
+class Life:
+    """One request's life, and all requests in contact. All seconds are the engine's."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    # During the time in line, by request: seconds in a slot
+    ahead: Counter[int] = field(default_factory=Counter)
+    shut: float = 0.0  # seconds in line, while a slot was free but shut
+    # By request: seconds of chunks in this one's steps
+    chunks: Counter[int] = field(default_factory=Counter)
+    overtakers: list[int] = field(default_factory=list)  # came later, and were admitted earlier
+    before: int | None = None  # had the slot until then
+    after: int | None = None  # had the slot next
+
+    @property
+    def seconds(self) -> float:
+        return self.pieces[-1].ended - self.pieces[0].began
+
+    def parts(self, until: float = math.inf) -> dict[str, float]:
+        """By part: seconds up to a moment. Parts without seconds are left out."""
+        sums = dict.fromkeys(PARTS, 0.0)
+        for piece in self.pieces:
+            sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
+        return {part: seconds for part, seconds in sums.items() if seconds > 0}
+
+
+# --- the parts of a life
+
+
+def life_of(
+    request: RequestView,
+    requests: Iterable[RequestView],
+    history: Sequence[Column],
+    prices: Prices,
+    now: float,
+) -> Life:
+    """A request's life: up to the end, or so far.
+
+    `requests`: all known ones. `history`: a column for each step, oldest first.
+    """
+    life = Life()
+    prices = with_a_chunk(prices)
+    admitted = request.admitted
+    end = request.ended
+    if end is None and admitted is None:
+        end = max(now, request.arrived)
+    elif end is None:
+        end = max(history[-1].ended if history else now, admitted)
+    leaves_line = end if admitted is None else admitted
+    life.pieces.append(Piece("line", request.arrived, leaves_line))
+    _look_at_line(life, request, history, leaves_line)
+    if admitted is not None:
+        for other in requests:
+            entered = math.inf if other.admitted is None else other.admitted
+            if other.id > request.id and entered < admitted:
+                life.overtakers.append(other.id)
+        _look_at_slot(life, request, history, prices, admitted, end)
+    return life
+
+
+def is_noisy(prices: Prices) -> bool:
+    """A chunk has a row at least. If a chunk seems to cost less than one row, chance was at
+    work."""
+    return prices.chunk <= max(LEAST, prices.row)
+
+
+def with_a_chunk(prices: Prices) -> Prices:
+    """If the clock is too noisy to give a chunk a price, a chunk counts as much as a step of one
+    row."""
+    if not is_noisy(prices):
+        return prices
+    guessed = copy(prices)
+    guessed.chunk = prices.of(1, 0) or LEAST
+    return guessed
+
+
+def _look_at_line(
+    life: Life, request: RequestView, history: Sequence[Column], until: float
+) -> None:
+    """The requests in the slots meanwhile."""
+    for column in during(history, request.arrived, until):
+        seconds = min(column.ended, until) - max(column.began, request.arrived)
+        if column.view.blocked:
+            life.shut += seconds
+        for kind, owner in column.cells:
+            if owner not in (None, request.id) and kind != GHOST:
+                life.ahead[owner] += seconds
+
+
+def _look_at_slot(
+    life: Life,
+    request: RequestView,
+    history: Sequence[Column],
+    prices: Prices,
+    admitted: float,
+    end: float,
+) -> None:
+    """Divide each step from admission on."""
+    slot = request.slot
+    now = admitted
+    first = bisect_left(history, admitted, key=lambda column: column.ended)
+    for i in range(first, len(history)):
+        column = history[i]
+        kind, owner = column.cells[slot]
+        is_at_work = owner == request.id and kind in (PREFILL, DECODE, GHOST)
+        if now >= end and not (is_at_work and kind == GHOST):
+            break
+        worked = column.ended if i == len(history) - 1 else work_ends(column.view)
+        stop = min(worked, end)
+        if stop > now:
+            shares = {"slot": 1.0}
+            if column.unseen:
+                shares = {"unseen": 1.0}
+            elif is_at_work:
+                shares = _shares(life, request, column, prices, stop - now)
+            life.pieces += _divided(shares, now, stop)
+            now = stop
+        if is_at_work and kind == GHOST:
+            ghost = Piece("ghost", now, max(now, worked))
+            life.pieces.append(ghost)
+            now = ghost.ended
+    if now < end:  # cancelled before the next step
+        life.pieces.append(Piece("slot", now, end))
+    life.before = _owner(history[first::-1], slot, request.id)
+    after = bisect_left(history, end, key=lambda column: column.ended)
+    life.after = _owner(history[after:], slot, request.id)
+
+
+def work_ends(step: StepView) -> float:
+    """When the work of a step was done.
+
+    A step ends when its tokens were read. On a CPU Python stands still while the step is started,
+    and the device works meanwhile. Then the next step is started, and only then the tokens are
+    read.
+    """
+    started = step.began + step.plan_s + step.build_s + step.device_s
+    return min(started, step.ended) if step.device_s > step.wait_s else step.ended
+
+
+def _shares(
+    life: Life, request: RequestView, column: Column, prices: Prices, seconds: float
+) -> dict[str, float]:
+    """Each part's share of a step, by the prices of the work."""
+    rows = len(column.view.decode)
+    read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
+    tokens = sum(read.values())
+    own = read.pop(request.id, 0)
+    per_token = prices.of(0, len(column.view.prefill)) / max(1, tokens)
+    own_row = 0.0 if own else prices.of(1, 0) or LEAST
+    all_rows = max(own_row, prices.of(rows, 0))
+    whole = per_token * tokens + all_rows
+    for owner, theirs in read.items():
+        life.chunks[owner] += seconds * per_token * theirs / whole
+    return {
+        "own chunks": per_token * own / whole,
+        "decoding": own_row / whole,
+        "others' chunks": per_token * (tokens - own) / whole,
+        "others' rows": (all_rows - own_row) / whole,
+    }
+
+
+def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterator[Piece]:
+    """A step's seconds, one part behind the other. The last one ends where the step does."""
+    parts = [(part, share) for part, share in shares.items() if share > 0]
+    now = began
+    for part, share in parts[:-1]:
+        stop = min(ended, now + share * (ended - began))
+        yield Piece(part, now, stop)
+        now = stop
+    yield Piece(parts[-1][0], now, ended)
+
+
+def _owner(steps: Sequence[Column], slot: int, request: int) -> int | None:
+    """In these steps, the first other request with this slot."""
+    owners = (step.cells[slot].request for step in steps)
+    return next((owner for owner in owners if owner not in (None, request)), None)
+
+
+# --- the same requests once more
+
+
+class Outcome(NamedTuple):
+    """The outcome for a request, real or possible. Seconds begin with the arrival."""
+
+    name: str  # "measured" | "alone" | a policy
+    # Steps up to the admission, then up to the first token, then up to the last
+    steps: tuple[int, int, int]
+    line: float
+    ttft: float
+    life: float
+
+
+def outcomes(
+    request: RequestView,
+    requests: Iterable[RequestView],
+    history: Sequence[Column],
+    limits: Limits,
+    prices: Prices,
+) -> list[Outcome]:
+    """As measured; by replay alone, and under each policy. ValueError if nothing can be known."""
+    if not request.metrics.output_tokens:
+        raise ValueError("it has no token yet, and a replay must know how long its answer is")
+    prices = with_a_chunk(prices)
+    # Those that still stand in line have had no part in any step
+    company = [
+        r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
+    ]
+    columns = steps_of(company, history)
+    _, moment = on_clock(columns, prices)
+    guesses = guesses_by_request(column.view for column in columns)
+    halting = halts_of(columns)
+    most_halt = 2 * len(halting) > len(columns)
+    # Elsewhere a request with an early end goes on up to the same number of tokens
+    whole = replace(request, reason="length") if is_cut_short(request) else request
+    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, guesses)], request.policy, prices)
+    arrived = moment(request.arrived)
+    came = next_plan(columns, request.arrived)
+    real = outcome("measured", request, columns, request.arrived, came)
+    life = real.life if request.ended is None else request.ended - request.arrived
+    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, life=life)
+    out = [real, outcome("alone", request, alone, 0.0)]
+    for policy in POLICIES:
+        first = 0
+        if policy == request.policy:
+            first = came
+            guests = by_steps(company, columns, moment, guesses)
+            steps = simulated(limits, guests, policy, prices, by_steps=True, halting=halting)
+        else:
+            others = [whole if r.id == request.id else r for r in company]
+            guests = [guest_of(r, moment, guesses) for r in others]
+            steps = simulated(limits, guests, policy, prices, run_ahead=not most_halt)
+        out.append(outcome(policy, request, steps, arrived, first))
+    return out
+
+
+def by_steps(
+    company: Sequence[RequestView],
+    columns: Sequence[Column],
+    moment: Callable[[float], float],
+    guesses: Mapping[int, Sequence[tuple[int, int]]],
+) -> list[Guest]:
+    """The same requests: each comes, begins and leaves before the same steps as in the real run.
+
+    A replay knows no text, so in a replay no request waits until another one has written common
+    rows.
+    """
+    lengths = {r.id: r.metrics.prompt_tokens for r in company}
+    firsts: dict[
+        int, tuple[int, int]
+    ] = {}  # the step of the first chunk, and what is left before it
+    for number, column in enumerate(columns, 1):
+        left = 0
+        for _, id, start, _ in column.view.prefill:
+            firsts.setdefault(id, (number, left))
+            left = lengths.get(id, start) - start
+    guests = []
+    for r in company:
+        guest = guest_of(r, moment, guesses)
+        leaves = ()
+        if guest.leaves:
+            read = bisect_right(columns, r.ended, key=lambda column: column.ended)
+            leaves = (next_plan(columns, r.ended), read + 1)
+        comes = next_plan(columns, r.arrived)
+        begins, behind = firsts.get(r.id, (0, 0))
+        guests.append(guest._replace(comes=comes, leaves=leaves, begins=begins, behind=behind))
+    return guests
+
+
+def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
+    """The requests of the busy period, between two moments without an open request."""
+    group: list[RequestView] = []
+    until = -math.inf
+    for r in sorted(requests, key=lambda r: r.id):
+        if r.arrived > until:
+            if any(other.id == request.id for other in group):
+                break
+            group = []
+        group.append(r)
+        until = max(until, math.inf if r.ended is None else r.ended)
+    return group
+
+
+def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Sequence[Column]:
+    """The steps of a busy period. ValueError if some are unknown."""
+    began = company[0].arrived
+    ended = max(math.inf if r.ended is None else r.ended for r in company)
+    first = bisect_left(history, began - ROUNDING, key=lambda column: column.view.began)
+    stop = bisect_left(history, ended, key=lambda column: column.view.began)
+    columns = history[first:stop]
+    if len(columns) > LONGEST:
+        raise ValueError(f"{len(columns):,} steps in a row are too many to be replayed")
+    if not columns or not columns[0].view.admitted or any(column.unseen for column in columns):
+        raise ValueError("not all steps of that time are remembered")
+    return columns
+
+
+def next_plan(columns: Sequence[Column], moment: float) -> int:
+    """The number, from 1, of the first step with a plan at this moment or later."""
+    return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
+
+
+def halts_of(columns: Sequence[Column]) -> set[int]:
+    """Late plans: steps with a plan only after the step before had been read. (In slow motion, all
+    steps.)
+
+    Without such a late plan, there would be a step behind the last one.
+    """
+    late = {len(columns) + 1}
+    for number, (before, column) in enumerate(pairwise(columns), 2):
+        if column.view.began >= before.view.ended:
+            late.add(number)
+    return late
+
+
+def outcome(
+    name: str, request: RequestView, steps: Iterable[Column], arrived: float, came: int = 0
+) -> Outcome:
+    """One request in a run, up to its end. `came`: the first step after the arrival; 0: the clock
+    tells."""
+    admitted = first = last = 0
+    line = ttft = life = 0.0
+    for number, column in enumerate(steps, 1):
+        if not came and column.view.began >= arrived:
+            came = number
+        kind = next((kind for kind, owner in column.cells if owner == request.id), None)
+        if kind is not None and not admitted:
+            admitted = number
+            line = max(0.0, column.view.began - arrived)
+        if kind == PREFILL:
+            first = number
+            ttft = column.ended - arrived
+        if kind in (PREFILL, DECODE):
+            last = number
+            life = column.ended - arrived
+        elif last and kind in (None, GHOST):
+            break
+    if not first:
+        raise ValueError("its steps are not remembered any more")
+    counts = (admitted - came, first + 1 - admitted, last - first)
+    return Outcome(name, counts, line, ttft, life)
+
+
+# --- the slowest, and the others
+
+
+def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
+    """Ended requests, the soonest first token first."""
+    done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
+    return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
+
+
+def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
+    """The request's place in this order, from 0."""
+    return next((i for i, r in enumerate(order) if r.id == request.id), None)
+
+
+def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
+    """The request so many places further in this order; the first one, if the request has no
+    place there."""
+    place = place_of(request, order)
+    return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
+
+
+def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
+    """The request at a percentile of first tokens."""
+    return order[percentile(range(len(order)), percent / 100)]
+
+
+# --- in words
+
+
+def blamed(seconds: Counter[int], most: int = 3) -> str:
+    """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
+    names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
+    return listed(names, most)
+
+
+def sentence(request: RequestView, life: Life, found: Sequence[Outcome] | str) -> str:
+    """A request's life in a line of the plain log."""
+    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in life.parts().items())
+    words = [f"r{request.id}: {span(life.seconds)} = {parts}"]
+    words.append(f"first token after {span(request.metrics.ttft_s)}")
+    if life.ahead:
+        words.append(f"in line behind {blamed(life.ahead)}")
+    if life.chunks:
+        words.append(f"beside chunks of {blamed(life.chunks)}")
+    if isinstance(found, str):
+        words.append(f"no replay: {found}")
+    else:
+        firsts = (f"{each.name} {span(each.ttft)}" for each in found[1:])
+        words.append(f"first token by replay: {', '.join(firsts)}")
+    return "; ".join(words)

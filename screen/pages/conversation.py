@@ -1,0 +1,134 @@
+"""The conversation: large, with the engine as a strip beside it.
+
+The problem. Somebody has a model and wants to talk with the model, and an answer of two lines in a grid
+of eight is no place to read. But a reader wants to see the engine at work, too.
+
+What this file keeps. The whole conversation stands there, and answers stream. Thoughts are dim; a
+finished thought is folded. A dropped turn is marked.
+
+Where next: `talks.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from runtime.cli import command
+from runtime.conversation import figures, room_left
+from screen.draw.canvas import Paper
+from screen.draw.style import clean, count, shorten, wrap
+from screen.page import Desk, Page
+from screen.state import State
+from screen.talk_history import Talk, Turn
+from text.tool_parser import apart
+
+WIDEST = 100  # longer lines are hard to read
+THOUGHT = 3  # so many lines of a thought are shown while the model thinks
+
+
+def draw(state: State, on: Paper) -> None:
+    talks = state.talks
+    talk = talks.open
+    body = Paper(on.p, min(on.width, WIDEST), on.height)
+    body.say(talk.system and f"system: {talk.system}\n", on.muted)
+    if not state.view.speaks:
+        body.say("This model has no chat template: each question stands alone.\n", on.muted)
+    for before, turn in pairwise([None, *talk.turns]):
+        draw_turn(state, body, turn, before)
+    draw_rest(state, body, talk)
+    above = max(0, len(body.lines) - on.height + 1)
+    talk.below = max(0, min(talk.below, above))
+    above -= talk.below
+    note = f"{above:,} lines above, {talk.below:,} below: PgUp" if above or talk.below else ""
+    number = f"{talks.at + 1} of {len(talks.all)}: " if len(talks.all) > 1 else ""
+    title = shorten(talk.turns[0].question, 40) if talk.turns else "nothing was said yet"
+    on.heading(f"Conversation {number}{title}", note)
+    on.lines += body.lines[above : len(body.lines) - talk.below]
+
+
+def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
+    from screen.draw import markdown  # takes 30 ms, too long before the first frame
+
+    hue = on.muted if turn.is_dropped else on.text
+    if turn.is_dropped:
+        on.say("left out: the model is not told this question and its answer any more", on.bad)
+    on.say(f"❯ {clean(turn.question)}\n", hue, True)
+    r = turn.request
+    if r is None:
+        on.say("waits for the engine", on.muted)
+        on.pen()
+        return
+    now = state.then(r) if state.past else r
+    thought, answer = apart(now.text, now.is_thinking)
+    draw_thought(state, on, thought, turn.runs and not answer)
+    if answer:
+        on.lines += markdown.lines_of(answer, on.width, on.p, hue, turn.runs)
+        on.pen()
+    on.say(clean(r.error or ""), on.bad)
+    if r.reason:
+        on.say(told(state, turn, before), on.muted)
+    elif not now.text:
+        slot = next((slot for slot in state.slots() if slot.request == r.id), None)
+        words = "in line"
+        if slot and slot.prefill.is_long:
+            words = f"reading: {slot.prefill.words}"
+        elif slot:
+            words = f"reading: {slot.used:,} of {slot.prompt_tokens:,} tokens"
+        on.say(words, on.muted)
+    on.pen()
+
+
+def draw_thought(state: State, on: Paper, thought: str, is_open: bool) -> None:
+    """Dim. A finished thought is folded."""
+    if not thought:
+        return
+    words = f" ▸ thought: {count(len(thought.split()), 'word')}"
+    on.pen().put(words, on.muted, do="command('/thoughts')")
+    lines = wrap(clean(thought), on.width - 4)
+    shown = lines if state.talks.unfolded else lines[-THOUGHT:] if is_open else []
+    on.say("\n".join([*shown, ""]), on.muted, indent=3)
+
+
+def told(state: State, turn: Turn, before: Turn | None) -> str:
+    """The price of a turn, and the room left in the slot."""
+    r = turn.request
+    m = r.metrics
+    where = f"slot {before.request.slot}" if before else "a slot"
+    left = ""
+    if turn is state.talks.open.turns[-1]:
+        length = state.view.engine.limits.max_len
+        left = room_left(length - m.prompt_tokens - m.output_tokens, length)
+    return figures(m, r.reason, where) + left
+
+
+def draw_rest(state: State, on: Paper, talk: Talk) -> None:
+    """Behind the last turn: a waiting question, or how to begin."""
+    if talk.waiting:
+        on.say(f"❯ {shorten(talk.waiting, on.width - 4)}", on.muted)
+        on.say(talk.why or "waits for the answer above", on.bad if talk.why else on.muted)
+    elif not talk.turns:
+        on.say(
+            "Type a question: Enter asks it, ctrl+j begins another line.\n"
+            "/system TEXT tells the model who it is. /new begins another conversation, and "
+            "ctrl+n leads from one to the next: several at once share each step.",
+            on.muted,
+        )
+
+
+def obey(desk: Desk, rest: str) -> None:
+    if not desk.talks:
+        raise ValueError(
+            f"a conversation needs a screen; {command('ask.py')} --chat has one in lines"
+        )
+
+
+PAGE = Page(
+    "talk",
+    "o",
+    "Talk",
+    "the conversation, large, with the engine beside it; again: back to the panes",
+    draw,
+    obey=obey,
+    pane=draw,
+    is_view=True,
+)

@@ -1,0 +1,44 @@
+"""Failures in this process: requests, and tracebacks with file and line.
+
+Where next: `runtime/errors.py`, the way of a traceback to this page.
+"""
+
+from __future__ import annotations
+
+from screen.draw.canvas import Paper
+from screen.draw.style import clean, listed
+from screen.page import Page
+from screen.state import State
+
+NAMED = 4  # requests with the same error that are named, at most
+
+
+def draw(state: State, on: Paper) -> None:
+    on.title("Errors: what has failed, the newest first", "↑↓ scroll  Esc back")
+    failed = [request for request in reversed(state.ended) if request.error]
+    if not (state.tracebacks or failed):
+        on.say("Nothing has failed.", on.muted)
+    alike: dict[str, list[str]] = {}  # one mistake may end a whole line of requests
+    for request in failed:
+        alike.setdefault(clean(request.error), []).append(f"r{request.id}")
+    for error, names in alike.items():
+        on.say(f"{listed(names, NAMED)} failed: {error}", on.bad)
+    if failed:
+        on.lines.append([])
+    for block in reversed(state.tracebacks):
+        what, *rest = block.split("\n")
+        on.say(what, on.bad, True)
+        for line in rest:
+            text = line.lstrip(" ")
+            on.say(text, indent=1 + min(len(line) - len(text), on.width // 2))
+        on.lines.append([])
+
+
+PAGE = Page(
+    "errors",
+    "E",
+    "Errors",
+    "what has failed in here, with file and line: the tracebacks",
+    draw,
+    is_early=True,
+)

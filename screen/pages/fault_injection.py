@@ -1,0 +1,421 @@
+"""Break it: the effect of a failure, of a NaN and of a lost client on all others.
+
+The problem. Every server says: one bad request does not harm the neighbours. Who believes so
+without a trial?
+
+The way out is to break the running engine, on purpose, in one of three ways:
+
+    step      an exception, raised when the forward pass of the next step has been started
+    nan       no numbers any more, written over the newest values of one slot
+    client    a request is cancelled in mid-answer, as by the door when a client hangs up
+
+All neighbours are witnesses. After the end, each witness runs once more, alone, and the two answers
+are compared: all tokens, and all bits of the log probabilities. If a witness was cut off, the
+tokens until then are compared.
+
+What this file keeps. The engine knows nothing of this page. For one step another runner takes the
+place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
+
+Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+from analysis.compare import Bits, Difference, difference
+from runtime.handle import Handle
+from runtime.validation import shown
+from screen.draw.canvas import Figure, Paper
+from screen.draw.style import count, shorten
+from screen.engine_client import BURST, Ask
+from screen.experiment import Trial, runs
+from screen.page import Desk, Page
+from screen.state import State
+
+BREAKS = {  # by name: the title, and the way
+    "step": ("an exception in the next step", "raised when the forward pass has begun"),
+    "nan": ("NaN in a slot", "written over the newest values of one request"),
+    "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
+}
+LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
+LONGEST = 48  # tokens of a witness from here
+FEWEST = 4  # open requests: if there are fewer, witnesses are fired
+LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
+COLUMNS = (
+    Figure("request", 9, is_text=True),
+    Figure("in that moment", 19, is_text=True),
+    Figure("end", 11, is_text=True),
+    Figure("tokens", 8, is_text=True),
+)
+
+
+class Planted(Exception):
+    """Raised on purpose: nothing is wrong."""
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+
+class Witness(NamedTuple):
+    """A request, open at the moment of the break."""
+
+    id: int
+    where: str  # at this moment
+    reason: str | None = None
+    error: str = ""
+    tokens: int = 0
+    covers: int | None = None  # compared log probabilities; None: not compared yet
+    difference: Difference | None = None  # from the answer alone, up to the end
+
+    @property
+    def went_on(self) -> bool:
+        return self.reason in ("stop", "length")
+
+
+class Breakage(NamedTuple):
+    """The findings of the trial so far."""
+
+    what: str  # one of `BREAKS`
+    exact: bool = False  # the engine's own word
+    stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
+    did: str = ""
+    witnesses: Sequence[Witness] = ()
+    lines: tuple[str, ...] = ()
+    name: str = "break"
+
+    @property
+    def ended(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.reason and not each.went_on]
+
+    @property
+    def compared(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.covers is not None]
+
+    @property
+    def changed(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.difference]
+
+    @property
+    def so_far(self) -> str:
+        if self.stage == "gathers":
+            return "Requests come, to have somebody to disturb."
+        on = [each for each in self.witnesses if each.went_on]
+        left = len(self.witnesses) - len(on) - len(self.ended)
+        words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
+        if left:
+            return f"{words}, {left:,} still run"
+        changed = len(self.changed)
+        if len(self.compared) < len(self.witnesses):
+            return f"{words}; {len(self.compared):,} compared so far, {changed:,} changed"
+        return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
+
+    @property
+    def receipt(self) -> str:
+        """The numbers behind "no bit changed"."""
+        tokens = sum(each.tokens for each in self.compared)
+        numbers = sum(each.covers for each in self.compared)
+        words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
+        return f"{words} with those of the same requests alone, all bits"
+
+
+# --- the trial ----------------------------------------------------------------------------------
+
+
+class Saboteur:
+    """A runner in the place of ours, with the same work. Before each step `harm` may spoil
+    something, and then says what. When the forward pass has begun, a fault is raised."""
+
+    def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
+        self.did = ""
+        self._ours = ours
+        self._harm = harm
+        self._fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ours, name)
+
+    def begin(self, order: Any) -> Any:
+        if self.did:
+            return self._ours.begin(order)
+        self.did = self._harm(order)
+        begun = self._ours.begin(order)
+        if self.did and self._fault:
+            raise self._fault
+        return begun
+
+
+class Breaking(Trial):
+    """One of `BREAKS`."""
+
+    def __init__(self, what: str):
+        super().__init__(Breakage(what))
+        self.handles: list[Handle] = []  # the witnesses
+
+    def steps(self) -> Iterator[Breakage]:
+        if self.engine.snapshot().ranks.memory:
+            raise ValueError("with several ranks a failed step ends them all; break one process")
+        title, _ = BREAKS[self.found.what]
+        self.tell(f"break it: {title}", exact=self.engine.exact)
+        ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
+        yield from self._gather()
+        yield from ways[self.found.what]()
+        while self._open(self.handles):
+            yield self._look()
+        yield from self._compare()
+        self._tell_the_end()
+        yield self.found
+
+    def _gather(self) -> Iterator[Breakage]:
+        """The running requests, if there are enough; else some of ours. Wait until they decode."""
+        self.handles = self._open(self.room.own.values())
+        if len(self.handles) < FEWEST:
+            many = self.engine.sched.slots + FEWEST
+            for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
+                temperature = 0.8 * (i % 2)
+                ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
+                self.handles.append(self.room.submit(ask))
+        while self._open(self.handles) and not self._victim():
+            yield self.found
+        self.handles = self._open(self.handles)
+
+    @staticmethod
+    def _open(handles: Sequence[Handle]) -> list[Handle]:
+        return [handle for handle in handles if handle.finish_reason is None]
+
+    def _victim(self) -> Handle | None:
+        """The witness with most tokens to come, once half of all witnesses in slots decode."""
+        running = [h for h in self._open(self.handles) if h.request.slot is not None]
+        at_it = [handle for handle in running if len(handle.tokens) >= 3]
+        if not at_it or 2 * len(at_it) < len(running):
+            return None
+        return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
+
+    def _note_where(self) -> None:
+        """Where each witness is now, in the moment of the break."""
+        witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
+        self.tell(stage="goes on", witnesses=witnesses)
+
+    def _look(self) -> Breakage:
+        """The state of the witnesses."""
+        witnesses = []
+        for handle, known in zip(self.handles, self.found.witnesses, strict=True):
+            changes = {"reason": handle.finish_reason, "error": handle.error or ""}
+            witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
+        return self.tell(witnesses=witnesses)
+
+    # --- the three ways
+
+    def _raise(self) -> Iterator[Breakage]:
+        def harm(order: Any) -> str:
+            self._note_where()
+            return f"step {self.engine.sched.steps:,} raised an exception"
+
+        fault = Planted("planted by /break step, to see who ends; nothing is wrong")
+        yield from self._sabotage(harm, fault)
+
+    def _poison(self) -> Iterator[Breakage]:
+        """The rows of a victim's prompt stay the same, since others may take these rows over, and
+        would rightly say NaN, too."""
+        slab = self.engine.runner.slab
+        if slab is None:
+            raise ValueError("this engine has no slab to write into")
+
+        def harm(order: Any) -> str:
+            victim = self._victim()
+            if victim is None:
+                return ""
+            slot = victim.request.slot
+            first = len(victim.request.prompt)
+            last = {decode.slot: decode.row for decode in order.decodes}.get(slot, 0)
+            if last <= first:
+                return ""
+            self._note_where()
+            rows = slab.prefix(slot, last)
+            rows[-1][:, :, first:] = math.nan
+            slab.fill(slot, rows)
+            where = f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}"
+            return f"the last layer's values in {where}, became NaN"
+
+        yield from self._sabotage(harm)
+
+    def _sabotage(
+        self, harm: Callable[[Any], str], fault: Exception | None = None
+    ) -> Iterator[Breakage]:
+        """Let another runner run the steps until something is done."""
+        saboteur = Saboteur(self.engine.runner, harm, fault)
+        with self.engine.running_on(saboteur):
+            while not saboteur.did and self.engine.has_work:
+                yield self.found
+        self._did(saboteur.did)
+
+    def _hang_up(self) -> Iterator[Breakage]:
+        victim = self._victim()
+        if victim is None:
+            self._did("")
+        self._note_where()
+        self._did(f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}")
+        victim.cancel()
+        yield self.found
+
+    def _did(self, words: str) -> None:
+        if not words:
+            raise ValueError("all had ended before anything could be broken; try it again")
+        self.tell(words, did=words)
+
+    # --- the comparison
+
+    def _compare(self) -> Iterator[Breakage]:
+        """Each witness once more, alone, with each row of the prompt computed."""
+        self._look()
+        self.tell(stage="compares")
+        for i, handle in enumerate(self.handles):
+            again = yield from self.alone(partial(self._again, handle))
+            answer = Bits.of(handle)
+            witnesses = [*self.found.witnesses]
+            until = None if witnesses[i].went_on else len(answer.tokens)
+            found = difference(Bits.of(again, until), answer)
+            witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
+            self.tell(witnesses=witnesses)
+
+    def _again(self, handle: Handle) -> Handle:
+        request = handle.request
+        sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
+        origin = handle.origin._replace(mute=True)
+        prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
+        again = self.engine.submit(prompt, sampling, origin=origin, reuse=False)
+        return self.room.keep(again)
+
+    def _tell_the_end(self) -> None:
+        self.tell(stage="over")
+        ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
+        self.tell(*ended, self.found.so_far, f"compared: {self.found.receipt}")
+        if self.found.changed:
+            words = f"changed: {ids(self.found.changed)}"
+            self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
+
+
+def where(handle: Handle) -> str:
+    """Where a request is now."""
+    slot = handle.request.slot
+    words = "in line" if slot is None else f"slot {slot}"
+    return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
+
+
+UNPROMISED = "this product promises no bits in company (engine.exact is False)"
+
+
+def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
+    """Witnesses with the same end, together."""
+    found: dict[str, list[Witness]] = {}
+    for each in witnesses:
+        found.setdefault(each.error or each.reason, []).append(each)
+    return list(found.items())
+
+
+def ids(witnesses: Sequence[Witness]) -> str:
+    return " ".join(f"r{each.id}" for each in witnesses)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Paper) -> None:
+    """The three ways; and of the last trial, who ended, who went on, and all changes."""
+    found = state.found.get("break")
+    on.title(
+        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
+    )
+    for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
+        here = found is not None and found.what == what
+        do = f"command('/break {what}')"
+        pen = on.pen().put("▸" if here else " ", on.accent)
+        pen.put(f"{number}  ", on.accent, True, do).put(title, "", here, do)
+        pen.put(shorten(f": {how}", on.width - pen.width - 3), on.muted, do=do)
+    if found is None:
+        on.lines.append([])
+        words = "Requests come, something is broken, and then each is run once more, alone."
+        on.say(words, on.muted)
+        return
+    on.heading(f"What came of it: {BREAKS[found.what][0]}")
+    words = found.so_far
+    if not (runs(state.view, found) or found.stage == "over"):
+        words += ", and then it was ended"
+    on.entry("result" if found.stage == "over" else "so far", words, on.accent)
+    on.entry("done", found.did)
+    for how, some in by_end(found.ended):
+        on.entry("ended", f"{ids(some)}: {how}", on.bad)
+    if found.compared:
+        on.entry("compared", found.receipt, on.muted)
+    if found.changed and not found.exact:
+        on.entry("but", UNPROMISED, on.muted)
+    if found.what == "step" and found.ended:
+        on.entry("errors", "E shows its traceback: Planted", on.muted)
+    if found.witnesses:
+        draw_witnesses(on, found)
+
+
+def draw_witnesses(on: Paper, found: Breakage) -> None:
+    """A line for each witness."""
+    shown = on.columns(COLUMNS, more="as alone?")
+    for each in found.witnesses:
+        texts = {
+            "request": f"r{each.id}",
+            "in that moment": each.where,
+            "end": each.reason or "runs",
+            "tokens": f"{each.tokens:,}",
+        }
+        pen = on.row(shown, texts, "" if each.went_on or each.reason is None else on.bad)
+        pen.put(verdict_of(each), on.bad if each.difference else "")
+
+
+def verdict_of(each: Witness) -> str:
+    if each.covers is None or not (each.tokens or each.went_on):
+        return "–"
+    if each.difference:
+        return "✗ other bits" if each.difference.parted is None else "✗ other words"
+    if not each.went_on:
+        return "✓ until then"
+    return "✓ all bits" if each.covers else "✓ all tokens"
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def known(text: str) -> str:
+    """One of the ways to break an engine."""
+    if text not in BREAKS:
+        raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
+    return text
+
+
+def obey(desk: Desk, rest: str) -> str:
+    """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the
+    ways."""
+    if not rest:
+        return f"what shall break? /break {', '.join(BREAKS)}"
+    what = known(rest)
+    desk.try_out("breakage", Breaking(what))
+    return ""
+
+
+PAGE = Page(
+    "break",
+    "K",
+    "Break it",
+    "an exception, NaN, a client that vanishes: who ends, who goes on?",
+    draw,
+    footer=18,
+    obey=obey,
+    example="nan",
+    words=[*BREAKS],
+    read=known,
+    own={str(number): f"command('/break {what}')" for number, what in enumerate(BREAKS, 1)},
+    is_live=True,
+    disturbs=True,
+)

@@ -1,0 +1,642 @@
+"""The elephant: a prompt as long as fits a slot goes into running chats, and each chat draws its
+gaps like an ECG.
+
+The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
+decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep
+the gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys
+turn the trade while the engine runs.
+
+The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else is read, and
+drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the time
+from a token to the next, while the elephant was read and just before. The median stands beside the
+longest, since a longest gap alone may be another program's doing. In the middle of the elephant a
+short prompt comes, and the trial counts the steps until each of the two has its first token.
+
+What this file keeps. All times are the engine's, and each gap knows the number of the
+elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
+earlier one would be taken over, and cost nothing. All changes of the trial are put back.
+
+Where next: `screen/experiment.py`, what all trials do alike.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from runtime.handle import Handle
+from runtime.snapshot import StepView, percentile
+from runtime.validation import read_whole
+from sched import Request
+from screen.draw.canvas import Figure, Paper
+from screen.draw.charts import nice
+from screen.draw.panes import fit_slots, others_of
+from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
+from screen.engine_client import AnyTrial, Ask
+from screen.experiment import Trial, runs
+from screen.latency_breakdown import work_ends
+from screen.page import Desk, Page
+from screen.state import State
+from screen.step_columns import Column
+
+NAME = "elephant"
+ANSWER = 2  # tokens: an elephant is there to be read
+SHORT = 35  # tokens of the prompt that comes in the middle of an elephant
+QUIET = 24  # so many steps are measured before an elephant comes
+AFTER = 12  # and so many steps are run afterwards, for the end of the picture
+KEPT = 40  # so many drops are remembered
+NOUNS = (
+    "hen",
+    "fox",
+    "cat",
+    "dog",
+    "bee",
+    "girl",
+    "boy",
+    "lantern",
+    "kite",
+    "drum",
+    "moon",
+    "boat",
+)
+VERBS = ("saw", "found", "liked", "took", "lost", "knew")
+
+
+# --- the prompts
+
+
+def chat(i: int) -> str:
+    """A prompt with a long answer."""
+    return f"Tell me a long story about a {NOUNS[i % 7]} and a {NOUNS[7 + i // 7 % 5]}."
+
+
+def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
+    """A prompt of `size` tokens, or as many below as whole sentences have. `ask` makes tokens of a
+    text.
+
+    The prompt begins with a number, so no other prompt begins alike.
+    """
+    dice = random.Random(number)
+    said = [f"{number}."]
+    for _ in range(size // 5):  # a sentence has no fewer tokens than words
+        said.append(f"The {dice.choice(NOUNS)} {dice.choice(VERBS)} the {dice.choice(NOUNS)}.")
+
+    def text(sentences: int) -> str:
+        return " ".join(said[: 1 + sentences])
+
+    counts = range(1, len(said))
+    return text(bisect_right(counts, size, key=lambda sentences: len(ask(text(sentences)))))
+
+
+# --- measurements
+
+
+class Gap(NamedTuple):
+    """From one token of a chat to the next."""
+
+    seconds: float
+    steps: int  # 1: the chat had a token in each step
+    tokens: int  # of the elephant, computed meanwhile
+    cost: int  # of the elephant's chunks, in tokens of the budget
+
+
+class ShortPrompt(NamedTuple):
+    """A short prompt that came while the elephant was read. Steps count from its arrival."""
+
+    request: int
+    tokens: int
+    left: int  # tokens of the elephant that were still to be read
+    steps: int  # to its first token
+    elephant_steps: int  # to the elephant's first token
+
+
+class Drop(NamedTuple):
+    """One elephant, and the pain of the chats. Seconds are the engine's."""
+
+    request: int
+    budgets: tuple[int, ...]  # more than one, if the budget was turned in mid-prompt
+    widest: int  # the most in a step
+    steps: int  # with a chunk of the elephant
+    ttft: float
+    gap: float  # the median of the chats' gaps with a whole chunk inside
+    longest: float
+    steps_between: int  # from a chat's token to the next, at most
+    quiet_gap: float  # the same before the elephant
+    quiet_longest: float
+    short: ShortPrompt | None = None  # that came in the middle, and was answered
+
+    @property
+    def budget(self) -> str:
+        return "→".join(f"{budget:,}" for budget in self.budgets[-2:])
+
+
+class Found(NamedTuple):
+    """The findings of the trial so far."""
+
+    so_far: str = ""  # the work of the moment
+    newest: int | None = None  # elephant, also in line or in work
+    short: int | None = None  # the short prompt that came next to it
+    drops: tuple[Drop, ...] = ()
+    lines: tuple[str, ...] = ()
+    name: str = NAME
+
+
+def read_of(step: StepView, request: int) -> int:
+    """So many tokens of this prompt the step reads."""
+    return sum(stop - start for _, id, start, stop in step.prefill if id == request)
+
+
+def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[int, int, Gap]]:
+    """Each gap of each chat, with the place of the last step, and the chat's slot."""
+    newest: dict[int, int] = {}  # by chat: the place of the step of the newest token
+    for i, step in enumerate(steps):
+        for slot, chat in step.decode:
+            if chat == elephant or slot in step.ghosts:
+                continue
+            if chat in newest:
+                first = newest[chat]
+                began = steps[first].ended
+                # A step's tokens may be read when the work of the next step is done
+                chunks = [
+                    other
+                    for other in steps[first : i + 2]
+                    if read_of(other, elephant) and began < work_ends(other) <= step.ended
+                ]
+                gap = Gap(
+                    step.ended - began,
+                    steps=step.step - steps[first].step,
+                    tokens=sum(read_of(other, elephant) for other in chunks),
+                    cost=sum(other.cost - len(other.decode) for other in chunks),
+                )
+                yield i, slot, gap
+            newest[chat] = i
+
+
+def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
+    """The effect of an elephant, from the steps before, and the steps with a chunk. None: no chat
+    decoded at the same time."""
+    reads = [step for step in steps if read_of(step, handle.id)]
+    quiet: list[Gap] = []
+    disturbed: list[Gap] = []
+    for i, _, gap in gaps_of(steps, handle.id):
+        if gap.tokens:
+            disturbed.append(gap)
+        elif steps[i].ended <= reads[0].began and not steps[i].prefill:
+            quiet.append(gap)
+    if not quiet or not disturbed:
+        return None
+    # The last chunk is as wide as the rest: of two gaps, the last would be the median
+    dearest = max(gap.cost for gap in disturbed)
+    whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
+    return Drop(
+        request=handle.id,
+        budgets=tuple(budgets),
+        widest=max(read_of(step, handle.id) for step in reads),
+        steps=len(reads),
+        ttft=handle.metrics.ttft_s,
+        gap=percentile(whole, 0.5),
+        longest=max(disturbed).seconds,
+        steps_between=max(gap.steps for gap in disturbed),
+        quiet_gap=percentile((gap.seconds for gap in quiet), 0.5),
+        quiet_longest=max(quiet).seconds,
+    )
+
+
+def counted(
+    steps: Sequence[StepView], elephant: Handle, short: Handle, left: int
+) -> ShortPrompt | None:
+    """The steps from the arrival of a short prompt to both first tokens. None: it was cancelled, or
+    its steps are no longer kept."""
+    last = {
+        handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
+        for handle in (elephant, short)
+    }
+    if not short.tokens or not last[short]:
+        return None
+    came = short.request.came
+    return ShortPrompt(
+        short.id,
+        tokens=len(short.request.prompt),
+        left=left,
+        steps=last[short] - came,
+        elephant_steps=last[elephant] - came,
+    )
+
+
+# --- the trial
+
+
+class Herd(Trial):
+    """Drops elephants among chats.
+
+    `before`: its drops are compared with.
+    `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
+    `wanted`: the budgets of drops to come; None: no change.
+    """
+
+    def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
+        super().__init__(Found("", before.newest, before.short, before.drops[-KEPT:]))
+        self.wanted = deque(wanted)
+        self._stays = stays
+        self._fired = 0  # so many chats
+        self._has_company = False  # the trial keeps all slots but two filled with chats
+
+    def takes_in(self, other: AnyTrial) -> bool:
+        """More drops."""
+        is_alike = isinstance(other, Herd)
+        if is_alike:
+            self.wanted += other.wanted
+        return is_alike
+
+    def steps(self) -> Iterator[Found]:
+        sched = self.engine.sched
+        budget = sched.budget
+        try:
+            if sched.slots < 2:
+                raise ValueError("one slot has no room for chats beside an elephant; --slots 8 has")
+            while self.wanted or self._stays:
+                yield from self._gather()
+                wanted = self.wanted.popleft()
+                if wanted is not None:
+                    self.room.turn_budget(wanted)
+                yield from self._drop_one()
+        finally:
+            self.room.turn_budget(budget)
+
+    def _gather(self) -> Iterator[Found]:
+        """Until an elephant is wanted, chats decode, nothing else is read, and a slot is free."""
+        sched = self.engine.sched
+        while True:
+            self._keep_company()
+            self._check_open()
+            chats = [r for r in sched.running.values() if r.phase == "decode"]
+            is_quiet = len(chats) == len(sched.running) and not sched.waiting
+            if chats and is_quiet and sched.free and self.wanted:
+                return
+            words = decoding(len(chats))
+            if not sched.free:
+                words += "; an elephant waits until a slot is free"
+            elif not is_quiet:
+                words += "; their prompts are read"
+            yield self.tell(so_far=words)
+
+    def _keep_company(self) -> None:
+        """If nothing runs, fill all slots but two with chats; from then on, again and again.
+
+        The two are for the elephant, and for a short prompt next to it.
+        """
+        sched = self.engine.sched
+        busy = len(sched.running) + len(sched.waiting)
+        self._has_company = self._has_company or not busy
+        missing = max(1, sched.slots - 2) - busy
+        if self._has_company and missing > 0:
+            for number in range(self._fired, self._fired + missing):
+                self.room.submit(asked(chat(number), sched.max_len))
+            self._fired += missing
+
+    def _check_open(self) -> None:
+        """Does the policy admit requests while others run? The newest plan tells."""
+        sched = self.engine.sched
+        if not (sched.waiting and sched.free) or sched.draining_to:
+            return
+        if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
+            shut = f"{sched.policy.name} keeps a free slot shut while others run"
+            raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
+
+    def _drop_one(self) -> Iterator[Found]:
+        engine = self.engine
+        sched = engine.sched
+        prompt = elephant(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
+        mark = engine.snapshot()
+        while sched.steps < mark.planned + QUIET and sched.running and sched.free:
+            yield self.tell(so_far=f"{decoding(len(sched.running))}; the elephant comes")
+        handle = self.room.submit(asked(prompt, ANSWER))
+        self.tell(newest=handle.id, short=None)
+        short = None
+        budgets: list[int] = []
+        while handle.finish_reason is None or (short and short.finish_reason is None):
+            self._check_open()
+            if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
+                budgets.append(sched.budget)
+            if short is None and self._has_room_beside(handle.request):
+                left = len(handle.request.prompt) - handle.request.prefilled
+                text = elephant(sched.submitted, SHORT, engine.text.ask)
+                short = self.room.submit(asked(text, 1))
+                self.tell(short=short.id)
+            yield self.tell(so_far=reading(handle.request))
+        drop = None
+        if handle.tokens:
+            steps = engine.snapshot(mark).steps
+            drop = measured(steps, handle, budgets)
+            if drop and short:
+                drop = drop._replace(short=counted(steps, handle, short, left))
+        line = f"r{handle.id}, an elephant, met no chat, or was cancelled"
+        if drop:
+            self.tell(drops=(*self.found.drops, drop))
+            line = f"{sentence(self.found.drops)} {company(drop)}"
+        end = sched.steps + AFTER
+        yield self.tell(line, so_far=decoding(len(sched.running)))
+        while sched.steps < end and sched.running:
+            yield self.tell(so_far=decoding(len(sched.running)))
+
+    def _has_room_beside(self, request: Request) -> bool:
+        """Is half of the elephant read, and a slot free for another prompt?"""
+        sched = self.engine.sched
+        is_half_read = 2 * request.prefilled >= len(request.prompt)
+        has_slot = len(sched.free) > len(sched.waiting)
+        return request.phase == "prefill" and is_half_read and has_slot
+
+
+def asked(prompt: str, most: int) -> Ask:
+    return Ask(prompt, most, temperature=0.0, seed=None, mute=True, guesses=False)
+
+
+def decoding(chats: int) -> str:
+    return f"{chats:,} chats decode" if chats != 1 else "1 chat decodes"
+
+
+def reading(request: Request) -> str:
+    if request.slot is None:
+        return f"r{request.id} waits for a slot"
+    return f"r{request.id}: {request.prefilled:,} of {len(request.prompt):,} tokens are read"
+
+
+# --- in words
+
+
+def sentence(drops: Sequence[Drop]) -> str:
+    """The trade of the budget, in real numbers: with the newest budget, and with the one
+    before."""
+    newest = drops[-1]
+    drop, which = calmest(drops, newest.budgets)
+    words = (
+        f"budget {drop.budget} ({drop.widest:,} of the elephant's tokens in a step{which}): a chat's gap was "
+        f"{span(drop.gap)}, the longest {span(drop.longest)}, instead of {span(drop.quiet_gap)}, "
+        f"and the elephant's first token came after {span(drop.ttft)}"
+    )
+    others = [drop for drop in drops if drop.budgets[-1] != newest.budgets[-1]]
+    if not others:
+        return f"{words}. Turn the budget ([ and ], /budget), and drop another."
+    other, which = calmest(drops, others[-1].budgets)
+    return (
+        f"{words}; with {other.budget} ({other.widest:,} in a step{which}) it was {span(other.gap)}, "
+        f"the longest {span(other.longest)}, and {span(other.ttft)}."
+    )
+
+
+def company(drop: Drop) -> str:
+    """How long the short prompt had to wait for its first token, next to the elephant."""
+    short = drop.short
+    if short is None:
+        return (
+            f"No short prompt was counted next to r{drop.request}: that takes a free slot while its "
+            "second half is read."
+        )
+    return (
+        f"r{short.request}, a short prompt of {count(short.tokens, 'token')}, came when "
+        f"r{drop.request} had {short.left:,} to go: its first token came after "
+        f"{count(short.steps, 'step')}, r{drop.request}'s after {short.elephant_steps:,}."
+    )
+
+
+def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]:
+    """Of the drops with a budget, the least disturbed: another program makes gaps longer, and never
+    shorter."""
+    alike = [drop for drop in drops if drop.budgets == budgets]
+    which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
+    return min(alike, key=lambda drop: drop.gap), which
+
+
+# --- the page
+
+LEFT = 10  # characters before a trace: slot and request
+RIGHT = 10  # and behind a trace: the newest gap
+TALLEST = 6  # lines of a trace
+BEYOND = 1.01  # of the scale: a gap with an arrow
+NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
+FIGURES = (
+    Figure("elephant", 9, 8),
+    Figure("budget", 9, 0),
+    Figure("tokens/step", 12, 0),
+    Figure("steps", 7, 5),
+    Figure("gap p50", 10, 0),
+    Figure("longest", 10, 0),
+    Figure("without", 10, 0),
+    Figure("its longest", 13, 9),
+    Figure("first token", 12, 0),
+)
+
+
+def scope_of(
+    state: State, elephant: int | None, width: int
+) -> tuple[Sequence[Column], int, int | None]:
+    """The steps of the picture. As on an oscilloscope, the picture begins a little before the
+    newest elephant, and stands still when it is full.
+
+    Also: how many steps a cell has (the longest gap is drawn), and how many cells stand before the
+    elephant's first chunk; None: no chunk has been read.
+    """
+    history = state.history
+    request = state.requests.get(elephant)
+    steps = state.steps_of(request) if request else []
+    reads = [i for i in steps if read_of(history[i].view, elephant)]
+    if not reads:
+        return history[-width:], 1, None
+    lead = width // 4
+    zoom = -(-len(range(reads[0], reads[-1] + 1)) // (width - lead - 4))
+    start = max(0, reads[0] - lead * zoom)
+    columns = history[start : start + width * zoom]
+    return columns, zoom, (reads[0] - start) // zoom
+
+
+def draw(state: State, on: Paper) -> None:
+    """A trace for each chat, a line for each elephant, and the trade of the budget."""
+    found = state.found.get(NAME, Found())
+    is_on = runs(state.view, found)
+    keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
+    on.title("The elephant: gaps between two tokens", keys)
+    on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
+    drops = found.drops
+    below = Paper(on.p, on.width, on.height)
+    below.say(sentence(drops) if drops else "", bold=True)
+    below.say(company(drops[-1]) if drops else "")
+    below.say(truth(drops), on.muted)
+    room = on.room - len(below.lines) - 1
+    rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
+    draw_traces(state, on, room - rows, found)
+    draw_drops(on, drops[-rows:] if rows else ())
+    on.lines += below.lines
+
+
+def doing(state: State, found: Found, is_on: bool) -> str:
+    """The work of the moment, and the budget."""
+    limits = state.view.engine.limits
+    own = state.view.made_with
+    words = "over, all is as before" if found.drops else "no elephant has been read yet"
+    if is_on:
+        words = found.so_far
+    if state.view.paused:
+        words = "paused: space goes on"
+    words += f"; budget {limits.budget:,}, a chunk of {limits.chunk:,}"
+    words += f" (made with {own.budget:,})" if limits != own else ""
+    return f"{words}; {others_of(state.view)}" if state.view.others else words
+
+
+def truth(drops: Sequence[Drop]) -> str:
+    """The limits of the figures."""
+    words = ""
+    if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
+        longest = span(drops[-1].quiet_longest)
+        words = f"Noisy: without the elephant, too, a gap was {longest}. L drops another, and the calmest counts. "
+    elif drops:
+        words = "A longest gap may be another program's doing: compare the medians. "
+    if drops and all(drop.steps_between == 1 for drop in drops):
+        words += "Each gap is one step: no chat missed one, but a step with a chunk takes longer. "
+    return f"{words}Leaving this page turns the budget back."
+
+
+def draw_traces(state: State, on: Paper, height: int, found: Found) -> None:
+    """A trace for each slot, on one scale, and under all traces the axis."""
+    elephant = found.newest
+    cells = on.width - LEFT - RIGHT
+    columns, zoom, before = scope_of(state, elephant, cells)
+    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
+    is_whole = not any(column.unseen for column in columns)
+    for i, slot, gap in gaps_of([column.view for column in columns], elephant):
+        if gap.steps == 1 or is_whole:
+            lane = lanes[slot]
+            x = i // zoom
+            lane[x] = max(gap, lane.get(x, gap))
+    gaps = [gap for lane in lanes.values() for gap in lane.values()]
+    slots = fit_slots(state, max(1, height - 1))
+    owners = {slot: [column.cells[slot].request for column in reversed(columns)] for slot in slots}
+    read = {
+        request: {i // zoom for i, column in enumerate(columns) if read_of(column.view, request)}
+        for request in (elephant, found.short)
+    }
+    flat = [slot for slot in slots if not lanes[slot] or elephant in owners[slot]]
+    tall = max(1, min(TALLEST, (height - 1 - len(flat)) // max(1, len(slots) - len(flat))))
+    top = top_of(gaps)
+    for slot in slots:
+        if before is not None and elephant in owners[slot]:
+            draw_chunks(on, slot, elephant, read[elephant], cells, NAME)
+        elif read[found.short] and found.short in owners[slot]:
+            draw_chunks(on, slot, found.short, read[found.short], cells, "short")
+        else:
+            chat = next(filter(None, owners[slot]), None)
+            trace = [lanes[slot].get(x) for x in range(cells)]
+            draw_trace(on, slot, chat, trace, top, 1 if slot in flat else tall)
+    label = ""
+    left = LEFT
+    if before is not None:
+        left += before
+        label = f"▲ r{elephant} comes in step {columns[before * zoom].step:,}"
+    unit = "1 cell = 1 step" if zoom == 1 else f"1 cell = {zoom} steps, the longest gap"
+    is_cut = any(gap.seconds / top > BEYOND for gap in gaps)
+    scale = f"0–{1000 * top:g} ms{', ↑ more' if is_cut else ''}"
+    labels = [(1, scale), (max(len(scale) + 2, left), label)]
+    end = max(left + len(label) + 2, on.width - 1 - len(unit))
+    if end + len(unit) < on.width:
+        labels.append((end, unit))
+    on.axis(*labels)
+
+
+def top_of(gaps: Collection[Gap]) -> float:
+    """The end of the scale. A gap of another program's making may lie beyond; else all
+    others would look alike."""
+    usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
+    read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
+    return nice(max(usual, read))
+
+
+def draw_trace(
+    on: Paper, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
+) -> None:
+    """One chat's gaps as columns. Gaps with the elephant inside have another colour."""
+    newest = next((gap for gap in reversed(trace) if gap), None)
+    figure = span(newest.seconds) if newest else ""
+    for row in reversed(range(tall)):
+        pen = on.pen()
+        if row == 0:
+            pen.put(f"{slot:>3} {'' if chat is None else f'r{chat}'}")
+        pen.to(LEFT)
+        for gap in trace:
+            if gap is None:
+                pen.put(" ")
+                continue
+            part = gap.seconds / top
+            hue = on.bad if gap.tokens else on.p.fill(chat)
+            if row == tall - 1 and part > BEYOND:
+                pen.put("↑")
+            else:
+                pen.bar(part * tall, row, hue)
+        pen.put("" if row else f"{figure:>{RIGHT - 1}}")
+
+
+def draw_chunks(
+    on: Paper, slot: int, request: int, read: Collection[int], cells: int, name: str
+) -> None:
+    """The line of the elephant, or of the short prompt: the cells with a chunk."""
+    pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
+    for x in sorted(read):
+        pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, request))
+    pen.to(LEFT + cells).put(f"{name:>{RIGHT - 1}}")
+
+
+def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
+    """A line for each elephant, the newest last."""
+    if not drops:
+        on.lines.append([])
+        return
+    shown = on.columns(FIGURES)
+    for drop in drops:
+        texts = {
+            "elephant": f"r{drop.request}",
+            "budget": drop.budget,
+            "tokens/step": f"{drop.widest:,}",
+            "steps": f"{drop.steps:,}",
+            "gap p50": span(drop.gap),
+            "longest": span(drop.longest),
+            "without": span(drop.quiet_gap),
+            "its longest": span(drop.quiet_longest),
+            "first token": span(drop.ttft),
+        }
+        on.row(shown, texts, bold=drop is drops[-1])
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+as_budget = partial(read_whole, "budget", least=1, most=2**31)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """Drop a prompt as long as a slot into the running chats; with numbers, one with each of these
+    budgets."""
+    state = desk.state
+    budgets = [as_budget(word) for word in rest.split()]
+    for budget in budgets if state.view.engine else ():  # else the room refuses
+        state.view.made_with.with_budget(budget)
+    before = state.found.get(NAME, Found())
+    desk.try_out(NAME, Herd(before, desk.stays, budgets or [None]))
+
+
+PAGE = Page(
+    NAME,
+    "L",
+    "Elephant",
+    "drop a prompt as long as a slot into the chats: their gaps, a short prompt's wait, and what the budget trades",
+    draw,
+    footer=12,
+    obey=obey,
+    example="40 104",
+    read=as_budget,
+    leave=lambda desk: desk.room.end_trial(NAME),  # puts back all changes
+    repeats=True,
+    is_live=True,
+    disturbs=True,
+)

@@ -1,0 +1,303 @@
+"""A request's life as a waterfall, and beneath the same life in another company.
+
+The problem. "TTFT 1.2 s" says how long, and not why.
+
+What this file keeps. The parts are rounded before they are added up, so a reader's sum is the
+same.
+
+Where next: `screen/latency_breakdown.py`, the parts and the replays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from runtime.snapshot import RequestView
+from runtime.validation import read_real, read_whole
+from screen.draw.canvas import Paper
+from screen.draw.panes import aligned
+from screen.draw.style import Palette, listed, shorten, span, style
+from screen.latency_breakdown import (
+    Life,
+    Outcome,
+    at_percent,
+    beside,
+    blamed,
+    company_of,
+    is_noisy,
+    outcomes,
+    place_of,
+    ranked,
+    sentence,
+    steps_of,
+)
+from screen.page import Desk, Page
+from screen.state import State, client_of, life_in, prices, prompt_of
+
+MARKS = (50, 95, 99)  # percent: where the slider's marks stand
+NAMES = 16  # characters of a part's name
+FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
+TABLE = (10, 10, 16)  # of a first token, of a life, and of the steps
+LINE = "░"
+KNOB = "●"
+TELLS = "▸ ran. Steps: in line + to its first token + to its last."
+SOON, LATE = "█▒"  # until the first token, and after it
+
+
+def draw(state: State, on: Paper) -> None:
+    """One request: the parts of the life, the others, and the replays."""
+    on.names = NAMES - 1
+    r = state.open
+    if r is None:
+        on.title("Why did I wait?")
+        on.say("Nothing has ended yet. b fires a burst.", on.muted)
+        return
+    keys = "←→ tab others  Esc"
+    if on.width >= 100:
+        keys = "←→ faster, slower  tab p50, p95, p99  Esc back"
+    on.title(
+        f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}", keys
+    )
+    life = life_in(state, r)
+    draw_slider(state, on, r)
+    draw_parts(on, r, life)
+    draw_others(state, on, r, life)
+    draw_outcomes(state, on, r)
+
+
+def draw_slider(state: State, on: Paper, r: RequestView) -> None:
+    """The place of the first token among all ended requests. Each percentile leads to a request."""
+    order = ranked(state.ended)
+    place = place_of(r, order)
+    cells = ["─"] * (on.width - 8)
+    for mark in MARKS:
+        cells[at_cell(mark / 100, len(cells))] = "┼"
+    words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
+    if place is not None:
+        cells[at_cell((place + 1) / len(order), len(cells))] = KNOB
+        words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
+    track = on.pen().put(" TTFT ├", on.muted)
+    for cell in cells:
+        track.put(cell, on.accent if cell == KNOB else on.muted, cell == KNOB)
+    track.put("┤", on.muted)
+    marks = MARKS if order else ()
+    labels = [(mark, f"p{mark} {span(at_percent(mark, order).metrics.ttft_s)}") for mark in marks]
+    pen = on.pen().put(f" {words}", bold=True)
+    pen.to(on.width - 1 - sum(len(label) + 2 for _, label in labels))
+    for mark, label in labels:
+        pen.put("  ").put(label, on.accent, do=f"command('/why p{mark}')")
+
+
+def at_cell(part: float, cells: int) -> int:
+    return max(0, min(cells - 1, round(part * cells) - 1))
+
+
+def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
+    """The waterfall: each part begins at the end of the part above."""
+    first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
+    parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
+    parts = {part: spent for part, spent in parts.items() if spent}
+    early = life.parts(first)
+    whole = sum(parts.values())
+    room = on.width - NAMES - sum(FIGURES) - 2
+    started = 0.0
+    for part, spent in parts.items():
+        pen = on.pen().put(f" {part:<{NAMES - 1}}").put(f"{spent:>{FIGURES[0] - 3},.1f} ms")
+        pen.put(f"{100 * spent / whole:>{FIGURES[1] - 2}.0f} %  ", on.muted)
+        cells = [round(moment / whole * room) for moment in (started, started + spent)]
+        wide = max(1, cells[1] - cells[0])
+        before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / spent))
+        pen.to(pen.width + min(cells[0], room - 1))
+        ink = ink_of(on.p, part, r.id)
+        pen.put(SOON * before, style(ink, ink)).put(LATE * (wide - before), ink)
+        started += spent
+    pen = on.pen().put(f" {'life':<{NAMES - 1}}{whole:>{FIGURES[0] - 3},.1f} ms", bold=True)
+    pen.put(f"  {SOON} until its first token  {LATE} after it", on.muted)
+
+
+def in_ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+def ink_of(p: Palette, part: str, request: int) -> str:
+    """The request's own parts have the request's colour. The line and the neighbours have none."""
+    if part in ("own chunks", "decoding"):
+        return p.fill(request)
+    return p.bad if part in ("line", "slot") else p.muted
+
+
+def draw_others(state: State, on: Paper, r: RequestView, life: Life) -> None:
+    """Who waited for whom."""
+    clients = shares_of_clients(state, life)
+    most = 3 if on.width < 100 else 7
+    if life.ahead:
+        on.entry("behind", f"{blamed(life.ahead, most)}, in the slots")
+    if clients:
+        on.entry("clients", f"{clients} of these seconds")
+    if life.shut:
+        on.entry("blocked", f"{span(life.shut)} in line while a slot was free, but shut")
+    if life.overtakers:
+        names = [f"r{request}" for request in life.overtakers]
+        on.entry("overtaken", f"by {listed(names, most)}, which came later")
+    if life.chunks:
+        on.entry("beside", f"chunks of {blamed(life.chunks, most)}")
+    on.entry("slot", slot_of(r, life))
+    if on.height >= 30:
+        on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
+
+
+def shares_of_clients(state: State, life: Life) -> str:
+    """How the slots were shared meanwhile, if there was more than one client."""
+    held: Counter[str] = Counter()
+    for request, seconds in life.ahead.items():
+        if request in state.requests:
+            held[client_of(state.requests[request]) or "this screen"] += seconds
+    if len(held) < 2:
+        return ""
+    whole = sum(held.values())
+    shares = [f"{client} {100 * spent / whole:.0f} %" for client, spent in held.most_common(4)]
+    return ", ".join(shares)
+
+
+def slot_of(r: RequestView, life: Life) -> str:
+    if r.slot is None:
+        return ""
+    words = [str(r.slot)]
+    if life.before is not None:
+        words.append(f"r{life.before} had it before")
+    if life.after is not None:
+        words.append(f"r{life.after} had it next")
+    return ", ".join(words)
+
+
+def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
+    """The same requests once more, without the model."""
+    legend = (
+        (LINE, on.bad, "in line"),
+        (SOON, on.text, "first token"),
+        (LATE, on.text, "the rest"),
+    )
+    on.heading("Once more, without the model", legend=legend)
+    id, found = state.kept.get("why", (None, ""))
+    if id != r.id:
+        found = "w replays it"
+    if isinstance(found, str):
+        on.pen().put(f" {shorten(found, on.width - 2)}", on.muted)
+        return
+    on.axis((NAMES, aligned(("TTFT", "life", "steps in all"), TABLE)))
+    room = on.width - NAMES - sum(TABLE) - 4
+    longest = max(each.life for each in found) or 1.0
+    for each in found:
+        ran = each.name == r.policy
+        line, reading, answering = each.steps
+        figures = (span(each.ttft), span(each.life), f"{line:,}+{reading:,}+{answering:,}")
+        pen = on.pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", bold=ran)
+        pen.put(f"{aligned(figures, TABLE)}  ", bold=ran)
+        stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.life)]
+        hue = on.p.fill(r.id)
+        pen.put(LINE * stops[0], on.bad)
+        pen.put(SOON * (stops[1] - stops[0]), style(hue, hue))
+        pen.put(LATE * (stops[2] - stops[1]), hue)
+    on.say(f"{TELLS}{disturbed(state, r, found)}", on.muted)
+
+
+def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
+    """How far the replays can be compared with the real run."""
+    words = ""
+    ran = next(each for each in found if each.name == r.policy)
+    times = found[0].life / ran.life if ran.life else 1.0
+    if times > 1.25:
+        words += f" Other programs ran: it took {times:.1f} times as long as undisturbed."
+    if is_noisy(prices(state)):
+        words += " Too noisy to say what a chunk takes: it counts as a step of one row."
+    return words
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def which(text: str) -> int | str:
+    """A request's number, or a percentile such as p95."""
+    if text.startswith("p"):
+        read_real("why", text[1:], 0, 100)
+        return text
+    return read_whole("why", text.removeprefix("r"), 0, 2**31)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """Look into the open request; into the named one (/why 7); or into the one at a percentile of
+    first tokens (/why p95)."""
+    state = desk.state
+    chosen = which(rest) if rest else None
+    request = state.open
+    if isinstance(chosen, str):
+        order = ranked(state.ended)
+        request = at_percent(float(chosen[1:]), order) if order else None
+    elif chosen is not None:
+        request = state.requests.get(chosen)
+    if request is None:
+        words = f"{rest} is not known here" if rest else "no request has ended yet"
+        raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
+    look_into(state, request)
+
+
+def look_into(state: State, request: RequestView) -> None:
+    """Open a request, and replay the busy period."""
+    state.opened = request.id
+    requests = state.requests.values()
+    limits = state.view.made_with
+    step = None
+    try:
+        if state.view.turns:
+            columns = steps_of(company_of(request, requests), state.history)
+            limits = state.limits_of(columns[0].step, columns[-1].step)
+            step = columns[0].step
+        found = outcomes(request, requests, state.history, limits, prices(state, step=step))
+    except ValueError as error:
+        found = str(error)
+    state.kept["why"] = (request.id, found)
+
+
+def lead(state: State, by: int) -> None:
+    """To the request with the next sooner first token, or the next later."""
+    order = ranked(state.ended)
+    if order:
+        look_into(state, beside(state.open, order, by))
+
+
+def to_mark(state: State) -> None:
+    """To the first percentile beyond the request; then from the start."""
+    order = ranked(state.ended)
+    if not order:
+        return
+    marks = [at_percent(mark, order) for mark in MARKS]
+    now = place_of(state.open, order)
+    beyond = [mark for mark in marks if now is None or place_of(mark, order) > now]
+    look_into(state, (beyond or marks)[0])
+
+
+def tell(state: State) -> list[str]:
+    return [sentence(state.open, life_in(state, state.open), state.kept["why"][1])]
+
+
+PAGE = Page(
+    "why",
+    "w",
+    "Why",
+    "why a request waited: its life in parts, and by replay under each policy",
+    draw,
+    footer=10,
+    obey=obey,
+    example="p95",
+    words=[f"p{mark}" for mark in MARKS],
+    read=which,
+    tell=tell,
+    own={
+        "left": lambda state: lead(state, -1),
+        "right": lambda state: lead(state, 1),
+        "tab": to_mark,
+    },
+    has_request=True,
+)

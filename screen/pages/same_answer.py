@@ -1,0 +1,450 @@
+"""The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
+
+The problem. An engine answers many requests in one pass. Does an answer depend on the other
+requests there? On most engines, yes: a library multiplies eight rows in another order than one, the
+last bits differ, and sooner or later a token does. Temperature 0 does not help.
+
+The way out is to try. The trial runs a prompt alone. Then the prompt runs again and again, some
+of the runs at a time, while neighbours of random lengths and temperatures come, go and are
+cancelled. Half of the runs compute each row of the prompt. The other half may take over rows of a
+beginning from a slot's memory, and half of the neighbours begin like the prompt. Each run
+becomes a short hash of all tokens and of the bits of all log probabilities, and hashes are
+counted.
+
+What this file keeps. The trial only submits, cancels and reads the engine's answers. All
+random choices come from one seed. The page is a pure function, as in `panes.py`.
+
+Where next: `breakage.py`, the same question beside a failing neighbour.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+from analysis.compare import Bits, Difference, difference
+from runtime.handle import Handle
+from runtime.validation import read_whole
+from screen.draw.canvas import Paper
+from screen.draw.style import count, number, shorten
+from screen.engine_client import BURST, Ask
+from screen.experiment import Trial, runs
+from screen.page import Desk, Page
+from screen.state import State
+
+RUNS = 200
+LONGEST = 24  # tokens of a run: 200 runs then take seconds
+WAVE = 20  # steps: then the number of runs at a time is drawn anew
+LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
+CANCELLED = 0.25  # of the neighbours
+WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
+TALLEST = 6  # lines of the picture of the company
+TEXT_ROWS = 3  # lines of the answer's text
+BEFORE = {  # by stage: words before the first end of a run in company
+    "waits": "It begins when all that runs has ended.",
+    "alone": "The prompt runs alone.",
+    "runs": "The company gathers.",
+}
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+
+class Answered(NamedTuple):
+    """One run in company."""
+
+    digest: str
+    beside: float  # so many others at a time, on average over all steps
+    reused: int  # tokens of the prompt, with rows from a slot's memory
+    met: int  # so many others in all
+    guessed: int = 0  # so many tokens of the answer were guessed
+    right: int = 0  # and so many of the guesses were right
+
+
+class Alike(NamedTuple):
+    """Runs with the same bits."""
+
+    answer: Bits
+    count: int
+    difference: Difference | None  # from the run alone
+
+
+class Company(NamedTuple):
+    """The findings of the trial so far."""
+
+    ask: Ask
+    wanted: int  # runs
+    exact: bool = False  # the engine's own word
+    product: str = ""  # the engine's matrix product
+    stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
+    alone: Bits | None = None
+    prompt_tokens: int = 0
+    runs: tuple[Answered, ...] = ()
+    kinds: Sequence[Alike] = ()  # the one alone first
+    came: int = 0  # neighbours
+    cancelled: int = 0
+    beside: int = 0  # of others in one step, at most
+    lines: tuple[str, ...] = ()
+    name: str = "same"
+
+    @property
+    def texts(self) -> int:
+        """How many answers there are, if only tokens count."""
+        return len({kind.answer.tokens for kind in self.kinds if kind.count})
+
+    @property
+    def bits(self) -> int:
+        return sum(kind.count > 0 for kind in self.kinds)
+
+    @property
+    def unlike(self) -> int:
+        """How many runs were not the run alone, bit by bit."""
+        return sum(kind.count for kind in self.kinds if kind.difference)
+
+    @property
+    def so_far(self) -> str:
+        if not self.runs:
+            return BEFORE[self.stage]
+        done = len(self.runs)
+        whole = f"{done:,} of " if done < self.wanted else ""
+        runs = whole + count(self.wanted, "run")
+        if not self.unlike:
+            return f"{runs}, 1 answer"
+        answers = f"{count(self.texts, 'answer')} by tokens, {self.bits:,} by bits"
+        return f"{runs}: {answers}; {self.unlike:,} unlike the run alone"
+
+    @property
+    def covers(self) -> str:
+        """The numbers inside a hash."""
+        tokens = count(len(self.alone.tokens), "token")
+        what = f"their log probabilities and those of the {LIKELIEST} likeliest"
+        return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
+
+    @property
+    def company(self) -> str:
+        mean = fmean(run.beside for run in self.runs)
+        met = fmean(run.met for run in self.runs)
+        beside = f"{number(mean)} others beside a run at a time ({self.beside} at most)"
+        return (
+            f"{beside}, {number(met)} until its end. {self.came:,} random neighbours came; "
+            f"{self.cancelled:,} of them were cancelled"
+        )
+
+    @property
+    def guesses(self) -> str:
+        """In how many runs something was guessed: half of them may."""
+        some = [run for run in self.runs if run.guessed]
+        guessed = sum(run.guessed for run in some)
+        right = sum(run.right for run in some)
+        of = f"{len(some):,} of {len(self.runs):,} runs"
+        return f"in {of}: {guessed:,} tokens, {right:,} of them right"
+
+    @property
+    def beginnings(self) -> str:
+        """Whether a prompt's beginning was computed or taken over."""
+        taken = [run.reused for run in self.runs if run.reused]
+        computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
+        if not taken:
+            return f"{computed}; no run found a beginning of it in a slot"
+        of = f"{number(fmean(taken))} of {self.prompt_tokens:,}"
+        return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
+
+
+# --- the trial ----------------------------------------------------------------------------------
+
+
+class UnderWay:
+    """A run under way."""
+
+    def __init__(self, handle: Handle):
+        self.handle = handle
+        self.steps = 0
+        self.beside = 0  # others, added up over all steps
+        self.met: set[int] = set()
+
+
+class Gathering(Trial):
+    """This prompt alone, and then in company."""
+
+    def __init__(self, ask: Ask, runs: int):
+        most = min(ask.max_tokens, LONGEST)
+        # Drawn at random, the same tokens need the same seed
+        seed = ask.seed if ask.seed is not None else 0
+        self.ask = ask._replace(
+            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, guesses=False
+        )
+        super().__init__(Company(self.ask, runs))
+        self.dice = random.Random(0)
+        self.guests: list[UnderWay] = []
+        self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
+        self.ran = 0  # steps
+        self.at_once = 1  # runs
+        self.neighbours = 0
+
+    def steps(self) -> Iterator[Company]:
+        self._check()
+        product = self.engine.summary.rpartition("; ")[2]
+        product = product.partition(", so ")[0]  # `exact` says so, too
+        self.tell(exact=self.engine.exact, product=product)
+        self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
+        yield from self.until_idle()
+        yield from self._run_alone()
+        while len(self.found.runs) < self.found.wanted:
+            self._invite()
+            yield self.found
+            self._look_around()
+            self._collect()
+        self._tell_the_end()
+        yield self.found
+
+    def _check(self) -> None:
+        sched = self.engine.sched
+        if sched.slots < 2:
+            raise ValueError("there is no company in one slot; start with --slots 2 or more")
+        if sched.policy.name == "serial":
+            raise ValueError("under serial each request runs alone; p changes the policy")
+
+    def _run_alone(self) -> Iterator[Company]:
+        self.tell(stage="alone")
+        handle = yield from self.alone(lambda: self.room.submit(self.ask, reuse=False))
+        check(handle)
+        alone = Bits.of(handle)
+        tokens = handle.metrics.prompt_tokens
+        kinds = (Alike(alone, 0, None),)
+        self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
+
+    def _invite(self) -> None:
+        """Runs and neighbours come at random, in waves: sometimes few, sometimes more than there
+        are slots."""
+        dice = self.dice
+        slots = self.engine.sched.slots
+        if self.ran % WAVE == 0:
+            self.at_once = dice.randint(max(1, slots // 4), max(1, slots * 3 // 4))
+            self.neighbours = dice.randint(1, slots)
+        self.ran += 1
+        left = self.found.wanted - len(self.found.runs) - len(self.guests)
+        if left and len(self.guests) < self.at_once and dice.random() < 0.5:
+            ask = self.ask._replace(guesses=left % 2 == 0)
+            self.guests.append(UnderWay(self.room.submit(ask, dice.random() < 0.5)))
+        if len(self.others) < self.neighbours and dice.random() < 0.5:
+            with suppress(ValueError):  # the prompt does not fit a slot
+                handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
+                stays = dice.random() >= CANCELLED
+                self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
+                self.tell(came=self.found.came + 1)
+
+    def _neighbour(self) -> Ask:
+        dice = self.dice
+        words = self.ask.prompt.split()
+        words = words[: dice.randint(1, len(words))] if words and dice.random() < 0.5 else []
+        words += dice.choices(WORDS, k=dice.randint(1, 40))
+        return Ask(
+            prompt=" ".join(words),
+            max_tokens=dice.randint(1, 60),
+            temperature=dice.choice((0.0, 0.5, 1.0, 1.5)),
+            seed=dice.getrandbits(31),
+            mute=True,
+        )
+
+    def _look_around(self) -> None:
+        """Who has run beside whom in the step behind us. Some neighbours are cancelled."""
+        running = self.engine.sched.running.keys()
+        for guest in self.guests:
+            if guest.handle.id in running:
+                guest.steps += 1
+                guest.beside += len(running) - 1
+                guest.met |= running - {guest.handle.id}
+                self.tell(beside=max(self.found.beside, len(running) - 1))
+        for handle, left in list(self.others.items()):
+            self.others[handle] = left - 1
+            if left == 0 and not handle.finish_reason:
+                handle.cancel()
+                self.tell(cancelled=self.found.cancelled + 1)
+            if handle.finish_reason:
+                del self.others[handle]
+
+    def _collect(self) -> None:
+        """Count the ended runs. A run that was cancelled by hand comes again."""
+        for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
+            self.guests.remove(guest)
+            if not check(guest.handle):
+                continue
+            answer = Bits.of(guest.handle)
+            beside = guest.beside / max(1, guest.steps)
+            m = guest.handle.metrics
+            met = len(guest.met)
+            run = Answered(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
+            self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
+            done = len(self.found.runs)
+            if done % 50 == 0 and done < self.found.wanted:
+                self.tell(self.found.so_far)
+
+    def _counted(self, answer: Bits) -> list[Alike]:
+        kinds = [*self.found.kinds]
+        known = [kind.answer.digest for kind in kinds]
+        if answer.digest not in known:
+            return [*kinds, Alike(answer, 1, difference(self.found.alone, answer))]
+        i = known.index(answer.digest)
+        kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
+        return kinds
+
+    def _tell_the_end(self) -> None:
+        found = self.found
+        self.tell(
+            found.so_far,
+            f"a hash covers {found.covers}",
+            f"{found.company}; {found.beginnings}; guesses {found.guesses}",
+            *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
+            stage="over",
+        )
+
+
+def check(handle: Handle) -> bool:
+    """Whether an answer has come to the end. A failure ends the trial."""
+    if handle.error:
+        raise ValueError(f"a run failed: {handle.error}")
+    return handle.finish_reason in ("stop", "length")
+
+
+def unlike(found: Company) -> list[Alike]:
+    """The wrong answers: first those with other tokens, then the most frequent."""
+    kinds = [kind for kind in found.kinds if kind.difference]
+    return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Paper) -> None:
+    """How many answers there are, the company, and the differences."""
+    found = state.found.get("same")
+    note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
+    on.title("The same answer in company", note)
+    if found is None:
+        on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
+        return
+    draw_counter(state, on, found)
+    on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
+    usual = state.view.temperature
+    temperature = usual if found.ask.temperature is None else found.ask.temperature
+    settings = f"temperature {temperature:g}, {found.ask.max_tokens} tokens at most"
+    on.entries({"settings": settings, "product": product_of(found)}, on.muted)
+    if not found.runs:
+        return
+    on.heading("Answers: hash, runs, where it differs")
+    draw_kinds(on, found)
+    facts = {
+        "hash of": found.covers,
+        "company": found.company,
+        "rows": found.beginnings,
+        "guesses": found.guesses,
+    }
+    on.entries(facts, on.muted)
+    on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
+    draw_strip(state, on, found)
+
+
+def product_of(found: Company) -> str:
+    if found.exact:
+        return f"{found.product}; engine.exact: no bit depends on the company"
+    return f"{found.product}; engine.exact is False: bits may depend on the company"
+
+
+def draw_counter(state: State, on: Paper, found: Company) -> None:
+    """How many runs there are so far, and how many answers."""
+    words = found.so_far
+    if not (runs(state.view, found) or found.stage == "over"):
+        words += ", and then it was ended"
+    hue = on.bad if found.unlike else on.accent if found.runs else on.muted
+    on.pen().put(" " + shorten(words, on.width - 2), hue, True)
+
+
+def draw_kinds(on: Paper, found: Company) -> None:
+    """A line for each answer: hash, runs, and the difference."""
+    bar = on.width // 14
+    most = max(kind.count for kind in found.kinds)
+    kinds = [found.kinds[0], *unlike(found)]
+    room = max(3, (on.height - 12) // 4)
+    for i, kind in enumerate(kinds[:room]):
+        pen = on.pen().put(f" {kind.answer.digest} ", bold=True).put(f"{kind.count:>6,} ")
+        cells = -(-kind.count * bar // most)
+        pen.put("█▒"[i > 0] * cells, on.p.fill(i + 1)).to(18 + bar)
+        words = kind.difference.words if kind.difference else "as it is alone"
+        pen.put(shorten(words, on.width - pen.width - 1), on.bad if kind.difference else "")
+    rest = kinds[room:]
+    if rest:
+        runs = count(sum(kind.count for kind in rest), "run")
+        on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
+
+
+def draw_strip(state: State, on: Paper, found: Company) -> None:
+    """A column for each run, in the order of the ends: as high as the company. Under a run that
+    is not like the run alone stands a cross."""
+    most = state.view.engine.limits.slots - 1
+    left = on.names + 1
+    across = on.width - left - 1
+    strips = -(-found.wanted // across)
+    tall = max(1, min(TALLEST, (on.room - 1) // strips - 1))
+    legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
+    on.heading("Each run: how many ran beside it", legend=legend)
+    for first in range(0, len(found.runs), across):
+        runs = found.runs[first : first + across]
+        for row in reversed(range(tall)):
+            pen = on.pen().put("" if row else f" {first + 1:,}", on.muted).to(left)
+            for run in runs:
+                pen.bar(run.beside / most * tall, row, on.p.fill(1))
+        marks = "".join(" ✗"[run.digest != found.alone.digest] for run in runs)
+        if marks.strip():
+            on.pen().to(left).put(marks, on.bad)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+how_many = partial(read_whole, "same", least=1, most=1000)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
+    (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
+    or one of ours. /same last shows the last."""
+    is_on = runs(desk.state.view, desk.state.found.get("same"))
+    if rest == "last" or (is_on and not rest):
+        return
+    word, _, prompt = rest.partition(" ")
+    if not word[:1].isdigit():
+        word, prompt = str(RUNS), rest
+    many = how_many(word)
+    ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
+    desk.try_out("trial in company", Gathering(ask, many))
+
+
+def own_prompt(state: State) -> str:
+    """The user's last prompt in the selected slot; else the longest of ours, which has a
+    beginning to share."""
+    owner = state.owner(state.selected)
+    ours = [prompt for prompt, _ in state.prompts]
+    is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
+    if is_asked and owner.origin.prompt not in ours:
+        return owner.origin.prompt
+    return max(ours, key=len)
+
+
+PAGE = Page(
+    "same",
+    "a",
+    "Same answer",
+    "one prompt alone, then 200 times among random neighbours: how many answers? (/same 50)",
+    draw,
+    footer=17,
+    obey=obey,
+    example="200",
+    words=("last",),
+    read=how_many,
+    repeats=True,
+    disturbs=True,
+)

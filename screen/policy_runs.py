@@ -1,0 +1,214 @@
+"""A workload under a policy: as measured, or replayed; on a clock without interruptions.
+
+The problem. Two policies are to be compared by seconds. But other programs take the processor
+away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
+
+The way out. A run's seconds are the prices of all steps, added up (`analysis/step_times.py`). All other
+seconds on the engine's clock have a name: interruptions. And the number of steps is printed;
+nothing can disturb it.
+
+What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
+at 0.
+
+Where next: `pages/race.py`, races and comparisons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from analysis.simulator import Guest
+from analysis.step_times import Prices, guesses_by_request, guest_of, replayed
+from runtime.snapshot import Limits, RequestView, StepView, percentile
+from screen.draw.style import number, span
+from screen.step_columns import Cell, Column, column, last_in, merge, said_in, useful_of
+
+FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
+
+
+class Run(NamedTuple):
+    """A workload under one policy, measured or simulated: timeline and figures."""
+
+    policy: str
+    how: str  # "measured" | "simulated" | "running …" | "cut short"
+    columns: Sequence[Column]
+    ttfts: Sequence[float]
+    took: float = 0.0  # seconds on the engine's clock; 0 if simulated
+    # Of a race: by the number in `columns`
+    requests: Mapping[int, RequestView] = {}
+
+    @property
+    def makespan(self) -> float:
+        return self.columns[-1].ended if self.columns else 0.0
+
+    @property
+    def ttft_mean(self) -> float | None:
+        return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The figures as texts, in the order of `FIGURES`."""
+        p95 = percentile(self.ttfts, 0.95)
+        rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
+        times = map(span, (self.makespan, self.ttft_mean, p95))
+        return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))
+
+    @property
+    def on_the_engines(self) -> str:
+        """The seconds on the engine's clock, and the seconds of interruptions among them."""
+        lost = self.took - self.makespan
+        words = f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
+        return span(self.took) + words
+
+
+class Contest(NamedTuple):
+    """Two runs of one workload, one above the other."""
+
+    title: str
+    runs: Sequence[Run]
+    note: str = ""
+
+
+# --- the clock ----------------------------------------------------------------------------------
+
+# So many of the newest steps make the prices, so races in a row have one clock
+KNOWN = 10_000
+
+
+def on_clock(
+    columns: Sequence[Column], prices: Prices
+) -> tuple[list[Column], Callable[[float], float]]:
+    """The same steps on the clock of the prices, and a function from a moment to the time on this
+    clock."""
+    out = []
+    now = 0.0
+    for i, c in enumerate(columns):
+        # An idle time stays the same
+        began = now + (c.began - columns[i - 1].ended if i else 0.0)
+        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
+        out.append(c._replace(began=began, ended=now))
+
+    def moment(at: float) -> float:
+        i = bisect_left(columns, at, key=lambda c: c.ended)
+        if i == len(columns):
+            return now
+        real = columns[i]
+        ours = out[i]
+        since = at - real.began
+        if since <= 0:
+            return max(0.0, ours.began + since)
+        part = since / ((real.ended - real.began) or 1.0)
+        return ours.began + part * (ours.ended - ours.began)
+
+    return out, moment
+
+
+# --- runs, measured and simulated ---------------------------------------------------------------
+
+
+def measured(
+    policy: str,
+    columns: Sequence[Column],
+    requests: Sequence[RequestView],
+    prices: Prices,
+    how: str = "measured",
+) -> Run:
+    """A real run."""
+    steps, moment = on_clock(columns, prices)
+    took = 0.0
+    if columns:
+        came = min((r.arrived for r in requests), default=columns[0].began)
+        took = columns[-1].ended - came
+    return Run(policy, how, steps, ttfts_of(steps, requests, moment), took)
+
+
+def ttfts_of(
+    columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
+) -> list[float]:
+    """The first token of a request comes with the last piece of the prompt."""
+    ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
+    ttfts = []
+    for r in requests:
+        first = ends.get((r.id, r.metrics.prompt_tokens))
+        if first is not None and r.metrics.ttft_s is not None:
+            ttfts.append(first - moment(r.arrived))
+    return ttfts
+
+
+def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
+    """The same steps, with other numbers for the requests."""
+    return [
+        c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns
+    ]
+
+
+def replay(
+    limits: Limits,
+    requests: Sequence[RequestView],
+    policy: str,
+    moment: Callable[[float], float],
+    prices: Prices,
+    steps: Iterable[StepView] = (),
+) -> Run:
+    """The same requests through the same scheduler under another policy, on the clock of the
+    prices: timeline and figures. `steps`: the steps that were run, with their guesses."""
+    guesses = guesses_by_request(steps)
+    guests = [guest_of(request, moment, guesses) for request in requests]
+    columns = [*simulated(limits, guests, policy, prices)]
+    return Run(policy, "simulated", columns, ttfts_of(columns, requests, moment))
+
+
+def simulated(
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterator[Column]:
+    """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
+    before = None
+    for plan, _, ended, ghosts, guessed in replayed(limits, guests, policy, prices, **options):
+        view = StepView.of(
+            plan,
+            ghosts=ghosts,
+            tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in guessed),
+            ended=ended,
+            plan_s=0.0,
+            build_s=0.0,
+            device_s=ended - plan.at,
+            wait_s=0.0,
+            commit_s=0.0,
+            guesses=guessed,
+        )
+        before = column(view, limits.slots, before)
+        yield before
+
+
+def until(run: Run, moment: float) -> Run:
+    """A run up to a moment of the clock. Of a race: all requests came at 0."""
+    columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
+    ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
+    return run._replace(columns=columns, ttfts=ttfts)
+
+
+def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
+    """The last request in this slot: number and text so far; None: there was none."""
+    step = last_in(run.columns, slot)
+    number = step and step.cells[slot].request
+    if number not in run.requests:
+        return None
+    request = run.requests[number]
+    said = said_in(step.rows[slot], request.metrics.prompt_tokens)
+    return number, request.text[: sum(request.lengths[:said])]
+
+
+def in_time(run: Run, width: int, longest: float) -> list[Column]:
+    """A run's columns on a scale of time, on which `longest` seconds are `width` cells wide."""
+    out = []
+    first = 0
+    for x in range(round(run.makespan / longest * width)):
+        ends = (x + 1) * longest / width
+        stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
+        # A cell without the end of a step shows the step that runs
+        merged = run.columns[first:stop] or [run.columns[min(first, len(run.columns) - 1)]]
+        out.append(merge(merged))
+        first = stop
+    return out

@@ -1,0 +1,171 @@
+"""A run as a file, to be played by a page: plans, tokens, texts and times, from the engine.
+
+The problem. A page on the web should show a real run, to people who have installed nothing. The
+page may not make anything up, and a doubter must be able to run the same again and compare.
+
+The way out. All snapshots of the screen are written down: each step and each request as a list of
+fields, packed by `server/watch_frames.py`. The file names the fields, and so explains itself. Beside the
+engine's own times stand the times of a clock without interruptions (`runs.py`): a page must compare
+two policies, and not two moods of a machine. Beside each answer stands a hash, and in front of all
+the command for the same run.
+
+What this file keeps. A recording holds no client's address and no path. Steps, requests
+and letters are bounded. And the contents are told before anything runs.
+
+Where next: `server/live_page.py`, the maker of a page, and `web/recording.js`, the reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from analysis.step_times import Prices
+from runtime.snapshot import Limits, Metrics, RequestView, StepView
+from screen.draw.style import count
+from screen.policy_runs import on_clock
+from screen.state import State, prices, prompt_of
+from screen.step_columns import Column
+from server import watch_frames
+
+FORMAT = 2
+STEPS = 5_000  # so many of a run are recorded, from the first one on
+REQUESTS = 500  # and so many requests
+LETTERS = 20_000  # and of each text so many
+FIELDS = {
+    kind.__name__: watch_frames.names_of(kind) or kind._fields
+    for kind in (StepView, RequestView, Metrics, Limits)
+}
+HOLDS = (
+    "each prompt and each answer of the last run or race, word for word; what each step did and how "
+    "long it took; this machine's processor; the command. No address and no path"
+)
+
+Ids = Callable[[RequestView], Sequence[int]]  # the tokens of a request's prompt; () if unknown
+
+
+def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
+    """The last race, or else the latest busy period. `about`: the command, the machine and so
+    on."""
+    costs = prices(state)
+    runs = []
+    for columns, requests in parts_of(state):
+        if columns:
+            kept = [state.requests[id] for id in requests if id in state.requests]
+            runs.append(run_of(state, columns[:STEPS], kept[:REQUESTS], costs, ids))
+    if not runs:
+        raise ValueError(
+            "nothing has run, so there is nothing to record; --script race24 runs a race"
+        )
+    price = {name: round(getattr(costs, name), 9) for name in ("step", "row", "chunk")}
+    head = {"format": FORMAT, "about": about, "fields": FIELDS}
+    return head | {"prices": price, "runs": runs}
+
+
+def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
+    """Each run: the steps, and the requests in the order of arrival."""
+    history = state.history
+    legs = state.view.legs
+    is_race = legs and history and history[-1].step < legs[-1].stop
+    if not is_race:
+        columns = history[state.woke :]
+        seen = {cell.request for column in columns for cell in column.cells}
+        return [(columns, sorted(seen - {None}))]
+    return [(state.between(leg.first_step, leg.stop), leg.requests) for leg in legs]
+
+
+def run_of(
+    state: State,
+    columns: Sequence[Column],
+    requests: Sequence[RequestView],
+    costs: Prices,
+    ids: Ids,
+) -> dict[str, Any]:
+    """One run. Steps and requests are numbered from 1, and times begin at 0."""
+    numbers = {request.id: number for number, request in enumerate(requests, start=1)}
+    first = columns[0].view.step
+    began = min([columns[0].view.began, *(request.arrived for request in requests)])
+    # Who asked is a number: an address is nobody else's business
+    clients = {"": ""}
+    for request in requests:
+        clients.setdefault(request.client, f"client {len(clients)}")
+    clocked, moment = on_clock(columns, costs)
+    answers = [request.text.encode() for request in requests]
+    limits = state.limits_of(columns[0].step, columns[-1].step)
+    run = {
+        "policy": columns[0].view.policy,
+        "limits": limits,
+        "missed": sum(column.unseen for column in columns),
+        "steps": [renumbered(column.view, numbers, first, began) for column in columns],
+        # When each step began and ended on the clock without interruptions
+        "clock": [(column.began, column.ended) for column in clocked],
+        "requests": [
+            shortened(request, numbers[request.id], began, clients[request.client])
+            for request in requests
+        ],
+        "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
+        "asked": [request.max_tokens for request in requests],
+        "ids": [ids(request) for request in requests],
+        "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
+    }
+    # Times are whole microseconds: more digits would be noise, and a third of the file
+    return json.loads(watch_frames.ENCODE(run), parse_float=lambda digits: round(float(digits), 6))
+
+
+def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
+    """The step with other numbers; a request without a record is number 0."""
+
+    def named(members: Sequence[tuple[int, ...]]) -> tuple:
+        return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
+
+    members = ("admitted", "prefill", "decode", "held")
+    changes = {name: named(getattr(step, name)) for name in members}
+    changes |= {"began": step.began - began, "ended": step.ended - began}
+    return replace(step, step=step.step - first + 1, **changes)
+
+
+def shortened(request: RequestView, number: int, began: float, client: str) -> RequestView:
+    """The request with another number and another name for the client."""
+    return replace(
+        request,
+        id=number,
+        client=client,
+        prompt=prompt_of(request)[:LETTERS],
+        origin=None,
+        arrived=request.arrived - began,
+        ended=None if request.ended is None else request.ended - began,
+        text=request.text[:LETTERS],
+        error=request.error and "error",  # the words may name a path
+    )
+
+
+def contents(recording: dict[str, Any]) -> str:
+    """The contents of a recording, in words."""
+    runs = recording["runs"]
+    requests = sum(len(run["requests"]) for run in runs)
+    steps = sum(len(run["steps"]) for run in runs)
+    policies = " and ".join(run["policy"] for run in runs)
+    missed = sum(run["missed"] for run in runs)
+    lost = f", without {count(missed, 'step')} that nobody saw" if missed else ""
+    texts = f"{count(requests, 'prompt')} and their answers"
+    return f"{count(len(runs), 'run')} ({policies}), {texts}, {count(steps, 'step')}{lost}"
+
+
+def as_text(recording: dict[str, Any]) -> str:
+    """As JSON, with a line for each step and each request: so a person can read it, too."""
+    runs = []
+    for run in recording["runs"]:
+        members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]
+        runs.append("{" + ",\n".join(members) + "}")
+    head = {name: value for name, value in recording.items() if name != "runs"}
+    return f'{json.dumps(head)[:-1]},\n"runs":[{",".join(runs)}]}}\n'
+
+
+def in_lines(value: Any) -> str:
+    is_long = isinstance(value, list) and value and isinstance(value[0], (list, str))
+    if not is_long:
+        return json.dumps(value)
+    return "[" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in value) + "]"

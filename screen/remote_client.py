@@ -1,0 +1,310 @@
+"""The room for watching an engine in another process, or on another machine: a server's
+`/watch`.
+
+The problem. A server has no terminal, or a terminal far away. The server's work should be seen all
+the same, by the same screen; and neither the network nor a hanging screen may disturb the server.
+
+The way out. `/watch` sends differences of the whole view, as server-sent events
+(`server/watch_frames.py`). A thread here reads the events and adds up, until the screen looks. Prompts go the
+way of every other client's: each has a connection of its own, and closing it cancels the request.
+There are no other wishes, since others use the engine, too.
+
+The invariant: when the other end has gone, the screen shows the last view and says since when,
+and a thread tries again and again. The next frame begins a new life of the view: numbers may begin
+anew there.
+
+Where next: `server/watch_frames.py`; `state.py`, the memory of all views.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from runtime.cli import command
+from runtime.conversation import REMEDY
+from runtime.validation import one_line, read_whole, shown
+from screen.draw.style import clean
+from screen.engine_client import Ask, Outgrown, Room, View
+from server import watch_frames
+
+RETRY_S = 1.0
+SILENT_S = 5.0  # a server says something every second, even if nothing happens
+LINE = 2**26  # bytes; a longer one is none of ours
+SENDERS = 64  # prompts at once on the way; more wait here
+
+
+class Loading(ValueError):
+    """There is a server, but no model yet."""
+
+
+def base_of(url: str) -> str:
+    """The address of a server, however much of a path was given behind it."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"--watch {shown(url)} is no address such as http://127.0.0.1:8000")
+    path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Of [HOST:]PORT."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
+
+
+class RemoteRoom(Room):
+    """Sees the news of `/watch`. There is one watcher: `look` answers with all news since the last
+    call."""
+
+    def __init__(self, url: str, key: str = "", ask_key: str = ""):
+        """`key` is for watching, `ask_key` for firing prompts."""
+        super().__init__()
+        self.url = base_of(url)
+        self._key = key
+        self._ask_key = ask_key or key
+        self.own: dict[int, socket.socket] = {}  # by request: closing it cancels the request
+        self._frame: watch_frames.Frame | None = None  # the news since the last look
+        self._is_fresh = False  # a connection's first frame is to come
+        self._is_blind = False  # frames have no texts
+        self._life = 0
+        self._lost_at: float | None = None  # when the other end went
+        self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
+        self._senders = 0
+        self._cancels = 0
+        self._ending = threading.Event()
+        # The last requests with an end
+        self._over: deque[int] = deque(maxlen=2**12)
+        self._came = threading.Condition(self._lock)  # told of each frame
+        self.note(watches=True, done=(f"asking {self.url}",))
+
+    def start(self) -> None:
+        """Ask once in this thread, so that a wrong address or key is told at once, as a
+        ValueError."""
+        events = None
+        try:
+            events = self._connect()
+        except Loading:
+            pass
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(
+                f"--watch {self.url}: {why(error)}; is a server there? ({command('serve.py')})"
+            ) from None
+        threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
+
+    def stop(self, patience: float) -> bool:
+        self._ending.set()
+        self.cancel(None)
+        return True
+
+    def look(self, since: View | None = None) -> View:
+        with self._lock:
+            frame = self._frame
+            if frame is None:
+                return self._known
+            self._frame = watch_frames.told(frame)
+            gone = None if self._lost_at is None else time.monotonic() - self._lost_at
+            return self._known._replace(life=self._life, gone_s=gone, **frame._asdict())
+
+    # --- watching
+
+    def _run(self, events: Iterator[watch_frames.Frame] | None) -> None:
+        while not self._ending.is_set():
+            try:
+                for frame in events or self._connect():
+                    if self._ending.is_set():
+                        return
+                    self._take(frame)
+                raise ConnectionError("it has ended")
+            except Exception as error:  # whatever it was, this thread goes on
+                self._lose(why(error))
+            events = None
+            self._ending.wait(RETRY_S)
+
+    def _connect(self) -> Iterator[watch_frames.Frame]:
+        """The frames of a new connection. When this returns, the other end has said who it is."""
+        answer = self._ask_for("GET", "/watch", self._key, SILENT_S)
+        if answer.status != 200:
+            kind = Loading if answer.status == 503 else ValueError
+            raise kind(f"--watch {self.url}: {said(answer)[0]}")
+        events = read_events(answer)
+        hello = next(events, {})
+        is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
+        if not is_ours or hello.get("protocol") != watch_frames.PROTOCOL:
+            raise ValueError(
+                f"--watch {self.url}: there is no nanobatch, or one of another version"
+            )
+        with self._lock:
+            self._is_fresh = True
+            self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
+            self._is_blind = not hello.get("texts")
+            if isinstance(usual := hello.get("temperature"), (int, float)):
+                self.note(temperature=usual)
+            if self._is_blind:
+                self.fault(
+                    "only figures are shown, no texts: those need the server's --watch-key, as --key"
+                )
+        receiver = watch_frames.Receiver()
+        return (receiver.take(event) for event in events)
+
+    def _take(self, frame: watch_frames.Frame) -> None:
+        with self._lock:
+            if self._is_fresh:
+                self._is_fresh = False
+                self._lost_at = None
+                self._frame = None
+                self._life += 1
+            self._frame = watch_frames.joined(self._frame, frame)
+            self._over += (request.id for request in frame.engine.ended)
+            self._came.notify_all()
+            self.note(stage="ready")
+
+    def _lose(self, reason: str) -> None:
+        """Called once a second, so that the screen counts the seconds."""
+        with self._lock:
+            if self._frame is None:
+                words = clean(reason.removeprefix(f"--watch {self.url}: "))
+                self.note(done=(f"asking {self.url}", words))
+            elif self._lost_at is None:
+                self._lost_at = time.monotonic()
+                self.fault(f"{self.url} is gone: {reason}; trying again")
+            else:
+                self.note()
+
+    def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
+        address = urlsplit(self.url)
+        kind = http.client.HTTPConnection
+        if address.scheme == "https":
+            kind = http.client.HTTPSConnection
+        connection = kind(address.hostname, address.port, timeout=patience)
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        connection.request(method, address.path + path, body, headers)
+        line = connection.sock
+        answer = connection.getresponse()
+        answer.line = line
+        return answer
+
+    # --- firing
+
+    def fire(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            self.posted += 1
+            self._asks.put((ask, self._cancels))
+            if self._senders < SENDERS:
+                self._senders += 1
+                threading.Thread(target=self._send, name="ask", daemon=True).start()
+
+    def cancel(self, request: int | None) -> None:
+        """Hang up: one of our own requests, or all of them."""
+        self._cancels += request is None  # without a number yet, a request is ended by the sender
+        for number, line in list(self.own.items()):
+            if request in (None, number):
+                self.own.pop(number, None)
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+    def _send(self) -> None:
+        while True:
+            ask, cancels = self._asks.get()
+            with self._came:  # a loading server refuses all
+                self._came.wait_for(lambda: self._known.stage == "ready")
+            try:
+                if cancels == self._cancels:
+                    self._stream(ask, cancels)
+                elif ask.question:
+                    self.refuse(ask, "it was cancelled")
+            except Exception as error:
+                self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
+            with self._lock:
+                self.note(heard=self._known.heard + 1)
+
+    def _stream(self, ask: Ask, cancels: int) -> None:
+        """Ask as every client does, and read to the end. The text comes with the frames: wait for
+        the last of them."""
+        wish = {
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "stream": True,
+        }
+        if ask.schema:
+            wish["guided_json"] = ask.schema
+        routes = {
+            "/v1/chat/completions": {
+                "messages": ask.messages or [{"role": "user", "content": ask.prompt}]
+            },
+            "/v1/completions": {"prompt": ask.prompt},
+        }
+        for route, prompt in routes.items():
+            answer = self._ask_for("POST", route, self._ask_key, 60, json.dumps(wish | prompt))
+            if answer.status == 200:
+                break
+            words, code = said(answer)
+            if code == "context_length_exceeded" and len(ask.messages) > 2:
+                raise Outgrown(f"{words}; {REMEDY}")
+            if "no chat template" not in words:
+                raise ValueError(words)
+            self.note(speaks=False)
+        number = int(answer.getheader("X-Request-Id").split("-")[1])
+        self.own[number] = answer.line
+        self.note_answer(ask, number)
+        text = ""
+        try:
+            for event in read_events(answer):
+                if cancels != self._cancels:
+                    break
+                for choice in event.get("choices", ()):
+                    text += choice.get("delta", {}).get("content") or choice.get("text") or ""
+                if self._is_blind:
+                    self.note_answer(ask, number, text)
+        except (OSError, http.client.HTTPException):
+            if number in self.own:  # else it was cancelled here
+                raise
+        finally:
+            if self._is_blind:
+                self.note_answer(ask, number, text, True)
+            self.own.pop(number, None)
+            answer.close()
+            answer.line.close()
+        with self._came:
+            self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
+
+
+# --- news over the wire -------------------------------------------------------------------------
+
+
+def read_events(answer: http.client.HTTPResponse) -> Iterator:
+    """The data of each server-sent event. A comment is a sign of life and no more."""
+    while line := answer.readline(LINE):
+        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+            try:
+                yield json.loads(line.removeprefix(b"data: "))
+            except RecursionError:
+                raise ValueError("an event is nested too deep") from None
+
+
+def said(answer: http.client.HTTPResponse) -> tuple[str, str]:
+    """Why a request was refused: in words, and the error's code."""
+    try:
+        error = json.loads(answer.read(2**16))["error"]
+        return clean(error["message"]), error.get("code") or ""
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return clean(f"{answer.status} {answer.reason}"), ""
+
+
+def why(error: BaseException) -> str:
+    return clean(getattr(error, "strerror", None) or one_line(error) or type(error).__name__)

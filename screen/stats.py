@@ -1,0 +1,108 @@
+"""The figures of a busy period: requests, tokens, seconds, waits, and the useful part of the
+work.
+
+The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how the
+burst went, nor whether an earlier burst, under another policy, went better.
+
+What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory
+however long the period is. All times are on the engine's clock, so neither a pause nor slow motion
+changes a figure; an interruption does. The makespan alone leaves interruptions out. The makespan
+stands beside the others, so two legs of a race compare here as on the race's page.
+
+Where next: `state.py`, the memory of periods.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from runtime.snapshot import RequestView, percentile
+from screen.draw.style import number, span
+from screen.step_columns import Column
+
+Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
+KEPT = 10_000  # so many waits and gaps of a period are kept for percentiles
+
+
+@dataclass
+class Period:
+    """From the first request after a rest to the last token before the next rest."""
+
+    began: float
+    ended: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
+    over: bool = False
+    policies: dict[str, None] = field(default_factory=dict)  # in the order of the run
+    requests: int = 0
+    lost: int = 0  # of these, cancelled or failed
+    tokens: int = 0
+    useful: int = 0  # slots at work for a request, added up over all steps
+    cells: int = 0  # all slots of all steps
+    # Of steps: (decoding rows, chunks)
+    kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
+    ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    # From each token to the next one of the answer
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def take_step(self, step: Column) -> None:
+        """A decoding slot does so in every step: the tokens are as far apart as the ends of two
+        steps."""
+        if self.cells:
+            tokens = len(step.view.decode) - len(step.view.ghosts)
+            self.gaps.extend([step.ended - self.ended] * tokens)
+        self.ended = step.ended
+        self.tokens += step.tokens
+        self.useful += step.useful
+        self.first_step = self.first_step or step.step
+        self.last_step = step.step
+        self.cells += step.steps * len(step.cells)
+        self.policies |= {step.view.policy: None}
+        self.kinds[len(step.view.decode), len(step.view.prefill)] += 1
+
+    def take_request(self, request: RequestView) -> None:
+        self.began = min(self.began, request.arrived)
+        self.requests += 1
+        self.lost += request.reason in ("cancelled", "error")
+        if request.metrics.ttft_s is not None:
+            self.ttfts.append(request.metrics.ttft_s)
+
+    def makespan(self, price: Price) -> float:
+        """What its steps take undisturbed, if this is the price of one step of each kind."""
+        return sum(many * price(*kind) for kind, many in self.kinds.items())
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """As texts, all but the makespan, which needs prices."""
+        took = self.ended - self.began
+        return {
+            "policy": ", ".join(self.policies),
+            "requests": f"{self.requests:,}",
+            "lost": f"{self.lost:,}",
+            "tokens": f"{self.tokens:,}",
+            "took": span(took),
+            "tok/s": number(self.tokens / took if took > 0 else None),
+            "TTFT p50": span(percentile(self.ttfts, 0.5)),
+            "TTFT p95": span(percentile(self.ttfts, 0.95)),
+            "gap p95": span(percentile(self.gaps, 0.95)),
+            "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
+        }
+
+
+def words(period: Period) -> list[str]:
+    """The same figures as phrases, the most important first."""
+    figures = period.figures
+    ended = f"{figures['requests']} request{'s' * (period.requests != 1)}"
+    ended += f" ({figures['lost']} cut short)" if period.lost else ""
+    return [
+        ended,
+        f"{figures['tokens']} tokens",
+        figures["took"],
+        f"{figures['tok/s']} tok/s",
+        f"TTFT p50 {figures['TTFT p50']}",
+        f"p95 {figures['TTFT p95']}",
+        f"gap p95 {figures['gap p95']}",
+        f"useful {figures['useful']}",
+    ]

@@ -1,0 +1,183 @@
+"""Slots x steps: the work of each slot in each step, real or under another
+policy.
+
+The problem. A policy is hard to judge from numbers. One picture says why one batches, and
+two pictures, one above the other, say why the policy matters:
+
+    continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
+                1 ▒B██▒D████████████     █ decode: one more token of the answer
+
+    static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy keeps it shut,
+                1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
+
+Where tokens were guessed, a cell says how many came: ⁴ if three guesses were right, ¹ if none was.
+
+A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, too.
+
+What this file keeps. Both pictures are drawn from plans. Nothing here knows a policy.
+
+Where next: `runs.py`, more columns, from replays; `state.py`, the memory of columns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from runtime.snapshot import StepView
+from screen.draw.style import BLOCKED, DECODE, EMPTY, FAILED, GHOST, HELD, PREFILL, UNSEEN
+
+
+class Cell(NamedTuple):
+    kind: int
+    request: int | None = None
+
+
+FREE = Cell(EMPTY)
+SHUT = Cell(BLOCKED)
+
+
+class Column(NamedTuple):
+    """One step of the timeline, or several steps merged into one."""
+
+    step: int
+    began: float
+    ended: float
+    cells: tuple[Cell, ...]  # by slot
+    tokens: int  # delivered
+    # Cells with work for a request; in a merged column, the sum of all its steps. Of a cell with
+    # guesses, the share of its rows that yielded a token
+    useful: float
+    view: StepView  # the step as the engine describes it; in a merged column, the last step
+    rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
+    steps: int = 1
+    unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
+
+    @property
+    def lost(self) -> str:
+        """Why nothing is known of a step; empty: the step is known."""
+        if self.cells[0].kind == FAILED:
+            return "This step failed: its requests ended with it, and E shows where."
+        went = f"{self.unseen:,} steps up to this one went by before the screen looked"
+        return f"{went}, and {self.tokens:,} tokens came." if self.unseen else ""
+
+
+def column(step: StepView, slots: int, before: Column | None = None) -> Column:
+    """A step as the timeline draws it, behind `before`, the step before it.
+
+    The engine runs ahead and plans a step before the one before has ended. Here the step begins
+    when that one ends.
+    """
+    cells = [FREE] * slots
+    rows = list(before.rows) if before else [0] * slots
+    for slot in step.blocked:
+        cells[slot] = SHUT
+    for slot, request in step.held:
+        cells[slot] = Cell(HELD, request)
+    for slot, _ in step.admitted:
+        rows[slot] = 0
+    for slot, request, _, stop in step.prefill:
+        cells[slot] = Cell(PREFILL, request)
+        rows[slot] = stop
+    for slot, request in step.decode:
+        is_ghost = slot in step.ghosts
+        cells[slot] = Cell(GHOST if is_ghost else DECODE, request)
+        rows[slot] += not is_ghost
+    useful = 0.0
+    for slot, guessed, right in step.guesses:
+        rows[slot] += right
+        useful -= (guessed - right) / (1 + guessed)
+    for slot, cell in enumerate(cells):
+        useful += cell.kind in (PREFILL, DECODE)
+        if cell.request is None:
+            rows[slot] = 0
+    began = max(step.began, before.ended) if before else step.began
+    return Column(
+        step=step.step,
+        began=began,
+        ended=step.ended,
+        cells=tuple(cells),
+        tokens=step.tokens,
+        useful=useful,
+        view=step,
+        rows=tuple(rows),
+    )
+
+
+def last_in(columns: Sequence[Column], slot: int) -> Column | None:
+    """The last step with a request in this slot."""
+    return next((c for c in reversed(columns) if c.cells[slot].request is not None), None)
+
+
+def said_in(rows: int, prompt: int) -> int:
+    """How many tokens were said, if so many rows are filled. The newest token has no row yet."""
+    return rows - prompt + 1 if rows >= prompt > 0 else 0
+
+
+def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
+    """The steps that were run between two moments."""
+    first = bisect_left(history, began, key=lambda column: column.ended)
+    for i in range(first, len(history)):
+        if history[i].began >= ended:
+            return
+        yield history[i]
+
+
+def spread(
+    history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
+) -> float:
+    """The sum of a part of all steps between two moments. A step's part is spread evenly over the
+    step's time; else a slow step would be a spike in a chart."""
+    total = 0.0
+    for column in during(history, began, ended):
+        inside = min(column.ended, ended) - max(column.began, began)
+        seconds = column.ended - column.began
+        total += part(column) * inside / seconds if seconds else part(column)
+    return total
+
+
+def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
+    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the
+    steps have failed."""
+    nothing = dict.fromkeys(
+        ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "guesses"), ()
+    )
+    nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
+    times = {"began": before.ended, "ended": max(before.ended, first.began)}
+    view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
+    return Column(
+        step=view.step,
+        **times,
+        cells=(Cell(kind),) * len(before.cells),
+        tokens=tokens,
+        useful=0,
+        view=view,
+        rows=before.rows,
+        steps=0,
+        unseen=missed,
+    )
+
+
+def merge(columns: Sequence[Column]) -> Column:
+    """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is
+    short, comes first."""
+    if len(columns) == 1:
+        return columns[0]
+    cells = []
+    for slot in zip(*(column.cells for column in columns), strict=True):
+        rare = max((cell for cell in slot if cell.kind in (PREFILL, UNSEEN, FAILED)), default=None)
+        cells.append(rare or Counter(slot).most_common(1)[0][0])
+    names = ("tokens", "useful", "steps", "unseen")
+    sums = {name: sum(getattr(column, name) for column in columns) for name in names}
+    return columns[-1]._replace(
+        step=columns[0].step, began=columns[0].began, cells=tuple(cells), **sums
+    )
+
+
+def useful_of(columns: Sequence[Column]) -> float:
+    """In how many percent of slots x steps something was computed for a request."""
+    cells = sum(column.steps * len(column.cells) for column in columns)
+    return 100 * sum(column.useful for column in columns) / cells if cells else 0.0

@@ -1,0 +1,127 @@
+"""Conversations: questions from this screen, and their answers.
+
+The problem. A model remembers nothing, so each question is sent with the whole conversation before the
+question. And the engine forgets old requests, while a conversation stays.
+
+What this file keeps. The model is shown the same turns as the reader, but for dropped turns and failed
+answers, and the page marks both. Only the user drops a turn.
+
+Where next: `state.py`, the owner of the conversations; `pages/talk.py`, their picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from runtime.conversation import Conversation
+from runtime.snapshot import RequestView
+from screen.engine_client import Answer
+from text.tool_parser import apart
+
+
+@dataclass
+class Turn:
+    """A question and its answer."""
+
+    number: int  # of the question, among all of this screen's
+    question: str
+    request: RequestView | None = None  # from the newest view; None: not in line yet
+    is_dropped: bool = False  # the model is not shown it any more
+    is_stopped: bool = False  # the answer has been told to end
+
+    @property
+    def runs(self) -> bool:
+        return self.request is None or self.request.reason is None
+
+
+@dataclass
+class Talk:
+    """A conversation."""
+
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    waiting: str = ""  # a question waits here: for the running answer, or for room in the slot
+    why: str = ""  # why there is no room
+    below: int = 0  # so many of the last lines are below the lines in sight
+
+    @property
+    def runs(self) -> Turn | None:
+        """The turn whose answer runs."""
+        return self.turns[-1] if self.turns and self.turns[-1].runs else None
+
+    def take(self) -> str:
+        """The waiting question, out of the line."""
+        waiting = self.waiting
+        self.waiting = self.why = ""
+        return waiting
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """The conversation for the model, with this question at the end."""
+        said = Conversation()
+        said.system = self.system
+        for turn in self.turns:
+            if not (turn.is_dropped or turn.request.error):
+                thought, answer = apart(turn.request.text, turn.request.is_thinking)
+                said.add(turn.question, answer, thought)
+        return said.messages(question)
+
+
+class Talks:
+    """All conversations of a screen. One of them is open."""
+
+    def __init__(self) -> None:
+        self.all = [Talk()]
+        self.at = 0  # the open one
+        self.asked = 0  # so many questions so far
+        self.led = 0  # the question whose slot was selected last
+        self.unfolded = False  # thoughts are shown whole
+
+    @property
+    def open(self) -> Talk:
+        return self.all[self.at]
+
+    def running(self) -> Iterator[Turn]:
+        return (talk.runs for talk in self.all if talk.runs)
+
+    def begin(self) -> None:
+        """Another conversation, with the same system message. An empty conversation stays the open
+        one."""
+        if self.open.turns:
+            self.all.append(Talk(self.open.system, waiting=self.open.take()))
+            self.at = len(self.all) - 1
+
+    def add(self, talk: Talk) -> int:
+        """The waiting question becomes a turn. Answers with the number of the question."""
+        self.asked += 1
+        talk.turns.append(Turn(self.asked, talk.waiting))
+        talk.waiting = ""
+        talk.below = 0
+        return self.asked
+
+    def refuse(self, number: int, why: str) -> None:
+        """A question could not be fired. `why`: for lack of room, so the question waits."""
+        for talk in self.all:
+            for turn in talk.turns:
+                if turn.number == number:
+                    talk.turns.remove(turn)
+                    talk.why = why
+                    if why:  # a question typed meanwhile goes with this one
+                        talk.waiting = f"{turn.question}\n{talk.waiting}".strip()
+                    return
+
+    def absorb(self, answers: Mapping[int, Answer], requests: Mapping[int, RequestView]) -> None:
+        """`answers`: by the number of a question. `requests`: by number."""
+        for turn in self.running():
+            answer = answers.get(turn.number)
+            request = requests.get(answer.request, turn.request) if answer else None
+            if request and answer.text is not None:
+                reason = request.reason if answer.is_whole else None
+                request = replace(request, text=answer.text, reason=reason)
+            turn.request = request
+
+    def lose(self) -> None:
+        """The engine is gone, and with the engine all running answers."""
+        for turn in self.running():
+            if turn.request:
+                turn.request = replace(turn.request, reason="error", error="the server has gone")

@@ -1,0 +1,241 @@
+"""Anthropic's Messages: the wish of a body, and the events of the answer.
+
+    POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
+    POST /v1/messages/count_tokens   how many tokens such a prompt has
+
+The problem. A message is a list of *blocks* here: text, thinking, the use of a tool. The result of
+a tool is a block in the user's next message. A stream has events for each block: one for the start,
+some for the growth, one for the stop.
+
+    message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
+
+What this file keeps. A body is understood completely, as in `openai.py`. Errors have Anthropic's
+form.
+
+Where next: `bridge.py`, the way of a request to the engine and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from server.adapter import Speaks, Usage, Wish, named_event
+from server.choice import Change, Choice, Item
+from server.schema import (
+    Given,
+    Refusal,
+    call_of,
+    choose_tools,
+    conversation,
+    invalid,
+    read_body,
+    read_form,
+    read_stop,
+    read_tools,
+    strict,
+    text_of,
+)
+from text.tokenizer import Chat
+
+PLAIN = ("temperature", "top_p", "top_k")
+KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+NEUTRAL = {"service_tier": ("auto", "standard_only"), "context_management": (KEEP,)}
+THINKING = {
+    "enabled": {"enable_thinking": True},
+    "adaptive": {},
+    "disabled": {"enable_thinking": False},
+}
+CHOICES = {"any": "required", "tool": "function"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error(refusal: Refusal) -> dict:
+    kind = ERRORS.get(refusal.status, "invalid_request_error")
+    told = {"type": kind, "message": refusal.message}
+    if refusal.param == "thread":
+        # Then Anthropic's client sends the whole conversation, without asking for a memory
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": told}
+
+
+# --- the wish of a body -------------------------------------------------------------------------
+
+
+def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
+    """`is_count`: nothing is to be answered, so a length need not be given."""
+    asked = read_body(body, names)
+    tools = read_tools(asked, schema="input_schema", type="custom")
+    tools, must_call = choose_tools(asked, tools, words=CHOICES)
+    choice = asked.inner("tool_choice")
+    # How long a thought may be is a hint, too
+    hints = THINKING[asked.inner("thinking").one_of("type", THINKING, "adaptive")]
+    settings = asked.some(PLAIN) | {"stop": read_stop(asked, "stop_sequences")}
+    # `output_config` may also have an effort, which is a hint
+    if form := read_form(asked.inner("output_config"), "format"):
+        settings["grammar"] = form
+    if not is_count and asked.get("max_tokens") is None:
+        raise asked.bad("max_tokens", "the most tokens of an answer")
+    wish = Wish(
+        [Chat(read_messages(asked), tools, hints=hints)],
+        settings=settings,
+        max_tokens=asked.whole("max_tokens", 1),
+        stream=asked.read("stream", bool, False),
+        must_call=must_call,
+        is_single=choice.read("disable_parallel_tool_use", bool, True) and bool(tools),
+    )
+    asked.refuse_rest(NEUTRAL)
+    return wish
+
+
+def read_messages(asked: Given) -> list[dict]:
+    found = []
+    if system := asked.text("system", ""):
+        found.append({"role": "system", "content": system})
+    for message in conversation(asked, "messages"):
+        role = message.one_of("role", ("user", "assistant", "system"))
+        if role == "system" or isinstance(message.get("content"), str):
+            found.append({"role": role, "content": message.text("content")})
+        elif role == "assistant":
+            found.append(read_own(message.items("content")))
+        else:
+            found += read_user(message.items("content"))
+    if found[-1]["role"] == "assistant":
+        words = "the last message is the assistant's, but an answer cannot be begun by the client"
+        raise invalid("messages", words, "unsupported_content")
+    return found
+
+
+def read_user(blocks: list[Given]) -> list[dict]:
+    """Results of tools are messages of their own, and stand before the user's words."""
+    found = []
+    texts = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            id = block.read("tool_use_id", str)
+            text = block.text("content", "")
+            found.append({"role": "tool", "tool_call_id": id, "content": text})
+        else:
+            texts.append(block)
+    if texts or not found:
+        found.append({"role": "user", "content": text_of(texts)})
+    return found
+
+
+def read_own(blocks: list[Given]) -> dict:
+    """The assistant's thoughts, words and calls."""
+    texts = []
+    message: dict[str, Any] = {"role": "assistant"}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thought = message.get("reasoning_content", "")
+            message["reasoning_content"] = thought + block.read("thinking", str)
+        elif kind == "tool_use":
+            call = call_of(block.read("id", str), block, "input")
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    return message | {"content": text_of(texts)}
+
+
+# --- the bodies of the answer -------------------------------------------------------------------
+
+# For each kind of item: the type of the block's delta, and the field with the text
+DELTAS = {
+    "answer": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class Message(Speaks):
+    """The bodies of one answer."""
+
+    understand = staticmethod(understand)
+    prompt = "messages"
+    form = "output_config"
+    prefix = "msg_"
+    _end: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        self.last(0, choices[0])
+        blocks = [block(item) for item in choices[0].items]
+        return self._message(blocks, usage)
+
+    def first(self, choices: int, usage: Usage) -> bytes:
+        message = self._message([], usage)
+        return named_event({"type": "message_start", "message": message})
+
+    def changed(self, index: int, change: Change) -> bytes:
+        kind, item, text, _ = change
+        told = {"type": f"content_block_{kind}", "index": item.place}
+        if kind == "start":
+            told["content_block"] = block(item)
+        if kind == "delta":
+            type, field = DELTAS[item.kind]
+            told["delta"] = {"type": type, field: text}
+        return named_event(told)
+
+    def last(self, index: int, choice: Choice) -> bytes:
+        self._end = ended(choice)
+        return b""
+
+    def close(self, usage: Usage) -> bytes:
+        delta = {"type": "message_delta", "delta": self._end, "usage": written(usage)}
+        return named_event(delta) + named_event({"type": "message_stop"})
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return named_event(error(refusal))
+
+    def _message(self, blocks: list[dict], usage: Usage) -> dict:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            **self._end,
+            "usage": written(usage),
+        }
+
+
+def block(item: Item) -> dict:
+    """An item so far."""
+    if item.kind == "answer":
+        return {"type": "text", "text": item.text}
+    if item.kind == "thought":
+        # A signature would prove the thought to be the model's own, and nobody checks here
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    given = None
+    with suppress(ValueError, RecursionError):  # arguments that were cut off are no object
+        given = strict(item.text)
+    given = given if isinstance(given, dict) else {}
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": given}
+
+
+def ended(choice: Choice) -> dict[str, str | None]:
+    stop = choice.handle.stop
+    if stop is not None and choice.reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": REASONS[choice.reason], "stop_sequence": None}
+
+
+def written(usage: Usage) -> dict:
+    """Cached tokens are not counted among the input."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.answer,
+    }

@@ -1,0 +1,227 @@
+"""One answer as it comes: a row of items, each a thought, a text, or a call of a tool.
+
+The problem. A handle has text. Clients want to know which item a piece of text belongs to, and each
+protocol names the items differently:
+
+    the model writes    <think>Hm.</think>I look.<tool_call>{"name": "add", ...
+    here                thought             answer    call
+    chat                reasoning_content   content   tool_calls
+    Responses           reasoning           message   function_call
+    Messages            thinking            text      tool_use
+
+The way out. An item starts, grows and stops. This file finds out when, once for all protocols. A
+protocol only translates these changes into its own words.
+
+What this file keeps. One item is open at a time. When an answer is complete, each of its items has
+stopped.
+
+Where next: `protocol.py`, the common part of the protocols.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from runtime.handle import Handle
+from text.tokenizer import Text
+from text.tool_parser import Parser
+
+
+@dataclass
+class Item:
+    """A part of an answer: a thought, a text, or a call."""
+
+    kind: str  # "thought", "answer" or "call"
+    place: int = 0  # so many items stand before this one
+    nth: int = 0  # and so many of the same kind
+    name: str = ""  # of the called tool
+    # Of a call. Some models' templates want nine letters or digits
+    id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
+    status: str = "in_progress"  # then "completed", or "incomplete" if the item was cut off
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """So far. Of a call: its arguments, in JSON."""
+        return "".join(self.pieces)
+
+
+class Change(NamedTuple):
+    """An item starts, grows or stops."""
+
+    kind: str  # "start", "delta" or "stop"
+    item: Item
+    text: str = ""  # the new text of a delta
+    words: Sequence[Word] | None = None  # with log probabilities, if the request wants them
+
+
+class Choice:
+    """One answer to one prompt. A request may ask for several.
+
+    `words`: only if the request wants log probabilities.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        parser: Parser,
+        words: Words | None,
+    ):
+        self.handle = handle
+        self.items: list[Item] = []
+        self.words: list[Word] | None = None if words is None else []
+        self._parser = parser
+        self._new_words = words
+
+    @property
+    def reason(self) -> str:
+        """Why the answer has ended."""
+        reason = self.handle.finish_reason
+        has_called = any(item.kind == "call" for item in self.items)
+        is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
+        return "tool_calls" if has_called and is_over else reason
+
+    @property
+    def thought(self) -> int:
+        """So many tokens are thoughts."""
+        end = self._parser.thought
+        return end and sum(place <= end for place in accumulate(self.handle.lengths))
+
+    def text(self, kind: str) -> str:
+        """All items of a kind as one."""
+        return "".join(item.text for item in self.items if item.kind == kind)
+
+    def read(self) -> None:
+        """Read a complete answer at once."""
+        for piece in (self.handle.text, None):
+            for change in self.grow(piece):
+                if change.words:
+                    self.words += change.words
+
+    def grow(self, piece: str | None) -> Iterator[Change]:
+        """The changes of the items by a piece of text. None: the answer is complete."""
+        words = self._release(piece)
+        is_cut = self.handle.finish_reason == "length"
+        parts = self._parser.push(piece, piece is None and is_cut)
+        for kind, text in parts:
+            if kind == "call":
+                yield from self._start(kind, text)
+                continue
+            is_open = kind == "arguments" or (self.items and self.items[-1].kind == kind)
+            if not is_open:
+                yield from self._start(kind)
+            item = self.items[-1]
+            item.pieces.append(text)
+            yield Change("delta", item, text, words)
+            words = None if words is None else []
+        if words:  # of tokens of a mark, such as <think>: no item has their text
+            yield Change("delta", Item("answer"), "", words)
+        if piece is None:
+            is_whole = not is_cut or self._parser.is_over
+            yield from self._stop("completed" if is_whole else "incomplete")
+
+    def _start(self, kind: str, name: str = "") -> Iterator[Change]:
+        yield from self._stop("completed")
+        alike = (item.nth + 1 for item in reversed(self.items) if item.kind == kind)
+        nth = next(alike, 0)
+        item = Item(kind, len(self.items), nth, name)
+        self.items.append(item)
+        yield Change("start", item)
+
+    def _stop(self, status: str) -> Iterator[Change]:
+        if self.items:
+            self.items[-1].status = status
+            yield Change("stop", self.items[-1])
+
+    def _release(self, piece: str | None) -> Sequence[Word] | None:
+        if self._new_words is None:
+            return None
+        if piece is None:
+            return self._new_words.finish()
+        return self._new_words.release(len(piece))
+
+
+# --- the tokens of an answer as text ------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    """One token of an answer: its text, the text's place in the answer, and the token's log
+    probability beside the likeliest others."""
+
+    text: str
+    offset: int
+    logprob: float
+    top: list[tuple[str, float]]
+
+
+class Words:
+    """An answer's tokens as texts. Joined, the texts are the answer.
+
+    A token is often no text by itself: its bytes may end within a character, and a decoder drops
+    the space before a first word. So a token's text is the text that the answer gains by this
+    token. A text that a stop text may yet cut off waits, and its token waits as well.
+
+    A token becomes a text only when the text is released. A client that reads slowly may let
+    thousands of tokens wait, and texts take more memory than tokens.
+    """
+
+    def __init__(self, text: Text, handle: Handle):
+        self._text = text
+        self._handle = handle
+        self._stream = text.stream(())
+        self._tokens: list[int] = []
+        self._waiting: list[Word] = []
+        self._length = 0  # characters of all texts so far
+        self._shown = 0  # characters shown so far
+
+    def _read(self, length: float) -> None:
+        """Read the next tokens of the answer, until the texts so far are so long.
+
+        The newest token may lack its log probability for a moment.
+        """
+        tokens = self._handle.tokens
+        logprobs = self._handle.logprobs
+        while self._length < length and len(self._tokens) < min(len(tokens), len(logprobs)):
+            token = tokens[len(self._tokens)]
+            logprob, top, _ = logprobs[len(self._tokens)]
+            before = self._tokens[-4:]
+            piece = self._stream.push(token)
+            others = [id for id, _ in top if id != token]
+            texts = dict(zip(others, self._text.after(before, others), strict=True))
+            likely = [(texts.get(id, piece), value) for id, value in top]
+            self._tokens.append(token)
+            self._waiting.append(Word(piece, self._length, logprob, likely))
+            self._length += len(piece)
+
+    def release(self, count: int) -> list[Word]:
+        """The words that are shown completely, after so many more characters have been shown."""
+        self._shown += count
+        self._read(self._shown)
+        # If the answer ends within a character, the sign shown for a broken one is the last token's
+        complete = self._waiting[: len(self._waiting) - self._stream.open]
+        released = []
+        for word in complete:
+            # A token without a text waits for the text after it. The end token has none, and is
+            # never shown
+            if word.offset + max(len(word.text), 1) > self._shown:
+                break
+            released.append(word)
+        self._waiting = self._waiting[len(released) :]
+        return released
+
+    def finish(self) -> list[Word]:
+        """The rest of a complete answer. Tokens behind the answer's end, such as those of a stop
+        text, are left out."""
+        self._read(math.inf)
+        text = self._handle.text
+        left = [word for word in self._waiting if word.offset < len(text)]
+        if left:  # its text may be cut off, or be a broken character
+            last = left.pop()
+            left.append(last._replace(text=text[last.offset :]))
+        self._waiting = []
+        return left

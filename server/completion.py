@@ -1,0 +1,440 @@
+"""From a body to its answer: a request crosses from the door's thread to the engine's, and back.
+
+The problem. The engine's thread steps for everybody, so it must wait neither for a client nor for a
+lock of the door's. The door's thread serves all clients at once, so it must not wait either; and a
+long prompt takes a second to turn into tokens.
+
+    a few threads    understand, turn into tokens, submit
+    the engine's     after each commit: wake the door once, if a request of its has new output
+    the door's       take what each of these requests has gained; send it as events, or as one JSON at the end
+
+The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
+
+Where next: `choice.py`, where the pieces become items; `journal.py`, the door's memory of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from runtime.engine_protocol import AnyEngine
+from runtime.errors import describe
+from runtime.handle import Handle
+from runtime.progress import UNREAD, PrefillProgress
+from runtime.sampling_params import Sampling
+from runtime.validation import GrammarError
+from sched import QueueFull
+from server.access_log import Figures
+from server.adapter import (
+    Progress,
+    Speaks,
+    Usage,
+    Wish,
+    dump_politely,
+    ending,
+)
+from server.choice import Choice, Words
+from server.http import Reply, Visit
+from server.schema import Refusal, invalid
+from text.sandbox import BusyError
+from text.tokenizer import Chat, Prompt, TooLongError
+from text.tool_parser import Parser, Speech, grammar, loads
+
+PIECES = 64  # of a stream that are written at once, at most
+PIECE = 256  # bytes of a piece in memory, about
+SCORE = 12  # and of each of its log probabilities
+WORST = ("error", "cancelled", "length", "stop")  # of the reasons why several choices ended
+LOG_S = 10.0  # seconds between two lines of the log about one long prompt
+TOO_LONG = "context_length_exceeded"
+# Of this process: behind a balancer, two servers never give the same id
+SUFFIX = secrets.token_hex(2)
+
+
+class Served(NamedTuple):
+    """The engine behind the door."""
+
+    engine: AnyEngine
+    names: tuple[str, ...]  # the model's; the first is its own
+    defaults: dict[str, float]  # settings that a request may leave out
+
+
+class Answer:
+    """One request's choices, as they come from the engine."""
+
+    def __init__(
+        self, served: Served, protocol: type[Speaks], client: str, open: dict[int, Answer]
+    ):
+        """`client`: who asks, for the policy `fair`. `open`: the answers by request id."""
+        self.choices: list[Choice] = []
+        self._served = served
+        self._protocol = protocol
+        self._client = client
+        self._open = open
+        # Prompts and settings that have been understood, and are not in line yet
+        self._later: deque[tuple[Prompt, Sampling]] = deque()
+        self._grammar: Any = None
+        self.shape: Speaks | None = None  # writes this answer, once it is in line
+        self._came = time.perf_counter()
+        self._read_s = 0.0  # so long the body took to be understood, and to come into line
+        self._is_read = False  # has the client been told how far its prompt is read?
+        self._logged = -math.inf  # when the log was told last how far the prompt is
+        self._is_over = False  # nobody waits for this answer any more
+        self._has_output = asyncio.Event()
+
+    # --- in a thread beside the door's
+
+    def ask(self, body: bytes) -> None:
+        """Understand a body and put its prompts in line. After an exception, call `cancel`: some
+        choices may be in line already.
+
+        A grammar may take seconds to make, and requests without one must not wait behind it. So a
+        request with a grammar is only understood here; another thread calls `submit`.
+        """
+        engine, names, defaults = self._served
+        wish = self.wish = self._protocol.understand(body, names)
+        asks = self._later
+        try:
+            for prompt in wish.prompts:
+                read = read_prompt(engine, prompt, self._protocol.prompt)
+                room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
+                settings = (
+                    defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                )
+                if held := grammar_of(engine, wish, read):
+                    settings["grammar"] = held
+                for _ in range(wish.n):
+                    asks.append((read, Sampling(**settings)))
+                    # Else the choices would be the same
+                    if type(settings.get("seed")) is int:
+                        settings["seed"] += 1
+            if len(asks) > engine.sched.max_queue and not wish.is_many:
+                raise ValueError(
+                    f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
+                )
+        except ValueError as error:
+            raise self._refusal_of(error) from None
+        if not asks[0][1].grammar:
+            self.submit()
+
+    def submit(self) -> None:
+        """Put the understood prompts in line. With a grammar this may take seconds."""
+        source = self._later[0][1].grammar  # all prompts of a request have the same
+        try:
+            self._grammar = source and self._served.engine.text.grammar(source)
+        except (ValueError, RuntimeError) as error:
+            raise self._refusal_of(error) from None
+        self._put_in_line()
+        name = f"{self.choices[0].handle.id}-{SUFFIX}"
+        self.shape = self._protocol(self.wish, name, self._served.names[0])
+        self._read_s = time.perf_counter() - self._came
+
+    def _put_in_line(self) -> int:
+        """The next prompts. Of many texts only some at a time: others need not wait for them all.
+        Returns how many choices have not ended yet."""
+        running = sum(choice.handle.finish_reason is None for choice in self.choices)
+        at_once = 2 * self._served.engine.sched.slots if self.wish.is_many else math.inf
+        while self._later and running < at_once:
+            try:
+                self._begin(*self._later[0])
+            except (ValueError, RuntimeError) as error:
+                if running and self.shape:
+                    break  # until the next of its own has ended
+                raise self._refusal_of(error) from None
+            self._later.popleft()
+            running += 1
+        return running
+
+    def _begin(self, prompt: Prompt, sampling: Sampling) -> None:
+        engine = self._served.engine
+        grammar = self._grammar and self._grammar.copy()
+        # A second parser, in the engine's thread: it stops the answer behind the one call
+        ends = self._parser(prompt).ends if self.wish.is_single else None
+        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
+        words = None if sampling.logprobs is None else Words(engine.text, handle)
+        self.choices.append(Choice(handle, self._parser(prompt), words))
+        self._open[handle.id] = self
+        self.wake()  # a commit before this line was not for us
+        if self._is_over:  # meanwhile
+            self.cancel()
+            self.forget()
+
+    def _parser(self, prompt: Prompt) -> Parser:
+        chat = self.wish.chat
+        if not chat:
+            return Parser(Speech())
+        functions = [tool["function"] for tool in chat.tools]
+        tools = {function["name"]: function["parameters"] for function in functions}
+        speech = self._served.engine.text.speech
+        is_strict = "grammar" in self.wish.settings  # the answer may be JSON that is no call
+        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single, is_strict)
+
+    # --- in the engine's thread
+
+    def waits_for(self, handle: Handle) -> bool:
+        """Whether new output of this request is to be sent now: a whole answer is sent at its
+        end."""
+        return self.wish.stream or handle.finish_reason is not None
+
+    # --- in the door's thread
+
+    def wake(self) -> None:
+        self._has_output.set()
+
+    async def _output(self) -> None:
+        await self._has_output.wait()
+        self._has_output.clear()  # before the output is taken: the next commit sets it again
+
+    @property
+    def lag(self) -> int:
+        """How many bytes wait for a client that reads too slowly, about."""
+        if not self.wish.stream:
+            return 0
+        waiting = sum(choice.handle.pending for choice in self.choices)
+        if not waiting:
+            return 0
+        wanted = self.choices[0].handle.sampling
+        scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
+        if wanted.grammar:  # the scores before the mask are kept, too
+            scores *= 2
+        return waiting * (PIECE + SCORE * scores)
+
+    async def whole(self) -> Reply:
+        """One JSON. It may have megabytes, so another thread makes it."""
+        while self._put_in_line():
+            await self._output()
+        if self._failure():
+            raise self._failure()  # without a name: a name would refer to its own traceback
+        body = await asyncio.to_thread(self._body)
+        return Reply(body, headers={"X-Request-Id": self.shape.id})
+
+    def _body(self) -> bytes:
+        for choice in self.choices:
+            choice.read()
+        return dump_politely(self.shape.whole(self.choices, self._usage()))
+
+    async def stream(self, visit: Visit) -> None:
+        """Server-sent events: one for each piece of text, or for several that have come together."""
+        visit.begin_events(self.shape.id)
+        left = dict(enumerate(self.choices))
+        said = self.shape.first(len(left), self._usage())
+        if self.wish.progress:
+            said += self.shape.progress(self._progress)
+        while left:
+            if said:
+                await visit.write(said)
+            await self._output()
+            said = b""
+            for index, choice in list(left.items()):
+                text, is_last = choice.handle.take_delta(PIECES)
+                if text:
+                    said += self._events(index, text)
+                if choice.handle.pending:
+                    self.wake()
+                if not is_last:
+                    continue
+                if failure := self._failure():
+                    visit.note(reason=failure.code, message=failure.message)
+                    await visit.write(said + self.shape.fail(failure))
+                    return
+                said += self._events(index, None)
+                del left[index]
+            if self._has_output.is_set():  # the rest later, because other answers wait
+                await asyncio.sleep(0)
+        await visit.write(said + self.shape.close(self._usage()))
+
+    def _events(self, index: int, piece: str | None) -> bytes:
+        """The events of a piece, or of a choice's end."""
+        choice = self.choices[index]
+        told = b""
+        if self.wish.progress and not self._is_read:
+            self._is_read = True
+            told += self.shape.progress(self._progress)
+        for change in choice.grow(piece):
+            told += self.shape.changed(index, change)
+        if piece is None:
+            told += self.shape.last(index, choice)
+        return told
+
+    def _usage(self) -> Usage:
+        metrics = [choice.handle.metrics for choice in self.choices]
+        prompts = metrics[:: self.wish.n]  # of each prompt's first choice
+        return Usage(
+            prompt=sum(m.prompt_tokens for m in prompts),
+            # Of its own rows alone: others' would confirm a guess at their prompts
+            cached=sum(choice.handle.request.own for choice in self.choices[:: self.wish.n]),
+            answer=sum(m.output_tokens for m in metrics),
+            thought=sum(choice.thought for choice in self.choices),
+        )
+
+    @property
+    def _progress(self) -> Progress:
+        """Of the first prompt."""
+        handle = self.choices[0].handle
+        request = handle.request
+        waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
+        return Progress(
+            prefill=handle.prefill._replace(cached=request.own),
+            before=sum(id < request.id for id in waiting),
+            seconds=time.perf_counter() - self._came,
+        )
+
+    def prefill_to_log(self, now: float) -> PrefillProgress | None:
+        """How far the first prompt is, if it is long and the log was not told of it lately."""
+        prefill = self.choices[0].handle.prefill if self.choices else UNREAD
+        if not prefill.is_long or now - self._logged < LOG_S:
+            return None
+        self._logged = now
+        return prefill
+
+    def progress(self) -> bytes:
+        """While the prompt is read: how far that is."""
+        if self.choices[0].handle.pieces:
+            return b""
+        progress = self._progress
+        return self.shape.progress(progress) if self.wish.progress else progress.comment
+
+    def _failure(self) -> Refusal | None:
+        """The refusal to send, if a choice has ended without being complete."""
+        for choice in self.choices:
+            handle = choice.handle
+            if isinstance(handle.exception, GrammarError):
+                return self._refusal_of(ValueError(handle.error))
+            if handle.finish_reason == "error":
+                return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
+            if handle.finish_reason == "cancelled":
+                return Refusal(503, f"request {handle.id} was cancelled by the server", "cancelled")
+        return None
+
+    # --- in any thread
+
+    def _refusal_of(self, error: ValueError | RuntimeError) -> Refusal:
+        """The words of `Sampling` or the engine, with the body's field that they name."""
+        if isinstance(error, QueueFull):
+            return Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1")
+        if isinstance(error, BusyError):
+            return Refusal(503, f"the grammar: {error}", "busy", Retry_After="1")
+        if isinstance(error, RuntimeError):  # the engine has been closed meanwhile
+            return ending()
+        settings = self.wish.settings
+        # A grammar that the body does not name is the one for calls
+        kind = next(iter(settings.get("grammar", ())), "calls")
+        grammars = {"calls": "tools", "json": self._protocol.form, "lark": "guided_grammar"}
+        params = {name: name for name in settings}
+        params["token"] = "logit_bias"
+        params["grammar"] = grammars.get(kind, f"guided_{kind}")
+        subject = re.match(r"\w*", str(error))[0]
+        return invalid(params.get(subject), str(error))
+
+    def cancel(self) -> None:
+        """End every choice that still runs. From now on this answer holds no slot."""
+        self._is_over = True
+        for choice in list(self.choices):
+            choice.handle.cancel()
+
+    def forget(self) -> None:
+        """No output of its requests is sent any more."""
+        for choice in list(self.choices):
+            self._open.pop(choice.handle.id, None)
+
+    def account(self, visit: Visit, figures: Figures) -> None:
+        """Write this answer into the journal and the figures. Times are the engine's, and the time
+        before a prompt came into line counts, too."""
+        total = self._usage()
+        metrics = [choice.handle.metrics for choice in self.choices]
+        first_tokens = []
+        for m, choice in zip(metrics, self.choices, strict=True):
+            first_tokens.append(None if m.ttft_s is None else self._read_s + m.ttft_s)
+            figures.times(first_tokens[-1], choice.handle.times)
+        reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
+        first = metrics[0]
+        reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
+        visit.note(
+            reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
+            prompt_tokens=total.prompt,
+            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.wish.n]),
+            tokens=total.answer,
+            guessed=sum(m.guessed for m in metrics),
+            right=sum(m.right for m in metrics),
+            ttft_s=first_tokens[0],
+            prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
+            if reading > 0
+            else None,
+            generation_tps=first.tokens_per_s,
+        )
+
+
+def check_tools(speech: Speech, chat: Chat, param: str) -> None:
+    """Refuse tools, unless we know how this model calls them."""
+    called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
+    if (chat.tools or called) and not speech.format:
+        field = "tools" if chat.tools else param
+        raise invalid(field, speech.why, "unsupported_parameter")
+
+
+def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
+    """The grammar of an answer: calls that must come; or the wish's own grammar, with calls that may
+    come beside, and a thought before."""
+    given = wish.settings.get("grammar")
+    if not wish.chat:
+        return given
+    speech = engine.text.speech
+    answer = None
+    if not wish.must_call:
+        answer = given and given.get("json")
+        if isinstance(answer, str):
+            answer = loads(answer)
+        if not isinstance(answer, dict) or not (wish.chat.tools or speech.thought):
+            return given
+    text = grammar(
+        speech,
+        wish.must_call or wish.chat.tools,
+        answer=answer,
+        is_single=wish.is_single,
+        is_thinking=prompt.is_thinking,
+        marks=engine.text.marks,
+    )
+    return {"lark": text}
+
+
+def count(served: Served, understand: Callable[[bytes, Sequence[str]], Wish], body: bytes) -> int:
+    """The tokens of a prompt, without an answer."""
+    wish = understand(body, served.names)
+    return len(read_prompt(served.engine, wish.prompts[0], "messages").ids)
+
+
+def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Prompt:
+    """A prompt's tokens, if a slot has room for them and for one more. `param`: the body's field."""
+    text = engine.text
+    max_len = engine.sched.max_len
+    size = len(prompt)
+    if isinstance(prompt, Chat):
+        check_tools(text.speech, prompt, param)
+        size = sum(len(message["content"]) for message in prompt.messages)
+        calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
+        size += len(str([prompt.tools, calls]))
+    least = size if isinstance(prompt[0], int) else size // text.longest
+    try:
+        # A prompt that is surely too long is not read: reading would take long
+        read = text.read(prompt, max_len) if least < max_len else None
+    except TooLongError as error:
+        read = None
+        least = error.tokens
+    except ValueError as error:
+        raise invalid(param, str(error)) from None
+    except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+        raise invalid(param, f"{param} cannot be read: {describe(error)}") from None
+    if read is None or len(read.ids) >= max_len:
+        tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
+        words = (
+            f"this model's maximum context length is {max_len:,} tokens, but {param} has {tokens}"
+        )
+        words += "; give less, or start the server with a larger --max-len"
+        raise invalid(param, words, TOO_LONG)
+    return read

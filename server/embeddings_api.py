@@ -1,0 +1,58 @@
+"""OpenAI's protocol for vectors of texts.
+
+    POST /v1/embeddings   {"input": ["Why batch?", "What is a slot?"]}
+
+The problem. Clients send many texts at a time, thousands even, and chats wait beside them.
+
+What this file keeps. A text is a prompt without an answer. So a body becomes a `Wish` like any other,
+and its choices come to their end in the engine's own steps.
+
+Where next: `Answer.submit` in `bridge.py`, which lets a few of them stand in line at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from runtime.embeddings import unit
+from server.adapter import Speaks, Usage, Wish
+from server.choice import Choice
+from server.openai import read_prompts
+from server.schema import invalid, read_body
+
+TEXTS = 2048  # in one request, at most
+
+
+def understand(body: bytes, names: Sequence[str]) -> Wish:
+    asked = read_body(body, names)
+    prompts = read_prompts(asked, "input", TEXTS)
+    form = asked.one_of("encoding_format", ("float", "base64"), "float")
+    dimensions = asked.whole("dimensions", 1)
+    asked.refuse_rest()
+    settings = {"embeds": True}
+    return Wish(prompts, settings, asked={"form": form, "dimensions": dimensions})
+
+
+class Embedding(Speaks):
+    """The body with the vectors. There is no stream of them."""
+
+    understand = staticmethod(understand)
+    prompt = "input"
+    form = "encoding_format"
+    prefix = "embd-"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        data = []
+        for index, choice in enumerate(choices):
+            try:
+                vector = unit(choice.handle.vector, self._wish.asked["dimensions"])
+            except ValueError as error:
+                raise invalid("dimensions", str(error)) from None
+            # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
+            written = vector.tolist()
+            if self._wish.asked["form"] == "base64":
+                written = base64.b64encode(vector).decode()
+            data.append({"object": "embedding", "index": index, "embedding": written})
+        counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
+        return {"object": "list", "data": data, "model": self._model, "usage": counts}

@@ -1,0 +1,135 @@
+"""The page of a run, put together: one HTML text that needs nothing else.
+
+The problem. A page is read best as several small files, and sent best as one. And the page shows
+texts of strangers: a prompt may hold `</script>`, or anything else.
+
+The way out. `web/` holds a template, a style sheet and JavaScript modules. Here all of them become
+one text. The modules stand one behind the other, without the imports. (No tool is needed, as long as
+each name is used once.) A content security policy allows only this script, by a hash. Data stand in
+elements of their own as JSON, with each `<` written as `\\u003c`: so no text in the data can end
+the element.
+
+What this file keeps. `page` depends on the files of `web/` and on the arguments, and on nothing else.
+The page loads only what the policy names.
+
+Where next: `web/main.js`, where the page begins; `docs/make/page.py`, which makes one of a recording.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runtime.progress import PrefillProgress
+from runtime.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
+from server import watch_frames
+
+# The fields of a frame of `/watch`, by the names of the types: the page reads frames by names.
+VIEWS = (
+    watch_frames.Frame,
+    Snapshot,
+    SlotView,
+    PrefillProgress,
+    RequestView,
+    Metrics,
+    StepView,
+    Limits,
+)
+SHAPE = {view.__name__: watch_frames.names_of(view) for view in VIEWS}
+FOLDER = Path(__file__).parent.parent / "web"
+# In this order, each module knows only those before it.
+MODULES = (
+    "recording",
+    "words",
+    "elements",
+    "draw",
+    "player",
+    "lanes",
+    "details",
+    "live",
+    "markdown",
+    "chat",
+    "lab",
+    "game",
+    "main",
+)
+IMPORT = re.compile(r"^import (?:[^;]*?) from \"\./(\w+)\.js\";\n", re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
+
+
+def script(modules: Iterable[str] = MODULES) -> str:
+    """All modules as one. An import from a module further behind is a mistake of ours."""
+    out = []
+    known: set[str] = set()
+    for name in modules:
+        text = (FOLDER / f"{name}.js").read_text(encoding="utf-8")
+        asked = set(IMPORT.findall(text))
+        assert asked <= known, f"{name}.js imports {asked - known}, which stand behind it"
+        known.add(name)
+        out.append(f"// --- {name}.js\n\n" + EXPORT.sub("", IMPORT.sub("", text)).strip())
+    return "\n" + "\n\n".join(out) + "\n"
+
+
+def embedded(name: str, data: Any) -> str:
+    """Data as an element. No text in the data can end the element."""
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return f'<script type="application/json" id="data-{name}">{text}</script>\n'
+
+
+def hash_of(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def without(template: str, part: str) -> str:
+    """The template without the lines between `<!-- part -->` and `<!-- /part -->`."""
+    return re.sub(rf"<!-- {part} -->.*?<!-- /{part} -->\n?", "", template, flags=re.DOTALL)
+
+
+@cache
+def live() -> tuple[str, str]:
+    """The page of a server, and the page's policy. The page may ask this server alone."""
+    text = page({"shape": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
+    return text, f"{policy}; frame-ancestors 'none'"
+
+
+def page(
+    data: Mapping[str, Any], *, parts: Mapping[str, str] | None = None, connects: str = "'none'"
+) -> str:
+    """One HTML text.
+
+    `data`: data for the scripts, by name, as JSON. A text is taken for JSON already.
+    `parts`: HTML of our own beside a recording, by name; None: a server's page.
+    `connects`: the addresses that the page may ask, in the words of a content security policy.
+    """
+    template = (FOLDER / "index.html").read_text(encoding="utf-8")
+    template = without(template, "story" if parts is None else "live")
+    style = (FOLDER / "style.css").read_text(encoding="utf-8")
+    code = script()
+    rules = (
+        "default-src 'none'",
+        f"script-src {hash_of(code)} 'wasm-unsafe-eval' blob:",
+        f"style-src {hash_of(style)}",
+        f"connect-src {connects}",
+        "worker-src blob:",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+    texts = {
+        "policy": "; ".join(rules),
+        "style": style,
+        "data": "".join(embedded(name, value) for name, value in data.items()),
+        "script": code,
+        **(parts or {}),
+    }
+    return re.sub(r"\{(\w+)\}", lambda found: texts[found[1]], template)

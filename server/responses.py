@@ -1,0 +1,267 @@
+"""OpenAI's Responses: the wish of a body, and the events of the answer.
+
+    POST /v1/responses   {"model": "default", "input": "Why batch?"}
+
+The problem. An answer is a list of *items* here: a thought, a message, calls of functions. A stream
+has events for each item: added, some deltas, done.
+
+    response.created  in_progress
+    response.output_item.added      content_part.added  output_text.delta ...  output_text.done  content_part.done
+    response.output_item.done
+    response.completed              the whole response once more
+
+What this file keeps. The server remembers nothing: a conversation comes whole each time. Fields for
+a memory (`previous_response_id`, `store`) are refused. A body is understood completely, as in
+`openai.py`.
+
+Where next: `messages.py`, the same in Anthropic's words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from runtime.validation import shown
+from server.adapter import Speaks, Usage, Wish, named_event
+from server.choice import Change, Choice, Item
+from server.schema import (
+    Given,
+    Refusal,
+    call_of,
+    choose_tools,
+    conversation,
+    read_body,
+    read_form,
+    read_tools,
+)
+from text.tokenizer import Chat
+
+PLAIN = ("temperature", "top_p")
+NEUTRAL = {
+    "include": (["reasoning.encrypted_content"],),  # thoughts come as they are
+    "service_tier": ("auto", "default", "flex"),
+    "stream_options": ({"include_obfuscation": False},),
+    "truncation": ("disabled",),
+}
+# These need a memory, and this server has none
+MEMORY = ("previous_response_id", "store", "conversation", "background")
+TEXTS = ("input_text", "output_text", "text")
+ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+# --- the wish of a body -------------------------------------------------------------------------
+
+
+def understand(body: bytes, names: Sequence[str]) -> Wish:
+    asked = read_body(body, names)
+    for name in MEMORY:
+        if value := asked.get(name):
+            words = f"= {shown(value)} needs a memory, and this server keeps nothing"
+            words += "; leave it out, and send the whole conversation as input"
+            raise asked.unsupported(name, words)
+    tools, must_call = choose_tools(asked, read_tools(asked))
+    # The effort is a hint, and so is the form of a summary: thoughts are told whole
+    effort = asked.inner("reasoning").get("effort")
+    hints = {} if effort is None else {"enable_thinking": effort != "none"}
+    settings = asked.some(PLAIN)
+    if form := read_form(asked.inner("text"), "format"):
+        settings["grammar"] = form
+    wish = Wish(
+        [Chat(read_input(asked), tools, hints=hints)],
+        settings=settings,
+        max_tokens=asked.whole("max_output_tokens", 1),
+        stream=asked.read("stream", bool, False),
+        must_call=must_call,
+        is_single=not asked.read("parallel_tool_calls", bool, False) and bool(tools),
+        asked=asked.fields,
+    )
+    asked.refuse_rest(NEUTRAL)
+    return wish
+
+
+def read_input(asked: Given) -> list[dict]:
+    """The items of a conversation as messages."""
+    messages = []
+    if instructions := asked.text("instructions", "", TEXTS):
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(asked.get("input"), str):
+        messages.append({"role": "user", "content": asked.get("input")})
+        return messages
+    for item in conversation(asked, "input"):
+        read_item(item, messages)
+    return messages
+
+
+def read_item(item: Given, messages: list[dict]) -> None:
+    """A thought, a message and calls in a row are one message of a template."""
+    kind = item.one_of("type", ITEMS, "message")
+    if kind == "message":
+        role = ROLES[item.one_of("role", ROLES)]
+        text = item.text("content", kinds=TEXTS)
+        if role == "assistant":
+            own_message(messages, "content")["content"] = text
+        else:
+            messages.append({"role": role, "content": text})
+    elif kind == "reasoning":
+        name = "content" if item.get("content") else "summary"
+        text = item.text(name, "", ("reasoning_text", "summary_text"))
+        own_message(messages, "reasoning_content")["reasoning_content"] = text
+    elif kind == "function_call":
+        call = call_of(item.read("call_id", str), item)
+        own_message(messages, "").setdefault("tool_calls", []).append(call)
+    else:
+        id = item.read("call_id", str)
+        text = item.text("output", kinds=TEXTS)
+        messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+
+def own_message(messages: list[dict], field: str) -> dict:
+    """The assistant's message for an item. `field`: the message must not have this field yet."""
+    last = messages[-1] if messages else {}
+    is_open = last.get("role") == "assistant" and not last.get(field)
+    if not is_open or (field and "tool_calls" in last):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+# --- the bodies of the answer -------------------------------------------------------------------
+
+# For each kind of item: the type, the beginning of the id, and the type of the text
+KINDS = {
+    "answer": ("message", "msg", "output_text"),
+    "thought": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
+# Fields of the request that the answer repeats, and the values of missing ones
+ECHO = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": False,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+
+
+class Response(Speaks):
+    """The bodies of one answer."""
+
+    understand = staticmethod(understand)
+    prompt = "input"
+    form = "text"
+    prefix = "resp_"
+
+    def __init__(self, wish: Wish, name: str, model: str):
+        super().__init__(wish, name, model)
+        self._body = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+        for name, value in ECHO.items():
+            self._body[name] = wish.asked.get(name, value)
+        self._sent = 0  # so many events
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        self.last(0, choices[0])
+        return self._body | {"usage": written(usage)}
+
+    def first(self, choices: int, usage: Usage) -> bytes:
+        body = self._body
+        return self._event("created", response=body) + self._event("in_progress", response=body)
+
+    def changed(self, index: int, change: Change) -> bytes:
+        return b"".join(self._event(kind, **fields) for kind, fields in self._events(change))
+
+    def _events(self, change: Change) -> Iterator[tuple[str, dict]]:
+        kind, item, text, _ = change
+        is_text = item.kind != "call"
+        place = {"output_index": item.place}
+        inner = place | {"item_id": self._id(item)}
+        if is_text:
+            inner["content_index"] = 0
+        words = {"logprobs": []} if item.kind == "answer" else {}
+        type = KINDS[item.kind][2]
+        if kind == "start":
+            yield "output_item.added", place | {"item": self._item(item)}
+            if is_text:
+                yield "content_part.added", inner | {"part": part(item)}
+        if kind == "delta":
+            yield f"{type}.delta", inner | words | {"delta": text}
+        if kind == "stop":
+            whole = {"name": item.name, "arguments": item.text}
+            if is_text:
+                whole = {"text": item.text}
+            yield f"{type}.done", inner | words | whole
+            if is_text:
+                yield "content_part.done", inner | {"part": part(item)}
+            yield "output_item.done", place | {"item": self._item(item)}
+
+    def last(self, index: int, choice: Choice) -> bytes:
+        self._body["status"] = "completed"
+        self._body["output"] = [self._item(item) for item in choice.items]
+        if choice.reason == "length":
+            self._body["status"] = "incomplete"
+            self._body["incomplete_details"] = {"reason": "max_output_tokens"}
+        return b""
+
+    def close(self, usage: Usage) -> bytes:
+        self._body["usage"] = written(usage)
+        return self._event(self._body["status"], response=self._body)
+
+    def fail(self, refusal: Refusal) -> bytes:
+        self._body["status"] = "failed"
+        self._body["error"] = {"code": "server_error", "message": refusal.message}
+        return self._event("failed", response=self._body)
+
+    def _id(self, item: Item) -> str:
+        return f"{KINDS[item.kind][1]}_{self._name}_{item.place}"
+
+    def _item(self, item: Item) -> dict:
+        """An item so far."""
+        own = {"type": KINDS[item.kind][0], "id": self._id(item), "status": item.status}
+        if item.kind == "call":
+            return own | {"call_id": item.id, "name": item.name, "arguments": item.text}
+        own["content"] = [part(item)] if item.text else []
+        if item.kind == "thought":
+            return own | {"summary": []}
+        return own | {"role": "assistant"}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": f"response.{kind}", "sequence_number": self._sent, **fields}
+        self._sent += 1
+        return named_event(body)
+
+
+def part(item: Item) -> dict:
+    """The one part of a text or a thought."""
+    own = {"type": KINDS[item.kind][2], "text": item.text}
+    if item.kind == "answer":
+        own |= {"annotations": [], "logprobs": []}
+    return own
+
+
+def written(usage: Usage) -> dict:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.answer,
+        "output_tokens_details": {"reasoning_tokens": usage.thought},
+        "total_tokens": usage.prompt + usage.answer,
+    }

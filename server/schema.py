@@ -1,0 +1,381 @@
+"""A client's body, field by field.
+
+The problem. A body is a stranger's. A field may be missing, null, of another type, nested without
+end, or huge. And an unknown field may ask for something. A client with an answer to another question
+than its own does not notice.
+
+The way out. An object of the body is a `Given`. A field is read as a text, a number, a list and so
+on: a value of another kind becomes a refusal with the place, the value and the right kind. The object
+remembers the fields that have been read. All other fields have not been understood. They are
+refused, unless they ask for nothing (`refuse_rest`).
+
+What this file keeps. A bad body raises a `Refusal`, and no other exception.
+
+Where next: `protocol.py`, for the fields that all protocols have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from runtime.cli import command
+from runtime.validation import shown, whole
+from text.tool_parser import loads
+
+MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+# The most of each in one request
+STOPS = 16
+STOP_LENGTH = 1000
+TOOLS = 128
+MESSAGES = 2048  # and parts of messages, together
+# These change nothing in an answer: a user's name, notes for a bill, hints for a cache.
+NO_WISH = {
+    "client_metadata",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Field(NamedTuple):
+    """What a field may hold: a value of this kind, and a whole number within bounds."""
+
+    kind: type = object
+    default: Any = None  # of a missing field
+    least: int = 0
+    most: int = sys.maxsize
+
+
+class Refusal(Exception):
+    """An answer that is an error. OpenAI's clients have an exception for each status."""
+
+    TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        **headers: str | None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items() if value}
+
+    @property
+    def body(self) -> dict:
+        kind = self.TYPES.get(self.status, "invalid_request_error")
+        error = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def invalid(param: str | None, words: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(400, words, code, param)
+
+
+def param_of(place: str) -> str:
+    """The body's field around a place: "messages" for "messages[0].content"."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
+
+
+def bad(place: str, value: Any, what: str) -> Refusal:
+    param = param_of(place)
+    if value is None:
+        return invalid(param, f"{place} is missing; give {what}", "missing_parameter")
+    return invalid(param, f"{place} = {shown(value)}, but it must be {what}")
+
+
+def check_count(name: str, count: int, what: str, most: int) -> None:
+    """Refuse too many of something before any of them is looked at."""
+    if count > most:
+        raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
+
+
+class Given:
+    """An object of a client's body. A field that is null counts as missing.
+
+    `place`: where the object stands in the body; empty for the body itself.
+    """
+
+    def __init__(self, value: Any, place: str = ""):
+        if not isinstance(value, dict):
+            raise bad(place, value, "an object")
+        self.fields = {name: field for name, field in value.items() if field is not None}
+        self._place = f"{place}." if place else ""
+        self._known: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of any kind."""
+        self._known.add(name)
+        return self.fields.get(name, default)
+
+    def read(self, name: str, kind: type, default: Any = None) -> Any:
+        """A field of this kind. Without a default, the field may not be missing."""
+        value = self.get(name, default)
+        if type(value) is not kind:
+            raise self.bad(name, KINDS[kind])
+        return value
+
+    def whole(
+        self, name: str, least: int, most: int = sys.maxsize, default: int | None = None
+    ) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return default
+        place = self._place + name
+        try:
+            return whole(place, value, least, most)
+        except ValueError as error:
+            raise invalid(param_of(place), str(error)) from None
+
+    def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
+        """The values of these fields, all optional."""
+        found = {}
+        for name, (kind, default, least, most) in fields.items():
+            if kind is int:
+                found[name] = self.whole(name, least, most, default)
+            elif kind is object:
+                found[name] = self.get(name, default)
+            else:
+                found[name] = self.read(name, kind, default)
+        return found
+
+    def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in values:
+            raise self.bad(name, f"one of {', '.join(values)}")
+        return value
+
+    def inner(self, name: str) -> Given:
+        """An object in a field; an empty one, if the field is missing. Without a name: this
+        object."""
+        if not name:
+            return self
+        return Given(self.get(name, {}), self._place + name)
+
+    def items(self, name: str, default: list | None = None) -> list[Given]:
+        """A list of objects in a field."""
+        values = self.read(name, list, default)
+        return [Given(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
+
+    def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
+        """The text of a field: a plain text, or parts of text of these kinds, joined."""
+        value = self.get(name, default)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.bad(name, "a text or a list of parts of text")
+        return text_of(self.items(name), kinds)
+
+    def some(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of these fields all that are there."""
+        self._known.update(names)
+        return {name: self.fields[name] for name in names if name in self.fields}
+
+    def bad(self, name: str, what: str) -> Refusal:
+        return bad(self._place + name, self.fields.get(name), what)
+
+    def unsupported(self, name: str, words: str) -> Refusal:
+        """`name`: any text of the client's, even a whole book."""
+        words = f"{self._place}{shown(name).strip(chr(39))} {words}"
+        return invalid(param_of(self._place + name), words, "unsupported_parameter")
+
+    def refuse_rest(
+        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = NO_WISH
+    ) -> None:
+        """Refuse all fields that have not been read. A value that is false, zero or empty asks for
+        nothing, and so do `neutral` values and `ignored` fields."""
+        for name, value in self.fields.items():
+            asks = any(value.values()) if isinstance(value, dict) else value
+            is_known = name in self._known or name in ignored
+            if asks and not is_known and value not in neutral.get(name, ()):
+                raise self.unsupported(
+                    name, f"= {shown(value)} is not supported here; leave it out"
+                )
+
+
+def text_of(parts: Sequence[Given], kinds: Sequence[str] = ("text",)) -> str:
+    texts = []
+    for part in parts:
+        kind = part.read("type", str)
+        if kind not in kinds:
+            raise part.unsupported("type", f"= {shown(kind)}, but only text can be read here")
+        texts.append(part.read("text", str))
+    return "".join(texts)
+
+
+def strict(text: str) -> Any:
+    """JSON. Python would read NaN and 1e999, too, and write both so that no other reader knows them."""
+    return json.loads(text, parse_constant=number_of, parse_float=number_of)
+
+
+def number_of(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
+def read_json(body: bytes) -> Given:
+    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
+    marks = sum(map(body.count, (b"[", b"{", b":")))
+    if marks > MARKS:
+        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
+        raise Refusal(413, words, "request_too_large")
+    try:
+        given = strict(body.decode("utf-8-sig"))
+        if not isinstance(given, dict):
+            raise ValueError(f"it is {shown(given)}, but it must be an object")
+        return Given(given)
+    except UnicodeDecodeError as error:
+        words = f"it is no UTF-8 at byte {error.start}"
+    except RecursionError:
+        words = "it is nested too deep"
+    except ValueError as error:
+        words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
+    raise Refusal(400, f"the body is no valid JSON: {words}", "invalid_json")
+
+
+# --- fields that several protocols have ---------------------------------------------------------
+
+
+def read_body(body: bytes, names: Sequence[str]) -> Given:
+    """`names`: those of the model that is here. A star is any."""
+    asked = read_json(body)
+    check_model(asked.get("model", names[0]), names)
+    return asked
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    if not isinstance(model, str):
+        raise bad("model", model, "a text")
+    if model not in names and "*" not in names:
+        words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
+        words += f"; {command('serve.py')} --alias gives it more names"
+        raise Refusal(404, words, "model_not_found", "model")
+
+
+def conversation(asked: Given, name: str) -> list[Given]:
+    """One message at least, and not too many: a template takes time even for an empty message."""
+    messages = asked.read(name, list)
+    if not messages:
+        raise asked.bad(name, "a list of at least one message")
+    count = len(messages)
+    for message in messages:
+        if isinstance(message, dict):
+            parts = (message.get("content"), message.get("tool_calls"))
+            count += sum(len(part) for part in parts if isinstance(part, list))
+    check_count(name, count, "messages and parts of messages", MESSAGES)
+    return asked.items(name)
+
+
+def read_stop(asked: Given, name: str) -> list[str]:
+    """Texts alone: `Sampling` would take a number for a token id."""
+    stops = asked.get(name, [])
+    stops = [stops] if isinstance(stops, str) else asked.read(name, list, [])
+    check_count(name, len(stops), "texts", STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= STOP_LENGTH:
+            what = f"texts, none empty or longer than {STOP_LENGTH:,} characters"
+            raise asked.bad(name, what)
+    return stops
+
+
+def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
+    """The JSON form of an answer, as `Sampling.grammar`; empty if any text will do.
+
+    `inner`: the form's field with the schema; empty if the form holds the schema itself.
+    """
+    form = given.inner(name)
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    return {"json": form.inner(inner).read("schema", dict)}
+
+
+def read_tools(
+    asked: Given, inner: str = "", schema: str = "parameters", type: str = "function"
+) -> list[dict]:
+    """Tools, in the form for templates.
+
+    `inner`: the tool's field with name and description; empty if the tool holds both itself.
+    `schema`: the field of the parameters.
+    `type`: the only type of tool that can be called.
+    """
+    tools = asked.items("tools", [])
+    check_count("tools", len(tools), "tools", TOOLS)
+    found = []
+    for tool in tools:
+        kind = tool.read("type", str, type)
+        if kind != type:
+            raise tool.unsupported(
+                "type", f"= {shown(kind)}, but only functions can be called here"
+            )
+        own = tool.inner(inner)
+        name = own.read("name", str)
+        if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
+            raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
+        function = {"name": name, "description": own.read("description", str, "")}
+        parameters = own.read(schema, dict, {"type": "object", "properties": {}})
+        if parameters.get("type", "object") != "object":
+            raise own.bad(schema, "a JSON schema of the type 'object'")
+        function["parameters"] = parameters
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def choose_tools(
+    asked: Given, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+) -> tuple[list[dict], list[dict]]:
+    """By `tool_choice`: the tools for the model, and the tools of which the model must call one.
+
+    `words`: the protocol's own words for "required" and "function".
+    """
+    kind = asked.get("tool_choice", "auto")
+    name = None
+    if isinstance(kind, dict):
+        choice = asked.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.inner(inner).get("name")
+    kind = words.get(str(kind), kind)
+    if kind == "none":
+        return [], []
+    if kind == "auto":
+        return tools, []
+    wanted = tools if kind == "required" else []
+    if kind == "function":
+        wanted = [tool for tool in tools if tool["function"]["name"] == name]
+    if not wanted:
+        raise asked.bad("tool_choice", "none, auto, required, or the name of one of the tools")
+    return tools, wanted
+
+
+def call_of(id: str, function: Given, field: str = "arguments") -> dict:
+    """An assistant's earlier call, in the form for templates. The arguments may be an object, or
+    JSON of one."""
+    arguments = function.get(field)
+    if isinstance(arguments, str):
+        arguments = loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise function.bad(field, "an object, or JSON of one")
+    called = {"name": function.read("name", str), "arguments": arguments}
+    return {"id": id, "type": "function", "function": called}

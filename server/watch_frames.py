@@ -1,0 +1,234 @@
+"""Frames for watchers, as JSON: one end packs a frame, the other end rebuilds the same frame.
+
+The problem. A screen may watch an engine in another process, or on another machine. There, too, the
+screen must draw the same frozen views: `Snapshot`, with all views inside.
+
+The way out. A view is packed as a list of fields, in order, without names: most of a frame are steps,
+and names would make a frame three times as long. The types of the fields say how to rebuild the view.
+Frames are differences: each holds the events since the frame before, and of an open request only
+the new text.
+
+The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are
+of different versions, `PROTOCOL` tells.
+
+Where next: `watch.py`, which sends frames.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from runtime.snapshot import RequestView, Snapshot
+from runtime.validation import shown
+from server.access_log import DoorView
+
+STEPS = 4096  # that have come and were not looked at are kept, the newest
+ENDS = 500  # and so many ends of requests
+LARGEST = 2**64  # of the numbers in a frame
+SLOTS = 4096  # as the command line has it
+
+
+class Frame(NamedTuple):
+    """Everything that a watcher is told at a time."""
+
+    paused: bool
+    stepping: int
+    slow: float
+    engine: Snapshot
+    door: DoorView
+
+
+def packed(value: Any) -> Any:
+    """For types that JSON lacks: a view is the list of its fields, anything else is a text."""
+    names = names_of(type(value))
+    return [getattr(value, name) for name in names] if names else str(value)
+
+
+ENCODE = json.JSONEncoder(separators=(",", ":"), default=packed).encode
+
+
+@cache
+def names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass or a NamedTuple, in order; empty for any other type."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return getattr(kind, "_fields", ())
+
+
+@cache
+def hints_of(kind: type) -> tuple[Any, ...]:
+    """The types of these fields."""
+    names = names_of(kind)
+    hints = get_type_hints(kind) if names else {}
+    return tuple(hints[name] for name in names)
+
+
+def unpack(kind: Any, data: Any) -> Any:
+    """Rebuild a view of this type. ValueError if the data are no such view."""
+    if (hints_of(kind) or get_origin(kind) is tuple) and not isinstance(data, list):
+        raise ValueError(f"a frame has {shown(data)} where a list belongs")
+    if hints := hints_of(kind):
+        return kind(*(unpack(hint, one) for hint, one in zip(hints, data, strict=True)))
+    if get_origin(kind) is tuple:
+        hints = get_args(kind)
+        if hints[1:] == (...,):
+            return tuple(unpack(hints[0], one) for one in data)
+        return tuple(unpack(hint, one) for hint, one in zip(hints, data, strict=True))
+    return plain(kind, data)
+
+
+def plain(kind: Any, data: Any) -> Any:
+    """A number, a text or None, as the type says. `Any` is anything."""
+    if kind is Any:
+        return data
+    kinds = get_args(kind) or (kind,)  # of a union
+    if float in kinds:  # JSON may write 1.0 as 1
+        kinds += (int,)
+    if (isinstance(data, bool) and bool not in kinds) or not isinstance(data, kinds):
+        raise ValueError(f"a frame has {shown(data)} where {kind} belongs")
+    if isinstance(data, (int, float)) and not abs(data) <= LARGEST:
+        raise ValueError(f"a frame has the number {shown(data)}")
+    return data
+
+
+def _shape(kind: Any) -> Any:
+    """All names and types inside a view."""
+    inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
+    return (
+        str(getattr(kind, "__name__", kind)),
+        names_of(kind) if is_dataclass(kind) else (),
+        inner,
+    )
+
+
+PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other fields
+
+
+class Sender:
+    """The server's end of the wire, for one watcher: remembers how much of each open request's text
+    has been sent."""
+
+    def __init__(self, texts: bool):
+        self._texts = texts
+        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters of its text, tokens
+
+    def pack(self, frame: Frame) -> str:
+        engine = frame.engine
+        door = frame.door
+        if not self._texts:  # figures alone
+            opened = tuple(map(figures, door.open))
+            door = replace(door, open=opened, ended=tuple(map(figures, door.ended)))
+            engine = replace(engine, faults=("",) * len(engine.faults))
+        before = self._sent
+        self._sent = {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
+        requests = tuple(self._cut(request, before) for request in engine.requests)
+        ended = tuple(self._cut(request, before) for request in engine.ended)
+        engine = replace(engine, requests=requests, ended=ended)
+        return ENCODE(frame._replace(engine=engine, door=door))
+
+    def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
+        if not self._texts:  # the lengths of the pieces would tell much of a text
+            return replace(
+                request,
+                prompt="",
+                text="",
+                lengths=(),
+                glass=(),
+                client="",
+                origin=None,
+                error=request.error and "error",
+            )
+        # An origin may be anything, and JSON cannot write all keys
+        if isinstance(request.origin, dict):
+            request = replace(request, origin=str(request.origin))
+        if request.id not in sent:
+            return request
+        characters, tokens = sent[request.id]
+        text = request.text[characters:]
+        return replace(request, prompt="", text=text, lengths=request.lengths[tokens:])
+
+
+def figures(call):
+    return replace(call, client="", message="")
+
+
+class Receiver:
+    """The watcher's end: puts the texts together again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, RequestView] = {}
+
+    def take(self, data: list) -> Frame:
+        frame = unpack(Frame, data)
+        engine = frame.engine
+        check_slots(engine)
+        requests = tuple(map(self._join, engine.requests))
+        ended = tuple(map(self._join, engine.ended))
+        self._known = {request.id: request for request in requests}
+        return frame._replace(engine=replace(engine, requests=requests, ended=ended))
+
+    def _join(self, request: RequestView) -> RequestView:
+        if request.id not in self._known:
+            return request
+        known = self._known[request.id]
+        text = known.text + request.text
+        lengths = known.lengths + request.lengths
+        return replace(request, prompt=known.prompt, text=text, lengths=lengths)
+
+
+def check_slots(engine: Snapshot) -> None:
+    """Refuse more slots than an engine can have, and those that are not there."""
+    count = engine.limits.slots
+    if not 1 <= count <= SLOTS or [slot.slot for slot in engine.slots] != [*range(count)]:
+        raise ValueError(f"a frame has {len(engine.slots)} slots, and {count:,} in its limits")
+    named = {request.slot for request in (*engine.requests, *engine.ended)} - {None}
+    for step in engine.steps:
+        pairs = (*step.admitted, *step.prefill, *step.decode, *step.held, *step.guesses)
+        named |= {slot for slot, *_ in pairs} | {*step.ghosts, *step.blocked}
+    if named and not 0 <= min(named) <= max(named) < count:
+        raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
+
+
+# --- frames that nobody has looked at yet ---------------------------------------------------------
+
+
+def joined(before: Frame | None, frame: Frame) -> Frame:
+    """Two frames as one: the state of the later one, and what happened up to it since the earlier
+    one began."""
+    new = frame.engine
+    if before is None:  # what was over long before is no news
+        new = replace(new, missed=0, missed_ends=0, faults=())
+        return frame._replace(engine=new, door=replace(frame.door, missed=0))
+    old = before.engine
+    steps = (*old.steps, *new.steps)
+    faults = (*old.faults, *new.faults)
+    ended = (*old.ended, *new.ended)
+    calls = (*before.door.ended, *frame.door.ended)
+    requests = {request.id: request for request in (*old.requests, *new.requests)}
+    for request in ended:
+        requests.pop(request.id, None)
+    # A screen whose terminal is stopped does not look, and all this would pile up
+    engine = replace(
+        new,
+        requests=tuple(requests.values()),
+        ended=ended[-ENDS:],
+        steps=steps[-STEPS:],
+        faults=faults[-ENDS:],
+        missed=old.missed + new.missed + len(steps[:-STEPS]),
+        missed_ends=old.missed_ends + new.missed_ends + len(ended[:-ENDS]),
+    )
+    missed = before.door.missed + frame.door.missed + len(calls[:-ENDS])
+    door = replace(frame.door, ended=calls[-ENDS:], missed=missed)
+    return frame._replace(engine=engine, door=door)
+
+
+def told(frame: Frame) -> Frame:
+    """The same state, once what happened up to it has been told."""
+    engine = replace(
+        frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
+    )
+    return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))

@@ -1,0 +1,296 @@
+"""A request's logits have the same bits alone and in company: however long its neighbours are,
+whenever it comes, whatever the slot held before, and whether its prompt's beginning was computed or
+taken over from another. And the bugs that would break this are planted, one by one, to see them
+caught."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_batches as company
+from checkpoints import Reference, make_checkpoint
+from harness import Ask, Tap, random_asks, run_schedule
+from planted_bugs import plant, poisoned
+from processes import python
+from random_batches import ELSEWHERE, SCHEDULES
+
+import kv
+import llama
+from kernels import matmul
+from kernels.mlx import mx
+from kernels.packed import Matrix
+from models import ops
+from models.layers import Norm
+from models.rope import Kind
+from nanobatch import Engine, Model, Sampling, Text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[tuple[Model, Text]]:
+    return company.make_models(tmp_path_factory.mktemp("company"))
+
+
+@pytest.mark.parametrize("form", company.everywhere())
+def test_no_company_changes_a_single_bit_in_any_form_of_the_product(form):
+    """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
+    as prompts, too. NANOBATCH_COMPANIES=1000 is the long form."""
+    schedules = SCHEDULES if form == company.everywhere()[0] else ELSEWHERE
+    found = company.run(form, schedules)
+    assert not found.differ
+    assert found.compared > 12 * schedules
+    assert found.beside > 6 * schedules
+    assert found.read > 3 * schedules
+    assert found.masked > 2 * schedules
+    assert found.reused > 10 * schedules
+    assert found.right > schedules / 8 and found.wrong > schedules
+
+
+def test_the_form_that_was_asked_for_computes():
+    for form in matmul.forms_here():
+        code = "from parts.device import mlx as device; print(device.blas.kernels)"
+        done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
+        assert done.stdout.strip() == f"{form}, 3 threads", done
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 129])
+@pytest.mark.parametrize(
+    "inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)]
+)
+def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, outputs):
+    """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple
+    of anything."""
+    rng = np.random.default_rng(count)
+    x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
+    weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
+    dense = Matrix(weight)
+    y = dense(x)
+    assert y.shape == (count, outputs) and np.allclose(
+        y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3
+    )
+    for row in {0, count // 2, count - 1}:
+        alone = x[row : row + 1]
+        assert mx.array_equal(dense(alone), y[row : row + 1])
+        assert mx.array_equal(
+            dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0)
+        )
+
+
+@pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
+def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
+    """Of rows that a token must not see it reads whatever an earlier owner has left, times zero."""
+    rng = np.random.default_rng(reach)
+    q, k, v = (
+        mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32))
+        for rows in (3, 1024, 1024)
+    )
+    seen = 30
+    q, kind = q[0].swapaxes(0, 1), Kind(None, None, None, None, None)  # (3, 2, 24)
+    near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)), kind)
+    mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None]
+    assert mx.array_equal(llama.attention(q, k[:, :, :reach], v[:, :, :reach], mask, kind), near)
+
+
+def test_element_by_element_operations_give_the_same_bits_at_the_end_of_a_vector_as_in_its_middle():
+    """A vector unit computes several numbers at a time, and might compute what is left over in
+    another way."""
+    numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
+    for operation in (
+        lambda x: ops.swiglu(mx.concatenate([x, x], axis=-1)),
+        lambda x: ops.geglu(mx.concatenate([x, x], axis=-1)),
+        mx.exp,
+        mx.cos,
+        mx.sin,
+        mx.tanh,
+        lambda x: mx.power(math.e, x),
+        ops.softmax,
+    ):
+        whole = (
+            operation(mx.repeat(numbers[:, None], 67, axis=1))
+            if operation is not ops.softmax
+            else None
+        )
+        for size in range(1, 40):
+            if whole is not None:
+                assert mx.array_equal(operation(numbers[:size]), whole[:size, 5]), (operation, size)
+            else:  # rows side by side, and zeros behind them
+                row = mx.concatenate([numbers[:size], mx.full(size, -mx.inf)])
+                together = operation(mx.stack([row, row[::-1], row]))
+                assert mx.array_equal(together[2, :size], operation(numbers[:size])), size
+
+
+def test_a_norm_gives_a_row_the_same_bits_alone_and_among_others():
+    for width in (1, 7, 36, 64, 100, 288, 576):
+        x, weight = mx.random.normal((9, width)), mx.random.normal((width,))
+        norm = Norm.of(weight, 1e-5)
+        assert mx.array_equal(mx.concatenate([norm(x[i : i + 1]) for i in range(9)]), norm(x))
+
+
+def test_of_equal_logits_the_first_is_taken_in_any_company():
+    logits = mx.random.normal((7, 500))
+    logits[3, 40] = logits[3, 90] = logits[3, 499] = 50.0
+    logits[5, :] = 1.0
+    best = mx.argmax(logits, axis=-1).tolist()
+    assert (best[3], best[5]) == (40, 0)
+    assert best == [mx.argmax(logits[i : i + 1], axis=-1).item() for i in range(7)]
+
+
+def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_budget(models):
+    """Each alone in its engine, and beside as many neighbours as there are slots."""
+    for seed, (model, text) in enumerate(models):
+        rng = np.random.default_rng(seed)
+        prompt = rng.integers(0, 256, 45).tolist()
+        seen = set()
+        for slots, budget, chunk in ((1, 1, 32), (2, 7, 64), (7, 400, 32), (33, 90, 96)):
+            with Engine(
+                model, text, slots=slots, max_len=192, chunk=chunk, budget=budget
+            ) as engine:
+                tap = Tap(engine)
+                for neighbours in {0, slots - 1}:
+                    others = [
+                        rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
+                        for _ in range(neighbours)
+                    ]
+                    sampling = Sampling(max_tokens=12, ignore_eos=True)
+                    handles = [engine.submit(each, sampling) for each in (*others, prompt)]
+                    engine.wait(
+                        lambda handles=handles: all(handle.finish_reason for handle in handles)
+                    )
+                    seen.add(tap.of(handles[-1]).tobytes())
+        assert len(seen) == 1, f"model {seed} has {len(seen)} answers"
+
+
+def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
+    model, text = models[1]
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        asks = random_asks(rng, 8, longest=100, tokens=16)
+        answers = []
+        for run_ahead in (True, False):
+            with Engine(model, text, slots=3, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
+                answers.append(
+                    [h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))]
+                )
+        assert answers[0] == answers[1]
+
+
+# --- teeth --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "no mask",
+        "one offset for all rows",
+        "a decoding row's position is off by one",
+        "a row lands in its neighbour's slot",
+        "a chunk reads no further than itself",
+        "the newest token is a step old",
+        "a prefix is matched one token too long",
+        "a prefix is copied before it is written",
+    ],
+)
+def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
+    """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets
+    through."""
+    plant(monkeypatch, bug)
+    assert not is_all_well(*examined)
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory) -> tuple[Path, list[Ask], list[list[int]]]:
+    """A model, prompts, and mlx-lm's answers, which are the engine's as long as no bug is
+    planted."""
+    folder, rng = make_checkpoint(tmp_path_factory.mktemp("examined")), np.random.default_rng(3)
+    asks = random_asks(rng, 10, longest=100, tokens=16, alike=0.3)
+    opening = rng.integers(0, 256, 100).tolist()
+    # The same, but for one token
+    asks += [Ask(opening[:n] + opening[n + 1 :], 16) for n in (99, 98, 63, 63)]
+    reference = Reference(folder)
+    answers = [reference.greedy(ask.prompt, ask.max_tokens)[0] for ask in asks]
+    assert is_all_well(folder, asks, answers)
+    return folder, asks, answers
+
+
+def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool:
+    with Engine.load(folder, slots=4, max_len=192, chunk=32) as engine:
+        return [
+            handle.tokens for handle in run_schedule(engine, asks, np.random.default_rng(3))
+        ] == answers
+
+
+@pytest.mark.parametrize(
+    "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
+)
+def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
+    """Each was once in the code, or in a try to mend it."""
+    looks, softmax, attention = kv.Window.looks, llama.softmax, llama.attention
+
+    def a_reach_that_shows(q, k, *rest):
+        return attention(q, k, *rest) * (1 + k.shape[2] * 1e-5)
+
+    def no_further_than_the_one_before(self, *form):
+        each = looks(self, *form)
+        capped = [
+            look._replace(T=min(look.T, before.T))
+            for look, before in zip(each[1:], each, strict=False)
+        ]
+        return each[:1] + [look._replace(mask=look.mask[..., : look.T]) for look in capped]
+
+    def a_form_by_their_number(x, scale):
+        return (
+            softmax(x, scale) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x * scale, axis=-1)
+        )
+
+    planted = {
+        "a reach that shows": (llama, "attention", a_reach_that_shows),
+        "no further than the one before": (kv.Window, "looks", no_further_than_the_one_before),
+        "a form by their number": (llama, "softmax", a_form_by_their_number),
+    }
+    monkeypatch.setattr(*planted[bug])
+    for seed in range(8):
+        try:
+            if company.count(models, seed, rounds=2).differ:
+                return
+        except AssertionError:  # not even the tokens are the same
+            return
+    raise AssertionError("nobody has noticed")
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("scrubbed", [True, False])
+def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(
+    models, monkeypatch, scrubbed, run_ahead
+):
+    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot
+    is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
+    written that row itself."""
+    model, text = models[0]
+    if not scrubbed:
+        monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
+    good = Ask([5, 6, 7], 40)
+    with Engine(
+        poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead
+    ) as engine:
+        alone = engine.submit(good.prompt, good.sampling()).result()
+        # It never says the poisoned token
+        longer = Sampling(max_tokens=60, ignore_eos=True, logit_bias={99: -100})
+        neighbour = engine.submit([*range(14)], longer)
+        bad = engine.submit([*range(40), 99, 4], good.sampling())
+        after = engine.submit(good.prompt, good.sampling())
+        assert bad.result().finish_reason == "error" and "finite" in bad.error and bad.tokens == []
+        assert neighbour.result().finish_reason == "length"
+        assert after.request.slot == bad.request.slot
+        assert (after.result().tokens == alone.tokens) == scrubbed
+
+
+def test_a_prompt_cancelled_before_its_first_token_leaves_no_poison(models):
+    """Nobody has looked at its numbers yet, so its slot is scrubbed, too."""
+    model, text = models[0]
+    with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1) as engine:
+        alone = engine.submit([5, 6, 7], Sampling(max_tokens=90)).result()
+        bad = engine.submit([99] * 150, Sampling(max_tokens=6))
+        engine.step(), engine.step()
+        assert 0 < bad.request.prefilled < 150
+        bad.cancel()
+        assert engine.submit([5, 6, 7], Sampling(max_tokens=90)).result().tokens == alone.tokens

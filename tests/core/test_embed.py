@@ -1,0 +1,248 @@
+"""Vectors of texts: a prompt without an answer, in the same steps as everybody else's decoding."""
+
+import json
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from parity import CONFIGS
+from planted_bugs import poisoned
+
+from kernels.mlx import mx
+from nanobatch import Engine, ModelError, Sampling
+from runtime.embeddings import unit
+
+EMBED = Sampling(embeds=True)
+QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
+# Of different families, whole and packed. The last norm of tied Gemma and Granite is divided
+SHAPES = (
+    "qwen3",
+    "qwen2, tied",
+    "gemma3_text",
+    "granite, tied",
+    "qwen3_moe, 4 bits",
+    "bfloat16 in three shards",
+    "some layers quantized, each in its way",
+)
+
+
+def make_embedder(folder: Path, mode: str = "lasttoken", **changes) -> Path:
+    make_checkpoint(folder, **{**QWEN, **changes})
+    return write_pooling(folder, {f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False})
+
+
+def write_pooling(folder: Path, pooling: dict) -> Path:
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_embedder(tmp_path_factory.mktemp("embedder") / "model")
+
+
+def texts(rng: np.random.Generator, count: int, longest: int = 150) -> list[list[int]]:
+    """Some of which begin alike."""
+    opening = rng.integers(0, 256, longest).tolist()
+    found = []
+    for _ in range(count):
+        ids = rng.integers(0, 256, int(rng.integers(1, longest))).tolist()
+        if rng.random() < 0.5:
+            ids = (opening[: int(rng.integers(1, longest))] + ids)[:longest]
+        found.append(ids)
+    return found
+
+
+def hidden(reference: Reference, ids: list[int]) -> np.ndarray:
+    """mlx-lm's state behind the last norm, at the last token, scaled to the length 1."""
+    inner = reference.model.model
+    state = np.array(inner(mx.array([ids]))[0, -1].astype(mx.float32), np.float64)
+    return state / np.linalg.norm(state)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
+    options = {key: value for key, value in CONFIGS[name].items() if key != "reference"}
+    folder = make_checkpoint(tmp_path, seed=5, **options)
+    reference = Reference(folder)
+    asked = texts(np.random.default_rng(5), 6)
+    with Engine.load(folder, slots=3, max_len=192, chunk=32, embeds=True) as engine:
+        vectors = engine.embed(asked)
+    furthest = max(
+        np.abs(np.array(vector) - hidden(reference, ids)).max()
+        for vector, ids in zip(vectors, asked, strict=True)
+    )
+    print(f"{name}: {len(asked)} texts, the largest difference is {furthest:.2g}")
+    assert furthest < 1e-5
+    assert all(abs(np.linalg.norm(vector) - 1) < 1e-6 for vector in vectors)
+    assert len({vector.tobytes() for vector in vectors}) == len(asked)
+
+
+def test_a_vector_has_the_same_bits_in_any_company(folder):
+    """Beside answers that are decoded, with rows taken over from other texts, in any slot, cut into
+    any chunks, and under all that a step in flight does."""
+    rng = np.random.default_rng(11)
+    asked = texts(rng, 9)
+    with Engine.load(folder, slots=1, max_len=192, chunk=128, reuse=False) as engine:
+        alone = [engine.embed([ids])[0].tobytes() for ids in asked]
+    reused = 0
+    for run_ahead, guesses in ((True, 0), (False, 3)):
+        with Engine.load(
+            folder, slots=5, max_len=192, chunk=32, run_ahead=run_ahead, guesses=guesses
+        ) as engine:
+            assert engine.exact
+            handles = []
+            others = []
+            for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold all of it
+                handles.append(engine.submit(ids, EMBED))
+                if rng.random() < 0.5:
+                    wish = Sampling(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
+                    others.append(engine.submit(ids[: len(ids) // 2] or ids, wish))
+                for _ in range(int(rng.integers(0, 4))):
+                    engine.step()
+                    engine.check()
+            results = [handle.result() for handle in handles]
+            assert len(others) > 4 and all(other.result().tokens for other in others)
+        reused += sum(result.metrics.cached_tokens for result in results)
+        got = [unit(result.vector).tobytes() for result in results]
+        assert got == [*alone, *alone[::-1]]
+    assert reused > 300
+
+
+def test_neighbours_of_vectors_answer_as_alone(folder):
+    prompt = list(range(40, 70))
+    wish = Sampling(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    with Engine.load(folder, slots=3, max_len=128) as engine:
+        alone = engine.generate([prompt], wish)[0]
+    with Engine.load(folder, slots=3, max_len=128, reuse=False) as engine:
+        handle = engine.submit(prompt, wish)
+        while not handle.finish_reason:
+            engine.submit(prompt[: 5 + engine.steps % 20], EMBED)
+            engine.step()
+        assert engine.sched.submitted > 15
+        result = handle.result()
+        assert (result.tokens, result.logprobs) == (alone.tokens, alone.logprobs)
+
+
+def test_the_row_of_a_vector_ends_with_its_prompt(folder):
+    """On a screen no token of it is seen, and its slot is free for the next step."""
+    with Engine.load(folder, slots=2, max_len=192, chunk=32) as engine:
+        handle = engine.submit(list(range(70)), EMBED)
+        result = handle.result()
+        seen = engine.snapshot()
+    (view,) = seen.ended
+    assert (view.reason, view.text, view.lengths, view.metrics.output_tokens) == ("stop", "", (), 0)
+    chunks = [step.prefill[0] for step in seen.steps]
+    assert len(chunks) > 1 and chunks[0][2] == 0 and chunks[-1][3] == 70
+    assert not any(step.tokens or step.decode for step in seen.steps) and seen.output_tokens == 0
+    assert seen.slots[0].phase == "free" and seen.slots[0].remembered == 70
+    assert result.tokens == [] and result.text == "" and len(result.vector) == 64
+    assert list(handle) == []
+
+
+def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
+    """What refers to a state may refer to the slab, and the next write would copy it."""
+    with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
+        size = engine.runner.slab.k[0].nbytes
+        engine.submit(list(range(40)), Sampling(max_tokens=60, ignore_eos=True))
+        rng = np.random.default_rng(1)
+        engine.step()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for ids in texts(rng, 20, longest=60):
+            engine.submit(ids, EMBED)
+            engine.step()
+        assert engine.steps > 15 and mx.get_peak_memory() - before < size
+
+
+def test_a_vector_that_is_not_finite_is_an_error_and_no_vector(folder):
+    with Engine.load(folder, slots=1, max_len=64) as sound:
+        parts = poisoned(sound.model, 9), sound.text
+    with Engine(*parts, slots=2, max_len=64) as engine:
+        bad = engine.submit([5, 9, 7], EMBED)
+        good = engine.submit([5, 8, 7], EMBED)
+        assert bad.result().finish_reason == "error" and bad.result().vector is None
+        assert "not finite" in bad.result().error and len(good.result().vector) == 64
+        with pytest.raises(RuntimeError, match="not finite"):
+            engine.embed([[9]])
+
+
+def test_a_cancelled_vector_frees_its_slot(folder):
+    with Engine.load(folder, slots=1, max_len=192, chunk=32) as engine:
+        handle = engine.submit(list(range(100)), EMBED)
+        engine.step()
+        handle.cancel()
+        assert handle.result().finish_reason == "cancelled" and handle.result().vector is None
+        assert len(engine.embed(["Once"])) == 1
+        engine.check()
+
+
+def test_dimensions_are_the_first_numbers_with_the_length_1(folder):
+    with Engine.load(folder, slots=1, max_len=64) as engine:
+        whole = np.array(engine.embed(["Once"])[0])
+        part = np.array(engine.embed(["Once"], dimensions=10)[0])
+        np.testing.assert_allclose(part, whole[:10] / np.linalg.norm(whole[:10]), atol=1e-7)
+        for wrong in (0, 65, 1.5, True):
+            with pytest.raises(ValueError, match="dimensions"):
+                engine.embed(["Once"], dimensions=wrong)
+    assert unit(array("f", [0, 0])) == array("f", [0, 0])
+
+
+# --- what a model was made for ------------------------------------------------------------------
+
+
+def test_a_model_that_was_not_made_for_vectors_says_so(tmp_path):
+    folder = make_checkpoint(tmp_path, **QWEN)
+    with Engine.load(folder, slots=1, max_len=64) as engine:
+        with pytest.raises(ValueError, match=r"not made for embeddings: its folder has no 1_Pool"):
+            engine.embed(["Once"])
+        assert engine.generate(["Once"], Sampling(max_tokens=2))[0].tokens
+    with Engine.load(folder, slots=1, max_len=64, embeds=True) as engine:
+        assert len(engine.embed(["Once"])[0]) == 64
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_ours"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, True),
+        ({"pooling_mode": "lasttoken", "include_prompt": True}, True),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, False),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, False),
+        ({}, False),
+    ],
+)
+def test_of_the_ways_to_take_a_vector_the_last_tokens_is_served(pooling, is_ours, tmp_path):
+    folder = write_pooling(make_checkpoint(tmp_path, **QWEN), pooling)
+    with Engine.load(folder, slots=1, max_len=64) as engine:
+        if is_ours:
+            assert engine.embed(["Once"])
+        else:
+            with pytest.raises(ValueError, match="only lasttoken is served"):
+                engine.embed(["Once"])
+
+
+def test_a_model_without_a_head_is_read_as_it_is_published(tmp_path, folder):
+    """The files of Qwen3-Embedding begin their names without "model.", and those of the larger ones
+    have no head, although their config speaks of one."""
+    headless = make_embedder(tmp_path / "b", tie_word_embeddings=False)
+    arrays = mx.load(str(folder / "model.safetensors"))  # tied, so they have no head
+    bare = {name.removeprefix("model."): array for name, array in arrays.items()}
+    mx.save_safetensors(str(headless / "model.safetensors"), bare)
+    with Engine.load(folder, slots=1, max_len=64) as engine:
+        wanted = engine.embed(["Once upon"])
+    with Engine.load(headless, slots=1, max_len=64) as engine:
+        assert engine.embed(["Once upon"]) == wanted  # the same weights, but for the head
+        with pytest.raises(ValueError, match="has no head, so it answers nothing"):
+            engine.submit("Once")
+    (headless / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"lacks the tensor lm_head\.weight"):
+        Engine.load(headless, slots=1, max_len=64)
+
+
+def test_embeds_is_true_or_false():
+    assert Sampling(embeds=True, max_tokens=50).max_tokens == 1
+    with pytest.raises(ValueError, match="embeds = 1, but it must be True or False"):
+        Sampling(embeds=1)

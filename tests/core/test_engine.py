@@ -1,0 +1,481 @@
+"""The engine as people use it: handles, threads, cancelling, failing, closing, and memory that
+stays where it is."""
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import python
+from waiting import wait_for
+
+import nanobatch
+from kernels.mlx import mx
+from models.load import read_model
+from nanobatch import Engine, Runner, Sampling, Text
+
+LONG = Sampling(max_tokens=60, ignore_eos=True)
+FEW = Sampling(max_tokens=12, ignore_eos=True)
+
+
+# --- handles ------------------------------------------------------------------------------------
+
+
+def test_a_text_streams_in_pieces_that_join_to_the_whole(engine):
+    handle = engine.submit("Hello", LONG)
+    pieces = list(handle)
+    result = handle.result()
+    assert len(pieces) > 10 and "".join(pieces) == result.text == handle.text
+    decoded = engine.text.tokenizer.decode(result.tokens)
+    assert result.text == decoded[: len(result.text)]  # what may be left is half a character
+
+
+def test_a_text_and_its_token_ids_are_the_same_prompt(engine):
+    ids = engine.text.encode("Hello")
+    assert ids[0] == 256 and len(ids) == 6  # one BOS, five bytes
+    one, other = engine.generate(["Hello", ids], LONG)
+    assert one.tokens == other.tokens
+
+
+def test_metrics_say_what_happened(parts):
+    """With a clock that ticks once a reading, times are counts of readings: all known to be
+    positive and ordered."""
+    ticks = iter(range(10**6))
+    with Engine(*parts, slots=1, max_len=128, chunk=32, clock=lambda: float(next(ticks))) as engine:
+        first, second = engine.generate(
+            [[1, 2, 3], [4, 5]], Sampling(max_tokens=5, ignore_eos=True)
+        )
+    assert (
+        first.metrics.prompt_tokens,
+        first.metrics.output_tokens,
+        first.metrics.cached_tokens,
+    ) == (3, 5, 0)
+    for metrics in (first.metrics, second.metrics):
+        assert 0 < metrics.queued_s < metrics.ttft_s
+        assert 0 < metrics.itl_mean_s <= metrics.itl_p95_s <= metrics.itl_max_s
+        assert metrics.tokens_per_s == pytest.approx(1 / metrics.itl_mean_s)
+    assert second.metrics.queued_s > first.metrics.queued_s
+
+
+def test_token_0_is_a_token_like_any_other(parts):
+    """With run-ahead, the device hands each step's token to the next one: token 0, too."""
+    asked = Sampling(max_tokens=5, ignore_eos=True, logit_bias={0: 30.0}, logprobs=5)
+    with Engine(*parts, slots=1, max_len=128, chunk=32, reuse=False, guesses=0) as engine:
+        assert any(engine.submit([1], LONG).result().tokens)  # and the slot has had others
+        ahead = engine.submit([7, 8], asked).result()
+        engine.run_ahead = False
+        assert ahead.tokens == [0] * 5
+        assert ahead.logprobs == engine.submit([7, 8], asked).result().logprobs
+
+
+def test_one_token_has_a_ttft_and_no_rate(engine):
+    metrics = engine.submit([1], Sampling(max_tokens=1)).result().metrics
+    assert metrics.ttft_s > 0 and metrics.tokens_per_s is None and metrics.itl_max_s is None
+
+
+def test_the_end_token_ends_an_answer_unless_it_is_to_be_ignored(parts):
+    model, text = parts
+    with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
+        tokens = engine.submit([7, 8], LONG).result().tokens
+        text.end_tokens, before = frozenset({tokens[4]}), text.end_tokens
+        first = tokens.index(tokens[4])
+        try:
+            ended = engine.submit([7, 8], Sampling(max_tokens=60)).result()
+            assert (ended.finish_reason, ended.tokens) == ("stop", tokens[: first + 1])
+            assert engine.submit([7, 8], LONG).result().tokens == tokens
+        finally:
+            text.end_tokens = before
+
+
+def test_generate_answers_in_order_and_matches_one_at_a_time(engine):
+    prompts = [[n, n + 1] for n in range(7)]
+    together = engine.generate(prompts, FEW)
+    assert [r.tokens for r in together] == [engine.submit(p, FEW).result().tokens for p in prompts]
+
+
+def test_generate_leaves_nothing_behind_if_one_prompt_is_wrong(engine):
+    with pytest.raises(ValueError, match="272"):
+        engine.generate([[1], [272]], LONG)
+    snapshot = engine.snapshot()
+    assert not snapshot.queue and all(slot.phase == "free" for slot in snapshot.slots)
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([272], r"272.*272"),
+        ([-1], "-1"),
+        ([1.5], "token ids"),
+        ([True], "token ids"),
+        (17, "int"),
+        (b"hello", "bytes"),
+        ([1] * 100, r"100.*60.*160.*128"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_at_submit_and_disturbs_nobody(engine, prompt, words):
+    running = engine.submit([1, 2], LONG)
+    engine.step()
+    with pytest.raises(ValueError, match=words):
+        engine.submit(prompt, LONG)
+    assert running.result().finish_reason == "length"
+
+
+def test_an_unknown_field_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"temprature.*max_tokens"):
+        Sampling(temprature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"max_len": 0}, "max_len"),
+        ({"chunk": 48}, "chunk"),
+        ({"policy": "magic"}, "magic"),
+    ],
+)
+def test_a_wrong_engine_option_is_refused(parts, options, words):
+    with pytest.raises(ValueError, match=words):
+        Engine(*parts, **options)
+
+
+def test_a_client_is_a_text_and_anything_else_is_refused_at_submit(engine):
+    """A client that cannot be counted would have failed the step that admits its request."""
+    with pytest.raises(ValueError, match="client is a list; give a text"):
+        engine.submit([1, 2], client=["anna"])
+    assert engine.submit([1, 2], Sampling(max_tokens=3), client="anna").result().finish_reason
+
+
+@pytest.mark.parametrize("budget", [2_000_000, 2**31 - 1])
+def test_a_large_budget_takes_no_memory_at_start(parts, budget):
+    """What was made as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
+
+    A step is never wider than a chunk for each slot.
+    """
+
+    def peak(budget: int) -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        with Engine(*parts, slots=2, max_len=128, chunk=32, budget=budget):
+            return mx.get_peak_memory() - before
+
+    assert peak(budget) < 2 * peak(64)
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def test_loaded_here_and_served_by_a_thread(engine):
+    expected = engine.submit([1, 2, 3], LONG).result().tokens
+    with engine.serving():
+        results = [engine.submit([1, 2, 3], LONG) for _ in range(5)]
+        assert all(handle.result(timeout=60).tokens == expected for handle in results)
+    assert engine.submit([1, 2, 3], LONG).result().tokens == expected  # and stepped here again
+
+
+def test_any_thread_may_submit_read_step_and_cancel(engine):
+    expected = engine.submit([1, 2, 3], LONG).result().tokens
+
+    def is_right(number: int) -> bool:
+        handle = engine.submit([1, 2, 3], LONG)
+        if number % 3 == 2:
+            handle.cancel()
+            return handle.result(timeout=60).finish_reason in ("cancelled", "length")
+        return handle.result(timeout=60).tokens == expected
+
+    with ThreadPoolExecutor(12) as pool:
+        assert [*pool.map(is_right, range(12))] == [True] * 12
+    engine.check()
+
+
+def test_serving_again_and_again_leaves_no_threads_behind(engine):
+    def serve_once():
+        with engine.serving():
+            engine.submit([1], Sampling(max_tokens=3)).result(timeout=60)
+
+    def threads() -> int:
+        return (
+            len(os.listdir("/proc/self/task"))
+            if sys.platform == "linux"
+            else threading.active_count()
+        )
+
+    serve_once()
+    before = threads()
+    for _ in range(5):
+        serve_once()
+    wait_for(lambda: threads() <= before)  # one that has ended stays in the system's list a moment
+
+
+def test_an_idle_engine_sleeps_and_a_submit_wakes_it(engine):
+    with engine.serving():
+        engine.submit([1], Sampling(max_tokens=3)).result(timeout=60)
+
+        # Threads that multiply spin before they sleep, on a busy machine for longer. One that never
+        # sleeps takes a good part of every second.
+        def is_asleep() -> bool:
+            before = time.process_time()
+            time.sleep(1.0)
+            return time.process_time() - before < 0.1
+
+        wait_for(is_asleep)
+        assert (
+            engine.submit([1], Sampling(max_tokens=3)).result(timeout=60).finish_reason == "length"
+        )
+
+
+def test_result_gives_up_when_its_time_is_over(engine):
+    handle = engine.submit([1], LONG)
+    with pytest.raises(TimeoutError, match="0"):
+        handle.result(timeout=0)
+    assert handle.result(timeout=60).finish_reason == "length"
+
+
+def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
+    """To start the next step takes nearly as long as that step there, so the token is read
+    before."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        running = engine.submit([1] * 8, Sampling(max_tokens=40, ignore_eos=True))
+        engine.step()
+        assert len(running.tokens) == 1
+        engine.step()
+        assert len(running.tokens) == 1  # the second one is read when the third has been started
+        late = engine.submit([2] * 8, FEW)
+        engine.step()
+        assert (len(running.tokens), len(late.tokens)) == (3, 1)
+
+
+# --- cancelling, failing, closing ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("steps", range(10))
+def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
+    with Engine(*parts, slots=1, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
+        expected = engine.submit([9, 9], FEW).result().tokens
+        doomed = engine.submit([1] * 90, Sampling(max_tokens=4, ignore_eos=True))
+        for _ in range(steps):
+            engine.step()
+        heir = engine.submit([9, 9], FEW)
+        doomed.cancel()
+        doomed.cancel()
+        engine.check()
+        engine.step()
+        assert heir.request.slot == 0
+        assert heir.result().tokens == expected
+        assert doomed.result().finish_reason == (
+            "cancelled" if len(doomed.tokens) < 4 else "length"
+        )
+
+
+def test_close_ends_every_open_handle_and_refuses_what_comes_after(parts):
+    engine = Engine(*parts, slots=1, max_len=128)
+    with engine.serving():
+        handles = [engine.submit([n], LONG) for n in range(4)]
+        waiter = threading.Thread(target=lambda: handles[3].result())
+        waiter.start()
+        engine.close()
+        engine.close()
+        waiter.join(60)
+        assert not waiter.is_alive()
+    assert all(
+        handle.result(timeout=60).finish_reason in ("cancelled", "length") for handle in handles
+    )
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit([1], LONG)
+    with pytest.raises(RuntimeError, match="closed"), engine.serving():
+        pass
+    assert engine.step() is False
+
+
+STATES = {
+    "idle": "",
+    "with a queue that nobody steps": "engine.submit([1], LONG)",
+    "in prefill": "engine.submit([1] * 100, Sampling(max_tokens=9)); engine.step()",
+    "in decode": "h = engine.submit([1], LONG); [engine.step() for _ in range(9)]",
+    "while a thread serves": "s = engine.serving(); s.__enter__(); engine.submit([1], LONG)",
+    "in a fault": "engine.submit([1], LONG); engine.step(); 1 / 0",
+    "by sys.exit while serving": "s = engine.serving(); s.__enter__(); engine.submit([1], LONG); sys.exit(7)",
+    "after close": "engine.submit([1], LONG); engine.step(); engine.close()",
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_process_exits_cleanly_in_every_state(tmp_path_factory, state):
+    folder = make_checkpoint(tmp_path_factory.mktemp("exit"), hidden_size=128, num_hidden_layers=4)
+    code = f"""
+import sys
+from nanobatch import Engine, Sampling
+LONG = Sampling(max_tokens=100, ignore_eos=True)
+engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
+{STATES[state]}
+"""
+    done = python(code)
+    expected = {"in a fault": 1, "by sys.exit while serving": 7}.get(state, 0)
+    assert done.returncode == expected, done.stderr
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_was(
+    parts, monkeypatch, run_ahead
+):
+    """The work of the device was called building, and looked as if Python was slow."""
+    now = 0.0
+    spent = Counter()
+
+    def takes(seconds, owner, name):
+        """From now on this function takes so long."""
+        real = getattr(owner, name)
+
+        def slow(*args, **options):
+            nonlocal now
+            result = real(*args, **options)
+            if result is not None or name != "plan":  # a plan of nothing is no step's
+                now += seconds
+                spent[name] += seconds
+            return result
+
+        monkeypatch.setattr(owner, name, slow)
+
+    with Engine(
+        *parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead, clock=lambda: now
+    ) as engine:
+        takes(1, engine.sched, "plan")
+        takes(10, nanobatch, "forward")
+        takes(100, mx, "async_eval")
+        takes(1000, mx, "eval")
+        takes(10_000, engine.sched, "commit")
+        handles = [
+            engine.submit([n] * 20 * n, Sampling(max_tokens=6, ignore_eos=True)) for n in (1, 2, 3)
+        ]
+        while engine.step():
+            pass
+        steps = engine.snapshot().steps
+    assert all(handle.finish_reason == "length" for handle in handles) and len(steps) > 6
+    assert sum(step.plan_s for step in steps) == spent["plan"] == len(steps)
+    assert sum(step.build_s for step in steps) == spent["forward"]
+    assert sum(step.device_s for step in steps) == spent["async_eval"]
+    assert sum(step.wait_s for step in steps) == spent["eval"]
+    assert sum(step.commit_s for step in steps) == spent["commit"]
+    assert sum(step.seconds for step in steps) == sum(spent.values()) == now
+    for step in steps:
+        assert step.python_s == step.plan_s + step.build_s + step.commit_s
+        if not run_ahead:
+            assert step.seconds == step.ended - step.began
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_dropped_gives_its_slab_back_at_once(parts):
+    """Python's collector of circles does not know how large a slab is, so it may come much too
+    late."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(*parts, slots=2, max_len=128, chunk=32)
+        with engine.serving():
+            engine.generate(
+                ["one", [2, 2], [3]], Sampling(max_tokens=3, logprobs=2, ignore_eos=True)
+            )
+        with pytest.raises(ValueError, match="empty"):
+            engine.submit("")
+        engine.submit([4], LONG).cancel()
+        assert len(engine.snapshot().ended) == 4
+        engine.close()
+        slab = weakref.ref(engine.runner.slab)
+        del engine
+        assert slab() is None
+    finally:
+        gc.enable()
+
+
+def rss() -> int:
+    """Bytes of this process that are in memory (Linux), or MLX's own count elsewhere."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return mx.get_active_memory()
+
+
+@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 4), (False, 2)])
+def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
+    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show
+    it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
+    sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
+    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
+        engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
+        one_layer = engine.runner.slab.k[0].nbytes
+        mx.reset_peak_memory()
+        gc.collect()
+        active, resident = mx.get_active_memory(), rss()
+        before = engine.steps
+        for _ in range(rounds):
+            engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=501, ignore_eos=True))
+        assert engine.steps - before >= 500 * rounds
+        assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
+        assert abs(mx.get_active_memory() - active) < 200 * 500 * rounds
+        gc.collect()  # workers collect nothing by themselves
+        assert rss() - resident < 10_000 * 500 * rounds
+        engine.runner.slab.check()
+
+
+def count_copies(folder: Path) -> tuple[int, int]:
+    """Steps in which MLX took memory for a whole layer of the slab, and steps in which a chunk
+    takes over rows.
+
+    The hardest case is a chunk that takes over another slot's rows, behind a pass that still reads
+    the slab: here two such prompts follow each opening, each beside a prompt of its own. One layer
+    with wide projections makes the pass before slow until it has read.
+    """
+    model = read_model(folder)
+    say = Sampling(max_tokens=12, ignore_eos=True)
+    with Engine(
+        model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
+    ) as engine:
+        copies, orders, begin = 0, [], engine.runner.begin
+        engine.runner.begin = lambda order: orders.append(order) or begin(order)
+        for seed in range(4):
+            opening = [(seed * n) % 250 for n in range(1, 65)]
+            handles = [engine.submit([*opening, 1], say)]
+            before = mx.get_active_memory()
+            while any(handle.finish_reason is None for handle in handles):
+                if len(handles) < 5 and len(handles[0].tokens) % 3 == 2:
+                    handles.append(engine.submit([251, *[seed, len(handles)] * 25], say))
+                    handles.append(engine.submit([*opening, len(handles), 3], say))
+                mx.reset_peak_memory()
+                engine.step()
+                copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
+    return copies, sum(
+        any(prefill.source is not None for prefill in order.prefills) for order in orders
+    )
+
+
+def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, monkeypatch):
+    wide = {
+        "hidden_size": 1024,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 64,
+    }
+    folder = make_checkpoint(tmp_path, num_hidden_layers=1, **wide)
+    assert count_copies(folder) == (0, 8)
+
+    def start_at_once(self, results, until=None):
+        mx.async_eval(results)
+
+    monkeypatch.setattr(Runner, "_start", start_at_once)
+    copies, _ = count_copies(folder)
+    assert copies > 0

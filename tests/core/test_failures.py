@@ -1,0 +1,245 @@
+"""The engine fails in the open: a bug is shown with its file and its line, and as few requests as
+possible end."""
+
+import gc
+import re
+import weakref
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import python
+
+import nanobatch
+from nanobatch import Engine, Order, QueueFull, Runner, Sampling
+from policies import POLICIES
+from runtime.errors import describe, show_fault
+from runtime.handle import Handle
+from sched import Scheduler
+
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+FEW = Sampling(max_tokens=6, ignore_eos=True)
+# Each part of a step: the function that raises.
+PARTS = {
+    "plan": (Scheduler, "plan"),
+    "a policy": (Scheduler, "_room"),
+    "order": (Order, "of"),
+    "forward": (nanobatch, "forward"),
+    "a sampler": (nanobatch, "choose"),
+    "runner": (Runner, "begin"),
+    "choice": (Runner, "finish"),
+    "read": (nanobatch.Flight, "read"),
+    "commit": (Scheduler, "commit"),
+    "record": (nanobatch.StepView, "of"),
+}
+
+
+class Bug(RuntimeError):
+    """What somebody has built into the engine by mistake."""
+
+
+def bug(*args, **options):
+    raise Bug("the device is on fire")
+
+
+LINE = bug.__code__.co_firstlineno + 1  # of the culprit
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(
+        r"^Traceback \(most recent call last\):$.*?^\S*Bug: the device is on fire$",
+        text,
+        re.M | re.S,
+    )
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_is_right(
+    parts, monkeypatch, caplog, part, run_ahead
+):
+    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
+    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
+        expected = engine.submit([4, 5], FEW).result().tokens
+        handles = [engine.submit([n], LONG) for n in (1, 2, 3)]
+        for _ in range(3):
+            engine.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(*PARTS[part], bug)
+            assert engine.step() is True
+        first, second, in_line = handles
+        for handle in (first, second):
+            assert handle.finish_reason == "error" and isinstance(handle.exception, Bug)
+            assert handle.result().error == "Bug: the device is on fire"
+        # If nothing was planned or in flight, it is not known what failed, and nobody is kept
+        # waiting.
+        all_end = not run_ahead and part in ("plan", "a policy")
+        assert in_line.result().finish_reason == ("error" if all_end else "length")
+        (block,) = blocks(caplog.text)
+        assert f'File "{__file__}", line {LINE}, in bug' in block and "in step" in block
+        assert "step" in caplog.messages[0] and "failed" in caplog.messages[0]
+        engine.check()
+        assert engine.submit([4, 5], FEW).result().tokens == expected
+
+
+def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, monkeypatch, caplog):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        running = engine.submit([1], LONG)
+        engine.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
+            with pytest.raises(Bug):
+                engine.submit([2], LONG)
+        engine.check()
+        assert running.result().finish_reason == "length" and not blocks(caplog.text)
+
+
+def test_a_new_policy_with_a_mistake_shows_its_line(parts, monkeypatch, caplog):
+    """Somebody has written a policy into the table, and its rule does not work."""
+    shortest = POLICIES["short"]._replace(name="shortest", next=bug)
+    monkeypatch.setitem(POLICIES, "shortest", shortest)
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handle = engine.submit([1], LONG)
+        engine.drain("shortest")
+        assert handle.result().error.startswith("Bug")
+        assert f'File "{__file__}", line' in caplog.text and "in bug" in caplog.text
+        engine.drain("continuous")
+        assert engine.submit([1], FEW).result().finish_reason == "length"
+
+
+class Panic(BaseException):
+    """What a panic in the tokenizer's Rust looks like: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_a_detokenizer_that_raises_ends_its_own_request_and_shows_its_line(engine, caplog, kind):
+    expected = engine.submit([4, 5], LONG).result().tokens
+    good, bad = engine.submit([4, 5], LONG), engine.submit([6, 7], LONG)
+
+    def push(token: int) -> str:
+        raise kind("no such character")
+
+    bad._stream.push = push
+    assert bad.result().finish_reason == "error" and "no such character" in bad.error
+    assert isinstance(bad.exception, kind) and good.exception is None
+    assert good.result().tokens == expected
+    assert (
+        f"request {bad.id} " in caplog.text
+        and "in push" in caplog.text
+        and caplog.text.count("Traceback") == 1
+    )
+
+
+@pytest.mark.parametrize("act", [Handle.cancel, lambda handle: handle._engine.close()])
+def test_a_last_text_that_cannot_be_made_stops_no_cancel_and_no_close(engine, caplog, act):
+    handle = engine.submit([1], LONG)
+    handle._stream.finish = bug
+    engine.step()
+    act(handle)
+    assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
+
+
+def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(
+    parts, monkeypatch, caplog
+):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handle = engine.submit([1], LONG)
+        engine.step(), engine.step()
+        monkeypatch.setattr(nanobatch, "forward", bug)
+        monkeypatch.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
+        engine.step()
+        assert handle.error == "Bug: the device is on fire"
+        assert (
+            len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
+        )
+
+
+def test_mistakes_of_users_have_no_traceback(engine, caplog):
+    with pytest.raises(ValueError, match="slot holds"):
+        engine.submit([1] * 127, LONG)
+    engine.sched.max_queue = 1
+    with pytest.raises(QueueFull):
+        for n in range(9):
+            engine.submit([n], LONG)
+    assert caplog.text == ""
+
+
+def test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept(parts, monkeypatch):
+    """A frame of `forward` refers to the slab, and a new one must fit beside nothing."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+
+            def broken(model, ids, windows, asked):
+                slab = engine.runner.slab  # noqa: F841
+                try:
+                    raise KeyError("first")
+                except KeyError:
+                    bug()
+
+            slab = weakref.ref(engine.runner.slab)
+            monkeypatch.setattr(nanobatch, "forward", broken)
+            handle = engine.submit([1], LONG)
+            engine.step()
+            monkeypatch.undo()
+            engine.submit([1], FEW).result()
+            assert slab() is None and isinstance(handle.exception, Bug)
+    finally:
+        gc.enable()
+
+
+def test_an_exception_is_told_in_one_line_and_shown_with_its_causes(caplog):
+    assert describe(KeyError("x")) == "KeyError: 'x'" and describe(MemoryError()) == "MemoryError"
+    try:
+        try:
+            bug()
+        except Bug as error:
+            raise ValueError("because of it") from error
+    except ValueError as error:
+        show_fault("a test failed", error)
+    assert caplog.messages == ["nanobatch: a test failed"]
+    assert len(blocks(caplog.text)) == 1 and caplog.text.rstrip().endswith(
+        "ValueError: because of it"
+    )
+
+
+def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
+    """As whoever hacks on it sees it, with no logging set up."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    (tmp_path / "hacked.py").write_text(
+        "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
+    )
+    code = f"""
+import hacked, nanobatch
+from nanobatch import Engine, Sampling
+nanobatch.forward = hacked.forward
+with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
+    print(engine.submit([1], Sampling(max_tokens=3)).result().error)
+"""
+    done = python(code, PYTHONPATH=str(tmp_path))
+    error = "AttributeError: 'list' object has no attribute 'nothing'"
+    assert (done.returncode, done.stdout) == (0, f"{error}\n"), done.stderr
+    first, *block = done.stderr.rstrip().splitlines()
+    assert first == "nanobatch: step 1 failed" and block[0] == "Traceback (most recent call last):"
+    assert f'  File "{tmp_path}/hacked.py", line 2, in forward' in block and block[-1] == error
+
+
+@pytest.mark.parametrize("error", ["ValueError", "TypeError"])
+def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path, error):
+    """The first step is run while the model is loaded, and what goes wrong there was told in one
+    line."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    (tmp_path / "hacked.py").write_text(
+        f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
+    )
+    code = f"""
+import sys, hacked, nanobatch, serve
+nanobatch.forward = hacked.forward
+sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
+"""
+    done = python(code, PYTHONPATH=str(tmp_path))
+    assert done.returncode == (2 if error == "ValueError" else 1)
+    assert (
+        f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
+        and f"{error}: shapes" in done.stderr
+    )

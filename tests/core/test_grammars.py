@@ -1,0 +1,298 @@
+"""Requests under a grammar beside others: nobody's bits change, and nobody waits for a mask."""
+
+import json
+import math
+import re
+import threading
+
+import numpy as np
+import pytest
+from harness import Tap
+from planted_bugs import poisoned
+
+import nanobatch
+from nanobatch import Engine, Runner, Sampling
+from text.grammar import Grammar
+
+DIGITS = {"regex": "[0-9]{8}"}
+LIST = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
+PLAIN = Sampling(max_tokens=20, ignore_eos=True)
+SETTINGS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_k": 100},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.3, "min_p": 0.1},
+    {"repetition_penalty": 1.5},
+    {"temperature": 1.0, "logit_bias": {48: 5.0, 97: 100.0}},
+    {"temperature": 1.0, "logprobs": 5},
+    {"temperature": 0.7, "top_p": 0.9, "logprobs": 0, "repetition_penalty": 0.8},
+    {"logprobs": 3, "logit_bias": {50: -1e9}},
+]
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 256, int(rng.integers(1, 60))).tolist() for _ in range(count)]
+
+
+# --- the answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has_alone(
+    parts, run_ahead
+):
+    """In company every setting runs beside itself without a grammar."""
+    wishes = []
+    for n, settings in enumerate(SETTINGS):
+        wishes.append(Sampling(max_tokens=30, seed=n, grammar=DIGITS, **settings))
+        wishes.append(Sampling(max_tokens=12, seed=n, ignore_eos=True, **settings))
+    asks = list(zip(prompts(len(wishes)), wishes, strict=True))
+    with Engine(*parts, slots=7, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+        tap = Tap(engine)
+        handles = [engine.submit(*ask) for ask in asks]
+        engine.wait(lambda: all(handle.finish_reason for handle in handles))
+    with Engine(*parts, slots=1, max_len=128, chunk=64, reuse=False) as engine:
+        lonely = Tap(engine)
+        for handle, ask in zip(handles, asks, strict=True):
+            alone = engine.submit(*ask)
+            assert alone.result().tokens == handle.tokens
+            assert lonely.of(alone).tobytes() == tap.of(handle).tobytes()
+            assert alone.logprobs == handle.logprobs
+    for handle in handles[::2]:
+        assert handle.finish_reason == "stop" and re.fullmatch("[0-9]{8}", handle.text)
+    assert len({handle.text for handle in handles[::2]}) > len(SETTINGS) / 2
+
+
+def test_log_probabilities_are_those_of_the_allowed_tokens(engine):
+    """What is forbidden has the probability 0, and what is left adds up to 1."""
+    handle = engine.submit([1, 2, 3], Sampling(max_tokens=30, grammar=DIGITS, logprobs=12))
+    for logprob in handle.result().logprobs:
+        chances = {token: math.exp(value) for token, value in logprob.top}
+        assert abs(sum(chances.values()) - 1) < 1e-4
+        assert {token for token, chance in chances.items() if chance} <= {
+            engine.text.tokenizer.token_to_id(digit) for digit in "0123456789"
+        }
+
+
+def test_an_answer_that_is_cut_says_so_and_one_that_ends_with_its_last_token_is_complete(engine):
+    cut = engine.submit([1, 2], Sampling(max_tokens=7, grammar=DIGITS)).result()
+    assert (cut.finish_reason, len(cut.text)) == ("length", 7)
+    whole = engine.submit([1, 2], Sampling(max_tokens=8, grammar=DIGITS)).result()
+    assert (whole.finish_reason, len(whole.text)) == ("stop", 8)
+
+
+def test_a_stop_text_ends_an_answer_before_its_grammar_does(engine):
+    whole = engine.submit([1, 2], Sampling(max_tokens=30, grammar=DIGITS)).result()
+    stopped = engine.submit(
+        [1, 2], Sampling(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])
+    ).result()
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole.text[: whole.text.index(whole.text[3:5])]
+
+
+def test_the_end_token_ends_an_answer_where_the_grammar_allows_it(engine):
+    bias = {257: 1e9}  # the end token is as likely as can be
+    result = engine.submit(
+        [1], Sampling(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
+    ).result()
+    assert result.finish_reason == "stop" and len(result.text) == 3
+
+
+def test_of_several_choices_each_has_its_own_place_in_the_grammar(engine):
+    wishes = [
+        Sampling(grammar=LIST, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)
+    ]
+    handles = [engine.submit([7, 8, 9], wish) for wish in wishes]
+    answers = [handle.result() for handle in handles]
+    said = [json.loads(answer.text) for answer in answers if answer.finish_reason == "stop"]
+    assert len(said) > 2 and all(2 <= len(numbers) <= 4 for numbers in said)
+
+
+def test_a_slot_that_is_cancelled_or_reused_leaves_no_grammar(engine):
+    prompt = (prompts(1)[0] * 90)[:90]
+    first = engine.submit(prompt, Sampling(max_tokens=30, grammar=DIGITS))
+    while len(first.tokens) < 3:
+        engine.step()
+    first.cancel()
+    second = engine.submit(prompt, Sampling(max_tokens=30, grammar=DIGITS))
+    again = second.result()
+    assert again.tokens[:3] == first.tokens[:3] and again.metrics.cached_tokens > 0
+    assert first.grammar is None and second.grammar is None, "a handle may be kept for long"
+    plain = engine.submit(prompt, PLAIN).result()
+    assert not re.fullmatch("[0-9]*", plain.text)
+
+
+@pytest.mark.parametrize("place", ["in the prompt", "in the answer"])
+def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
+    """The mask is added. If it took the place of the forbidden numbers, NaN among them would pass."""
+    model, text = parts
+    token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
+    grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}
+    with Engine(poisoned(model, token), text, slots=2, max_len=64, chunk=32) as engine:
+        bad = engine.submit([1, 99, 2], Sampling(max_tokens=30, grammar=grammar))
+        assert bad.result().finish_reason == "error" and "finite" in bad.error
+        assert (
+            engine.submit([1], Sampling(max_tokens=30, grammar={"choice": ["x"]})).result().text
+            == "x"
+        )
+
+
+# --- run-ahead ----------------------------------------------------------------------------------
+
+
+def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
+    """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
+    events, begin, finish, read = [], Runner.begin, Runner.finish, nanobatch.Flight.read
+    count = {"begin": 0, "finish": 0, "read": 0}
+
+    def noted(name, function):
+        def call(*arguments):
+            count[name] += 1
+            events.append((name, count[name]))
+            return function(*arguments)
+
+        return call
+
+    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+        engine.hurries = False  # as on a GPU: not even a first token is read at once
+        monkeypatch.setattr(Runner, "begin", noted("begin", begin))
+        monkeypatch.setattr(Runner, "finish", noted("finish", finish))
+        monkeypatch.setattr(nanobatch.Flight, "read", noted("read", read))
+        for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
+            handle.result()
+    monkeypatch.undo()
+    assert count["begin"] == count["finish"] == count["read"] > 5
+    return events
+
+
+def test_without_a_grammar_a_step_is_started_whole_before_the_one_before_is_read(
+    parts, monkeypatch
+):
+    events = events_of(parts, monkeypatch, PLAIN, PLAIN)
+    steps = max(step for _, step in events)
+    for step in range(2, steps):
+        assert events.index(("finish", step)) < events.index(("read", step - 1))
+
+
+def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(parts, monkeypatch):
+    """And as soon as no row of a step has a grammar, run-ahead is whole again."""
+    events = events_of(
+        parts, monkeypatch, Sampling(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
+    )
+    steps = max(step for _, step in events)
+    waited = 0
+    for step in range(2, steps):
+        assert events.index(("begin", step)) < events.index(("read", step - 1))
+        waited += events.index(("read", step - 1)) < events.index(("finish", step))
+    assert 5 <= waited <= 7 < steps - 2
+
+
+def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
+    """Requests without one make the same calls of MLX as ever: their group has no mask."""
+    asked = []
+    mask = nanobatch.SlotState.mask
+
+    def counted(self, masks):
+        asked.append(len(masks))
+        return mask(self, masks)
+
+    monkeypatch.setattr(nanobatch.SlotState, "mask", counted)
+    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+        engine.generate([[1], [2], [3]], PLAIN)
+        assert asked == []
+        handles = [engine.submit([n], PLAIN) for n in range(3)]
+        handles.append(engine.submit([3], Sampling(max_tokens=30, grammar=DIGITS)))
+        engine.wait(lambda: all(handle.finish_reason for handle in handles))
+    assert asked == [1] * 8
+
+
+# --- who does what, and what fails --------------------------------------------------------------
+
+
+def test_a_grammar_is_made_before_submit_returns_and_never_by_the_thread_that_steps(
+    engine, monkeypatch
+):
+    makers = []
+    make = Grammar.__init__
+
+    def noted(self, matcher):
+        makers.append(threading.current_thread().name.partition("_")[0])
+        make(self, matcher)
+
+    monkeypatch.setattr(Grammar, "__init__", noted)
+    engine.sched.guess = lambda decoding, left: {}  # a guess is tried on a copy
+    with engine.serving():
+        handle = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS))
+        assert makers == ["grammar"]
+        with pytest.raises(ValueError, match="unknown name"):
+            engine.submit([1], Sampling(grammar={"lark": "start: x"}))
+        assert handle.result().finish_reason == "stop"
+    assert makers == ["grammar"]
+
+
+class PanicException(BaseException):
+    """As a panic in Rust comes to Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicException])
+@pytest.mark.parametrize("method", ["mask", "accept"])
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_grammar_that_fails_ends_its_own_request(
+    parts, monkeypatch, caplog, method, error, run_ahead
+):
+    with Engine(*parts, slots=3, max_len=64, chunk=32, run_ahead=run_ahead) as engine:
+        good = [Sampling(max_tokens=30, grammar=DIGITS), PLAIN]
+        expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
+        handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
+        bad = engine.submit([9], Sampling(max_tokens=30, grammar=DIGITS))
+        usual = getattr(Grammar, method)
+
+        def fail(self, *arguments):
+            if self is bad.grammar and len(bad.tokens) == 4:
+                raise error("out of fuel")
+            return usual(self, *arguments)
+
+        monkeypatch.setattr(Grammar, method, fail)
+        engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
+        engine.check()
+        assert bad.finish_reason == "error" and "out of fuel" in bad.error
+        assert [handle.tokens for handle in handles] == expected
+        assert (
+            engine.submit([9], Sampling(max_tokens=30, grammar=DIGITS)).result().finish_reason
+            == "stop"
+        )
+
+
+def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine_goes_on(
+    parts, monkeypatch, caplog
+):
+    with Engine(*parts, slots=2, max_len=64, chunk=32) as engine:
+        expected = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS)).result().tokens
+        handle = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS))
+        while len(handle.tokens) < 3:
+            engine.step()
+        monkeypatch.setattr(Runner, "finish", lambda *rest: 1 / 0)
+        engine.step()
+        monkeypatch.undo()
+        assert handle.finish_reason == "error" and "ZeroDivisionError" in handle.error
+        assert (
+            engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS)).result().tokens == expected
+        )
+
+
+def test_a_tap_records_no_ghost(parts):
+    """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
+    sampling = Sampling(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
+    with Engine(*parts, slots=1, max_len=128, guesses=0) as engine:
+        tap = Tap(engine)
+        handle = engine.submit([5, 6, 7], sampling)
+        handle.result()
+        engine.wait(lambda: not engine.has_work)
+        ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
+        first = engine.submit([5, 6, 7], Sampling(max_tokens=1))
+        first.result()
+    assert ghosts == 1 and len(handle.tokens) > 1
+    assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])

@@ -1,0 +1,107 @@
+"""Token for token what mlx-lm says, for every configuration that is supported, in random company.
+
+The reference reads the same folder, in float32. A whole answer is checked in one pass: if each of
+our tokens is what mlx-lm finds most likely after the prompt and our tokens before it, then by
+induction the two answers are the same.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from harness import Tap, random_asks, run_schedule
+from parity import CLOSE, CONFIGS, LLAMA3, TOKENS, compare, count, prompts_of, seed_of, whole
+
+import nanobatch
+from kernels.mlx import mx
+from models.load import read_model
+from nanobatch import Engine
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
+    settings = dict(CONFIGS[name])
+    respelled = settings.pop("reference", None)
+    seed = seed_of(name)
+    folder = make_checkpoint(tmp_path, seed=seed, **settings)
+    # Where requests run one at a time there is no company, and many steps. A tenth of the
+    # configurations shows that.
+    lonely = seed % 10 == 2
+    options = {
+        "slots": 1 + seed % 3 if lonely else 2 + seed % 7,
+        "policy": "serial" if lonely else ("continuous", "static")[seed % 2],
+        "run_ahead": seed % 5 != 4,
+        "max_len": 256,
+        "chunk": 32,
+    }
+    with Engine.load(folder, **options) as engine:
+        found = compare(engine, Reference(folder, respelled), seed, prompts_of(name))
+    print(f"\n{name}: {prompts_of(name)} prompts, {found}", file=sys.stderr)
+
+
+def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_families_that_differ_most():
+    whole, own = count()
+    assert whole >= 500 and own >= 300
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "4 bits",
+        "6 bits, tied",
+        "some layers quantized, each in its way",
+        "granite, 4 bits, tied",
+        "qwen3_moe, 4 bits",
+    ],
+)
+def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
+    """What a GPU does, where quantized products are fast: here they are slow, but as right."""
+    folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
+    with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
+        assert any(
+            getattr(layer.mlp.down, "scales", None) is not None for layer in engine.model.layers
+        )
+        compare(engine, Reference(folder), 5, prompts=6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
+    """Half precision ties often, so tokens may differ; the logits must stay within its rounding."""
+    folder = make_checkpoint(tmp_path, seed=6, dtype=dtype)
+    tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
+    ours = whole(read_model(folder, "checkpoint"), tokens, dtype)
+    error = np.abs(ours - Reference(folder).logits(tokens))
+    assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
+
+
+def test_dynamic_rope_beyond_the_trained_length_has_one_theta_for_all_sequences_of_an_engine(
+    tmp_path,
+):
+    """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
+    theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
+    reference = Reference(folder, {"rope_scaling": None, "rope_theta": theta})
+    rng = np.random.default_rng(7)
+    asks = random_asks(rng, 40, longest=200, tokens=TOKENS)
+    with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+        assert engine.model.config.Dh == 16
+        handles = run_schedule(engine, asks, rng)
+    assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 6
+    for handle, ask in zip(handles, asks, strict=True):
+        tokens, margins = reference.greedy(ask.prompt, ask.max_tokens)
+        assert min(margins) > CLOSE
+        assert handle.tokens == tokens
+
+
+def test_long_positions_stay_close_too(tmp_path):
+    """Angles grow with the position, and rounding with them."""
+    folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
+    with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
+        tap = Tap(engine)
+        handle = engine.submit(prompt, nanobatch.Sampling(max_tokens=16, ignore_eos=True))
+        handle.result()
+        expected = Reference(folder).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]
+        assert np.abs(tap.of(handle) - expected).max() < CLOSE

@@ -1,0 +1,341 @@
+"""Prompts that begin alike share what has been computed, and nobody can tell but by the time it
+takes."""
+
+import os
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from harness import Tap
+from planted_bugs import poisoned
+
+from kernels.mlx import mx
+from nanobatch import Engine, Sampling
+from sched import Scheduler
+
+CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them
+SHORT = Sampling(max_tokens=4, ignore_eos=True)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+def prefilled(engine: Engine) -> int:
+    """How many prompt tokens the engine has computed, in the steps that it remembers."""
+    return sum(stop - start for step in engine.snapshot().steps for *_, start, stop in step.prefill)
+
+
+@pytest.mark.parametrize("slots", [8, 3])
+def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(parts, slots):
+    """The first request computes the 500 tokens, the others take them over, to the last one.
+
+    The second request does not wait for the last 20 of them: they are fewer than a chunk.
+    """
+    system = tokens(500)
+    prompts = [system + tokens(20, seed=n) for n in range(1, 9)]
+    with Engine(*parts, slots=slots, max_len=640, chunk=32) as engine:
+        results = engine.generate(prompts, SHORT)
+        assert [r.metrics.cached_tokens for r in results] == [0, 480] + [500] * 6
+        assert prefilled(engine) == 8 * 520 - sum(r.metrics.cached_tokens for r in results)
+    with Engine(*parts, slots=slots, max_len=640, chunk=32, reuse=False) as plain:
+        expected = plain.generate(prompts, SHORT)
+        assert prefilled(plain) == 8 * 520
+    assert [r.tokens for r in results] == [r.tokens for r in expected]
+    assert all(r.metrics.cached_tokens == 0 for r in expected)
+
+
+def test_the_longest_match_wins_live_or_free(parts):
+    """The free slot 0 remembers 70 tokens of it, the live slot has 140, of which 135 are of use."""
+    long = tokens(140)
+    with Engine(*parts, slots=3, max_len=256, chunk=32) as engine:
+        engine.submit(long[:70], SHORT).result()
+        other = engine.submit(tokens(40, seed=9), Sampling(max_tokens=200, ignore_eos=True))
+        live = engine.submit(long, Sampling(max_tokens=100, ignore_eos=True))
+        while not live.tokens:
+            engine.step()
+        assert engine.submit([*long[:135], 1, 2, 3], SHORT).result().metrics.cached_tokens == 135
+        other.cancel(), live.cancel()
+
+
+def test_a_whole_prompt_is_never_taken_over_because_its_last_token_must_be_computed(parts):
+    with Engine(*parts, slots=2, max_len=256, chunk=32) as engine:
+        first, second = (engine.submit(tokens(64), SHORT).result() for _ in range(2))
+        assert second.metrics.cached_tokens == 63 and second.tokens == first.tokens
+
+
+def test_the_memory_that_was_not_used_for_longest_goes_first(parts):
+    a, b, c = (tokens(40, seed=n) for n in range(3))
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        for prompt in (a, b, a):
+            engine.submit(prompt, SHORT).result()
+        engine.submit(c, SHORT).result()  # takes the slot of b
+        assert engine.submit(a, SHORT).result().metrics.cached_tokens == 39
+        assert engine.submit(b, SHORT).result().metrics.cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions_are_stretched(
+    kind, tmp_path
+):
+    """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens
+    have equal rows."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    scaling = {"rope_type": kind, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    folder = make_checkpoint(
+        tmp_path,
+        rope_scaling=scaling,
+        max_position_embeddings=100,
+        original_max_position_embeddings=100,
+    )
+    opening = tokens(96)
+    prompts = [
+        opening,
+        [*opening[:80], 1],
+        opening + tokens(50, seed=1),
+        opening + tokens(60, seed=2),
+    ]
+    with Engine.load(folder, slots=1, max_len=256, chunk=32, reuse=False) as engine:
+        alone = [result.tokens for result in engine.generate(prompts, SHORT)]
+    with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+        results = [engine.submit(prompt, SHORT).result() for prompt in prompts]
+    assert [r.metrics.cached_tokens for r in results] == [0, 80, 80, 96]
+    assert [r.tokens for r in results] == alone
+
+
+def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
+    opening = tokens(64)
+    with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:
+        layer = engine.runner.slab.k[0].nbytes
+        before = mx.get_active_memory()
+        for seed in range(6):
+            handles = [engine.submit(opening + tokens(8, seed=seed + n), SHORT) for n in range(4)]
+            while any(handle.finish_reason is None for handle in handles):
+                mx.reset_peak_memory()
+                engine.step()
+                assert mx.get_peak_memory() - before < layer
+        assert (
+            sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
+        )  # three said all but the last before
+
+
+# --- a chat's next turn -------------------------------------------------------------------------
+
+
+def turns(
+    engine: Engine, first: list[int], count: int, answer: int = 30
+) -> list[tuple[int, int, list[int]]]:
+    """A conversation. For each turn: its prompt's length, how much of it was taken over, and the
+    answer."""
+    said, told = first, []
+    for turn in range(count):
+        result = engine.submit(said, Sampling(max_tokens=answer, ignore_eos=True)).result()
+        told.append((len(said), result.metrics.cached_tokens, result.tokens))
+        said = said + result.tokens + tokens(9, seed=turn + 1)
+    return told
+
+
+def test_the_next_turn_reads_only_what_is_new(parts):
+    """Of 40 + 30 tokens all but the newest have rows: 69. The next turn reads that one, and 9 that
+    are new."""
+    with Engine(*parts, slots=2, max_len=256, chunk=32) as engine:
+        told = turns(engine, tokens(40), 4)
+        assert [length for length, *_ in told] == [40, 79, 118, 157]
+        assert [cached for _, cached, _ in told] == [0, 69, 108, 147]
+        assert prefilled(engine) == 40 + 3 * 10
+    with Engine(*parts, slots=2, max_len=256, chunk=32, reuse=False) as plain:
+        assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [
+            answer for *_, answer in told
+        ]
+        assert prefilled(plain) == 40 + 79 + 118 + 157
+
+
+@pytest.mark.parametrize("kept", [35, 47, 48, 49, 68, 69, 70])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_took_over_nothing(
+    parts, copied, kept
+):
+    """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and
+    30 of an answer."""
+    longer = Sampling(max_tokens=30, ignore_eos=True)
+    with (
+        Engine(*parts, slots=2, max_len=256, chunk=32) as engine,
+        Engine(*parts, slots=2, max_len=256) as plain,
+    ):
+        taps = Tap(engine), Tap(plain)
+        first = engine.submit(tokens(40), longer)
+        said = tokens(40) + first.result().tokens
+        prompt = [*said[:kept], 271, *tokens(5, seed=3)]
+        assert 271 not in said
+        if copied:
+            live = engine.submit(said + tokens(2, seed=4), longer)
+            engine.step()
+            assert live.request.slot == first.request.slot
+        turn = engine.submit(prompt, SHORT)
+        new = plain.submit(prompt, SHORT)
+        cached = turn.result().metrics.cached_tokens, new.result().metrics.cached_tokens
+        assert cached == (min(kept, 70 if copied else 69), 0)
+        assert (turn.request.slot != first.request.slot) == copied
+        assert np.array_equal(taps[0].of(turn), taps[1].of(new))
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(parts, run_ahead):
+    """A cancelled answer's rows are as good as any. After an error none is trusted, since it may
+    not be finite."""
+    model, text = parts
+    prompt = [n % 90 for n in range(40)]
+    with Engine(
+        poisoned(model, 99), text, slots=1, max_len=256, chunk=32, run_ahead=run_ahead
+    ) as engine:
+        cancelled = engine.submit(
+            prompt, Sampling(max_tokens=50, ignore_eos=True, logit_bias={99: -1e9})
+        )
+        while len(cancelled.tokens) < 10:
+            engine.step()
+        cancelled.cancel()
+        said = [*prompt, *cancelled.tokens]
+        assert engine.submit([*said, 7], SHORT).result().metrics.cached_tokens == len(said) - 1
+        failed = engine.submit([*said, 7, 99], SHORT)
+        assert failed.result().finish_reason == "error"
+        assert [slot.remembered for slot in engine.snapshot().slots] == [0]
+        again = engine.submit(
+            [*said, 7], Sampling(max_tokens=100, ignore_eos=True, logit_bias={99: -1e9})
+        ).result()
+        assert again.metrics.cached_tokens == 0 and again.finish_reason == "length"
+
+
+def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
+    """The newest token has no row, and a request that shares nothing leaves nothing of its answer
+    behind."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        engine.submit(tokens(40), SHORT).result()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [43, 0]
+        handle = engine.submit(tokens(20, seed=1), Sampling(max_tokens=50, ignore_eos=True))
+        while len(handle.tokens) < 10:
+            engine.step()
+        handle.cancel()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [43, 20 + 9]
+        engine.drain("static")
+        engine.step()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def plain(parts):
+    with Engine(*parts, slots=16, max_len=320, reuse=False) as engine:
+        yield engine
+
+
+def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
+    """Three turns of random conversations in each other's company.
+
+    Counts tokens, answers that differ from those without reuse, and rows of answers that were taken
+    over.
+    """
+    rng = np.random.default_rng(seed)
+    slots, chunk, budget = (
+        int(rng.integers(1, 7)),
+        int(rng.choice([32, 64])),
+        int(rng.choice([1, 100, 10_000])),
+    )
+    options = {
+        "slots": slots,
+        "chunk": chunk,
+        "budget": budget,
+        "run_ahead": bool(rng.random() < 0.8),
+    }
+    opening, done, reused = tokens(70, seed=seed), [], 0
+    with Engine(*parts, max_len=320, **options) as engine:
+        # (handle, the step in which it is cancelled, its turn, the length of the prompt before)
+        going = []
+
+        def say(prompt: list[int], turn: int, before: int) -> None:
+            sampling = Sampling(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
+            cancel = engine.steps + int(rng.integers(1, 40)) if rng.random() < 0.2 else 10**9
+            going.append((engine.submit(prompt, sampling), cancel, turn, before))
+
+        for _ in range(4):
+            say(
+                opening[: int(rng.integers(0, 70))]
+                + rng.integers(0, 256, rng.integers(1, 40)).tolist(),
+                1,
+                10**9,
+            )
+        while going:
+            for talk in list(going):
+                handle, cancel, turn, before = talk
+                if engine.steps >= cancel:
+                    handle.cancel()
+                if handle.finish_reason and rng.random() < 0.5:
+                    going.remove(talk)
+                    done.append(handle)
+                    reused += max(0, handle.request.reused - before)
+                    said = [*handle.request.prompt, *handle.tokens]
+                    if rng.random() < 0.2:  # it was written in other tokens, or changed
+                        said = said[: int(rng.integers(1, len(said) + 1))]
+                    if turn < 3:
+                        more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
+                        say(said + more, turn + 1, len(handle.request.prompt))
+            engine.step()
+            engine.check()
+    alone = [plain.submit(handle.request.prompt, handle.sampling) for handle in done]
+    differ = sum(
+        handle.tokens != other.result().tokens[: len(handle.tokens)]
+        for handle, other in zip(done, alone, strict=True)
+    )
+    assert len(done) == 12
+    return sum(len(handle.tokens) for handle in done), differ, reused
+
+
+def test_conversations_in_any_company_say_what_they_say_without_reuse(parts, plain):
+    """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
+    compared, differ, reused = np.sum(
+        [conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0
+    )
+    print(
+        f"{compared:,} tokens of {12 * CONVERSATIONS} turns compared, {reused:,} rows of answers reused"
+    )
+    assert compared > 150 * CONVERSATIONS and reused > 40 * CONVERSATIONS
+    assert differ == 0
+
+
+def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, monkeypatch):
+    """The newest token of an answer has no row yet: remembered, it would be whatever the slot held
+    there."""
+
+    def differ() -> bool:
+        with Engine(*parts, slots=1, max_len=320, chunk=32) as engine:
+            turns(engine, tokens(200, seed=9), 1)
+            return [each[2] for each in turns(engine, tokens(34), 3)] != expected
+
+    expected = [answer for *_, answer in turns(plain, tokens(34), 3)]
+    assert not differ()
+    leave = Scheduler._leave_slot
+
+    def one_more(self, request):
+        leave(self, request)
+        whole = (*request.prompt, *request.answer)
+        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.reuse), len(whole))
+
+    monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
+    assert differ()
+
+
+def test_a_chat_of_messages_goes_on_behind_its_own_answer():
+    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they
+    agree they match."""
+    chat, said, told = [], [], []
+    with Engine.load("demo", slots=2, max_len=256) as engine:
+        for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):
+            chat.append({"role": "user", "content": question})
+            handle = engine.submit(chat, Sampling(max_tokens=40))
+            result = handle.result()
+            chat.append({"role": "assistant", "content": result.text})
+            prompt = list(handle.request.prompt)
+            agree = [a == b for a, b in zip(said[:-1], prompt, strict=False)]
+            told.append((result.metrics.cached_tokens, [*agree, False].index(False), len(said) - 1))
+            said = prompt + result.tokens
+    assert [cached for cached, *_ in told] == [agreed for _, agreed, _ in told]
+    assert told[1][1] == told[1][2] > 30, "the first answer is written in the same tokens again"
+    assert told[2][1] > told[1][2] + 10

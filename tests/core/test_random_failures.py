@@ -1,0 +1,310 @@
+"""Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody
+else's affair."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from planted_bugs import poisoned
+from processes import python
+from soak import SOAK, soak
+
+import nanobatch
+from kernels.mlx import mx
+from nanobatch import POLICIES, Engine, Sampling
+
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+FEW = Sampling(max_tokens=6, ignore_eos=True)
+
+
+def test_soak_of_random_requests_cancels_and_bad_input(parts):
+    """NANOBATCH_SOAK=10000 is the long form, in which memory is judged."""
+    requests = SOAK or 400
+    counts = soak(*parts, requests, seed=1)
+    assert counts["refused"] > requests / 80 and counts["cancelled"] > requests / 7
+    assert counts["compared"] > requests / 3 and counts["wrong"] == 0
+
+
+# --- what raises --------------------------------------------------------------------------------
+
+CALLS = [
+    "forward",
+    "choose",
+    "Runner.begin",
+    "Runner.finish",
+    "Runner._start",
+    "Runner._copy_prefix",
+    "Runner._padded",
+    "Runner._choose",
+    "Flight.read",
+    "Order.of",
+    "Scheduler.plan",
+    "Slab.bucket",
+    "mx.eval",
+    "mx.async_eval",
+]
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("target", CALLS)
+def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request_is_right(
+    parts, monkeypatch, target, run_ahead
+):
+    owner, _, name = target.rpartition(".")
+    owner = mx if owner == "mx" else getattr(nanobatch, owner) if owner else nanobatch
+    real = getattr(owner, name)
+    failures = 0
+    with (
+        Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine,
+        engine.serving(),
+    ):
+        expected = engine.submit([4, 5], FEW).result(timeout=60).tokens
+        for fails_at in range(12):
+            calls = iter(range(10**6))
+
+            def failing(*args, calls=calls, fails_at=fails_at, **options):
+                if next(calls) == fails_at:
+                    raise RuntimeError("the device is on fire")
+                return real(*args, **options)
+
+            monkeypatch.setattr(owner, name, failing)
+            handles = [
+                engine.submit([n] * 20 * n, Sampling(max_tokens=4, ignore_eos=True))
+                for n in (1, 2, 3)
+            ]
+            results = [handle.result(timeout=60) for handle in handles]
+            monkeypatch.setattr(owner, name, real)
+            failed = [result for result in results if result.finish_reason == "error"]
+            failures += len(failed)
+            assert all("the device is on fire" in result.error for result in failed)
+            assert all(result.finish_reason in ("error", "length") for result in results)
+            engine.check()
+            assert engine.submit([4, 5], FEW).result(timeout=60).tokens == expected
+    assert failures >= 5
+
+
+def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_its_way(
+    parts, monkeypatch
+):
+    """A's third and last token is in flight when the step after it, which holds B alone, cannot be
+    built."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
+        expected = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True)).result().tokens
+        a = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True))
+        b = engine.submit([3, 4], LONG)
+        while a.request.planned < 3:
+            engine.step()
+        assert len(a.tokens) < 3
+        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        engine.step()
+        assert a.result(timeout=60).tokens == expected and a.finish_reason == "length"
+        assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old_order(
+    parts, monkeypatch, run_ahead
+):
+    """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line:
+    they lose nothing."""
+    prompts = [[n] * 40 for n in range(1, 6)]
+    with Engine(*parts, slots=2, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
+        expected = engine.generate(prompts, LONG)
+        handles = [engine.submit(prompt, LONG) for prompt in prompts]
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            engine.step()
+        a, b, *line = handles
+        assert (
+            a.finish_reason == "error"
+            and b.request.phase == "queued"
+            and engine.snapshot().waiting == 4
+        )
+        engine.check()
+        results = [handle.result(timeout=60) for handle in handles[1:]]
+        assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
+        assert [
+            handle.id for handle in sorted(handles[1:], key=lambda handle: handle.times[0])
+        ] == [
+            b.id,
+            *(handle.id for handle in line),
+        ]
+        assert all(
+            result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results
+        )
+
+
+def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monkeypatch):
+    """Whoever waits hears of it, and later, with memory again, all is well."""
+    expected = engine.submit([4, 5], LONG).result().tokens
+    with engine.serving():
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(
+                nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+            )
+            handles = [engine.submit([4, 5], LONG) for _ in range(5)]
+            assert all(handle.result(timeout=60).finish_reason == "error" for handle in handles)
+        assert engine.submit([4, 5], LONG).result(timeout=60).tokens == expected
+    engine.check()
+
+
+# --- numbers that are not finite ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "cancel"])
+def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
+    """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets
+    the slot."""
+    model, text = parts
+    with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
+        first = engine.submit([7] * 40, LONG).result().tokens[0]
+        alone = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True)).result().tokens
+    bad = poisoned(model, first)  # as soon as it has said its first token, its next row is NaN
+    with Engine(bad, text, slots=1, max_len=128, chunk=32) as engine:
+        settings = Sampling(max_tokens=20, stop=[first]) if ends_by == "stop" else LONG
+        a = engine.submit([7] * 40, settings)
+        while not a.tokens:
+            engine.step()
+        a.cancel()
+        b = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True))
+        b.result()
+        said = alone[: alone.index(first) + 1] if first in alone else alone
+        assert b.tokens == said, "the next owner was poisoned"
+
+
+def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
+    """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes
+    later still."""
+    model, text = parts
+    good = Sampling(max_tokens=60, ignore_eos=True)
+    with Engine(
+        poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False
+    ) as engine:
+        alone = engine.submit([5, 6, 7], good).result().tokens
+        bad = engine.submit([99] * 100, good)
+        begin = engine.runner.begin
+
+        def cancel_first(order):
+            bad.cancel()
+            engine.runner.begin = begin
+            return begin(order)
+
+        engine.runner.begin = cancel_first
+        engine.step()
+        assert engine.submit([5, 6, 7], good).result().tokens == alone
+
+
+# --- the end of the program ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("load"),
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+    )
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
+def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(large, delay):
+    code = f"""
+import threading, time
+from nanobatch import Engine
+threading.Thread(target=Engine.load, args=({str(large)!r},), daemon=True).start()
+time.sleep({delay})
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+# --- found by trying to break it ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatch, policy):
+    with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
+        expected = engine.submit([4, 5], LONG).result().tokens
+        a, b = (
+            engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)),
+            engine.submit([4, 5], LONG),
+        )
+        while a.request.planned < 2:
+            engine.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
+            engine.step()
+        assert a.finish_reason == "error" and b.result(timeout=60).tokens == expected
+
+
+def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
+    """The chunk is in flight when the request is cancelled. On a GPU its padding is written,
+    too."""
+    model, text = parts
+    good = Sampling(max_tokens=95, ignore_eos=True)
+    with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64) as engine:
+        alone = engine.submit([5, 6, 7], good).result().tokens
+        bad = engine.submit([99] * 90, Sampling(max_tokens=5))
+        while not bad.request.planned:
+            engine.step()
+        bad.cancel()
+        assert engine.submit([5, 6, 7], good).result().tokens == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0, "top_k": 2**63},
+        {"temperature": 10**6},
+        {"temperature": 1e-46},
+        {"logit_bias": {5: 10**9}},
+    ],
+)
+def test_settings_at_their_limits_disturb_nobody(engine, settings):
+    expected = engine.submit([1, 2], LONG).result().tokens
+    odd, good = (
+        engine.submit([1, 2], Sampling(max_tokens=9, **settings)),
+        engine.submit([1, 2], LONG),
+    )
+    assert odd.result().finish_reason in ("length", "stop") and good.result().tokens == expected
+    if settings == {"temperature": 1e-46}:
+        assert odd.tokens == expected[: len(odd.tokens)]
+
+
+def test_what_was_checked_at_submit_cannot_be_changed_after(engine):
+    bias = {5: 1.0}
+    sampling = Sampling(logit_bias=bias)
+    bias[100_000] = 1.0
+    assert dict(sampling.logit_bias) == {5: 1.0}
+    with pytest.raises(TypeError):
+        sampling.logit_bias[100_000] = 1.0
+
+
+def test_result_may_wait_for_ever(engine):
+    with engine.serving():
+        assert engine.submit([1], LONG).result(timeout=float("inf")).finish_reason == "length"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [10, 40, 70])
+def test_what_is_not_finite_is_not_kept_after_a_cancel(parts, value, at):
+    """The chunks before it are, and the next owner of the slot says what it says alone."""
+    model, text = parts
+    weight = np.array(model.table.weight)
+    weight[99, 0] = value
+    spoiled = replace(model, table=model.table._replace(weight=mx.array(weight)))
+    good = [n % 90 for n in range(130)]
+    with Engine(spoiled, text, slots=1, max_len=256, chunk=32, budget=1) as engine:
+        settings = Sampling(max_tokens=20, ignore_eos=True, logit_bias={99: -100})
+        alone = engine.submit(good, settings).result().tokens
+        engine.submit([5], settings).result()
+        bad = engine.submit([*good[:at], 99, *good[at:]], settings)
+        for _ in range(4):
+            engine.step()
+        bad.cancel()
+        again = engine.submit(good, settings).result()
+        assert again.metrics.cached_tokens == at // 32 * 32 and again.tokens == alone

@@ -1,0 +1,256 @@
+"""The device half alone: it is handed orders in plain numbers, and the same orders give the same
+bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from harness import random_asks
+
+from kernels.mlx import device_lock, device_stream, mx
+from models.memory import Sizes
+from nanobatch import Engine, Order, Picks, Prefill, Runner, Sampling
+from sampling import Pick
+
+SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
+KINDS = [
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.7},
+    {"logprobs": 3, "logit_bias": {5: 2.0}},
+    {"temperature": 2.0, "min_p": 0.05, "seed": 7, "logprobs": 0},
+    {"temperature": 0.9, "top_p": 0.8},
+]
+
+
+class Recorded:
+    """What a runner was told, and what came of it."""
+
+    def __init__(self, runner: Runner):
+        self.runner, self.steps, self.tokens, self.logprobs = runner, [], [], []
+
+    @property
+    def orders(self) -> list[Order]:
+        return [order for order, _ in self.steps]
+
+    @property
+    def picks(self) -> list[Picks]:
+        return [picks for _, picks in self.steps]
+
+    def play(self, order: Order, picks: Picks) -> None:
+        tokens, logprobs = self.runner.run(order, picks).read()
+        self.tokens.append(tokens)
+        self.logprobs.append(logprobs)
+
+    def play_all(self, steps: list[tuple[Order, Picks]]) -> Recorded:
+        with device_lock, device_stream():
+            for step in steps:
+                self.play(*step)
+        return self
+
+    @property
+    def slab(self) -> list[bytes]:
+        slab = self.runner.slab
+        return [np.array(array).tobytes() for array in (*slab.k, *slab.v)]
+
+
+@pytest.fixture(scope="module")
+def record(parts) -> Recorded:
+    """A real engine's life: random prompts that begin alike, chunks, copies of prefixes, every kind
+    of sampling."""
+    model, text = parts
+    rng = np.random.default_rng(4)
+    asks = random_asks(rng, 36, longest=120, tokens=14, alike=0.7)
+    with Engine(model, text, **SIZES._asdict()) as engine:
+        handles = []
+        recorded, finish = Recorded(engine.runner), engine.runner.finish
+
+        def reading(begun, picks):
+            recorded.steps.append((begun.order, picks))
+            flight = finish(begun, picks)
+            tokens, logprobs = flight.read()
+            recorded.tokens.append(tokens)
+            recorded.logprobs.append(logprobs)
+            return flight
+
+        engine.runner.finish = reading
+        for n, ask in enumerate(asks):
+            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[
+                n % len(KINDS)
+            ]
+            handles.append(engine.submit(ask.prompt, Sampling(**settings)))
+            for _ in range(n % 3):
+                engine.step()
+            if n % 7 == 6:
+                # The youngest, so that its slot is scrubbed
+                handles[[*engine.sched.running][-1] - 1].cancel()
+        while engine.step():
+            pass
+        yield recorded
+
+
+def test_the_record_holds_everything_that_an_order_can_say(record):
+    orders = record.orders
+    assert sum(bool(order.scrubs) for order in orders) >= 1
+    assert (
+        sum(len(order.prefills) > 1 for order in orders) > 5
+        and sum(len(order.decodes) > 1 for order in orders) > 20
+    )
+    assert sum(prefill.source is not None for order in orders for prefill in order.prefills) > 2
+    asked = [[prefill.asked for prefill in order.prefills] for order in orders]
+    assert sum(any(each) and not all(each) for each in asked) > 2, (
+        "no pass in which only some chunks end their prompts"
+    )
+    assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
+    picks = [pick for each in record.picks for pick, *_ in each.values()]
+    assert {pick.sampling.group for pick in picks} >= {
+        "greedy",
+        "edited",
+        "open",
+        "short list",
+        "long list",
+    }
+    assert sum(bool(pick.before) for pick in picks) > 3
+
+
+def test_an_order_says_who_samples_and_nothing_else_does(record):
+    compared = 0
+    for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
+        decoding = [slot for slot, *_ in order.decodes]
+        slots = [*(prefill.slot for prefill in order.prefills), *decoding]
+        asked = {*(prefill.slot for prefill in order.prefills if prefill.asked), *decoding}
+        assert picks.keys() == asked
+        assert len(set(slots)) == len(slots), "a slot moves on by two units"
+        said = {slot for slot, rows in enumerate(tokens) if max(rows) >= 0}
+        assert said == asked
+        compared += len(asked)
+    assert compared > 100
+
+
+@pytest.mark.parametrize("clock", ["steady", "wild"])
+def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock_says(
+    parts, record, clock
+):
+    rng = random.Random(1)
+    options = {} if clock == "steady" else {"clock": lambda: rng.uniform(-1e9, 1e9)}
+    played = Recorded(Runner(parts[0], SIZES, **options)).play_all(record.steps)
+    assert played.tokens == record.tokens
+    assert played.logprobs == record.logprobs
+    assert played.slab == record.slab
+
+
+def test_a_runner_that_is_reset_is_as_good_as_new(parts, record):
+    played = Recorded(Runner(parts[0], SIZES))
+    played.play_all(record.steps[::-1][:10])  # nonsense: what they refer to was never written
+    with device_lock, device_stream():
+        played.runner.reset()
+    played.tokens.clear()
+    played.play_all(record.steps)
+    assert played.tokens == record.tokens and played.slab == record.slab
+
+
+def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
+    """The engine runs ahead: it starts a step before it has read the one before."""
+    with device_lock, device_stream():
+        runner, flights = Runner(parts[0], SIZES), []
+        for step in record.steps:
+            flights.append(runner.run(*step))
+        assert [flight.read()[0] for flight in flights] == record.tokens
+        runner.slab.check()
+
+
+def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record, monkeypatch):
+    """How tokens are gathered into passes and windows is a matter of speed alone."""
+
+    def one_by_one(order: Order) -> list:
+        return [([prefill], ()) for prefill in order.prefills] + [
+            ([], (decode,)) for decode in order.decodes
+        ]
+
+    monkeypatch.setattr(Order, "passes", one_by_one)
+    played = Recorded(Runner(parts[0], SIZES)).play_all(record.steps)
+    assert played.tokens == record.tokens and played.logprobs == record.logprobs
+    assert played.slab == record.slab
+
+
+def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write(record):
+    """Each chunk is in one pass, in its turn, and all decoding sequences are in the last one."""
+    copies = 0
+    for order in record.orders:
+        passes = order.passes()
+        assert [prefill for chunks, _ in passes for prefill in chunks] == order.prefills
+        assert [decodes for _, decodes in passes] == [()] * (len(passes) - 1) + [order.decodes]
+        for chunks, _ in passes:
+            written = set()
+            for prefill in chunks:
+                assert prefill.source not in written
+                written.add(prefill.slot)
+        copies += sum(prefill.source is not None for prefill in order.prefills)
+    idle = sum(len(order.prefills) + len(order.decodes) < SIZES.slots for order in record.orders)
+    assert copies > 1 and idle > 10
+
+
+def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
+    first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
+    copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
+    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),))
+    assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
+
+
+def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other(parts, record):
+    """The head is the widest weight there is."""
+    sizes = []
+    model = replace(parts[0], head=lambda x: sizes.append(len(x)) or parts[0].head(x))
+    with device_lock, device_stream():
+        played = Recorded(Runner(model, SIZES))
+        for order, picks in record.steps:
+            sizes.clear()
+            played.play(order, picks)
+            rows = sum(map(len, picks.values()))
+            assert sum(sizes) == rows and len(sizes) <= len(order.passes())
+            assert 0 not in sizes
+        assert played.tokens == record.tokens
+
+
+def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
+    """With a clock that ticks once a reading: all three are there, and together they are all of the
+    time, but for what passes between the two halves of a step."""
+    ticks = iter(range(10**6))
+    with device_lock, device_stream():
+        runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
+        began = next(ticks)
+        chunk = Prefill(2, (7, 8, 9), 0, None, True)
+        flight = runner.run(Order((), (chunk,), ()), {2: [Pick(2, Sampling(), 0, 0)]})
+        assert flight.began == began + 1 and flight.build_s > 0
+        assert flight.device_s == 2  # the forward pass was started, then the sampling
+        assert flight.wait_s == 1  # for the pass before
+        between = 1
+        took = next(ticks) - 1 - flight.began - between
+        assert flight.build_s + flight.device_s + flight.wait_s == took
+        tokens, logprobs = flight.read()
+        assert tokens[2] >= [0] and [*tokens[:2], *tokens[3:]] == [[-1]] * 3 and logprobs == {}
+
+
+def test_warming_up_leaves_no_trace(parts, record):
+    runner = Runner(parts[0], SIZES)
+    runner.warm_up()
+    assert Recorded(runner).play_all(record.steps[:20]).tokens == record.tokens[:20]
+
+
+def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
+    """What its last layer reads is never computed. Kept, it held the arrays, and the next write
+    copied them."""
+    sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
+    with device_lock, device_stream():
+        runner = Runner(parts[0], sizes)
+        runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), ()), {}).read()
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner.run(Order(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}).read()
+        mx.synchronize()
+        assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes

@@ -1,0 +1,592 @@
+"""Each request's tokens are chosen as it asked: by mlx-lm's definitions, and whoever its neighbours
+are."""
+
+import math
+
+import mlx_lm.sample_utils as peer
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+
+import sampling
+from kernels.mlx import mx
+from models.load import read_model
+from nanobatch import Engine, Model, Sampling, Text
+from sampling import Pick, SlotState, choose, edit
+
+DRAWS = 20_000
+V = 272
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def parts(folder) -> tuple[Model, Text]:
+    return read_model(folder), Text(folder, V)
+
+
+@pytest.fixture(params=["sorted", "bisected"])
+def how(request, monkeypatch) -> str:
+    """A vocabulary as small as that of the tests is sorted for a long list. A larger one would be
+    bisected."""
+    monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if request.param == "sorted" else 0)
+    return request.param
+
+
+# --- the definitions ----------------------------------------------------------------------------
+
+OPTIONS = {
+    "temperature": {"temperature": 0.7},
+    "high temperature": {"temperature": 2.5},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_k beyond the short list": {"temperature": 2.0, "top_k": 100},
+    "top_k of one": {"temperature": 1.0, "top_k": 1},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "a small top_p": {"temperature": 1.0, "top_p": 0.05},
+    "min_p": {"temperature": 1.5, "min_p": 0.1},
+    "top_p and a top_k beyond the short list": {"temperature": 3.0, "top_p": 0.97, "top_k": 70},
+    "top_p, then top_k": {"temperature": 0.9, "top_p": 0.9, "top_k": 6},
+    "top_p, min_p, top_k": {"temperature": 1.3, "top_p": 0.95, "min_p": 0.05, "top_k": 8},
+    "logit_bias": {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -2.0, 11: -1000.0}},
+}
+
+
+def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
+    """What mlx-lm's processors and filters make of the logits, and the temperature after them."""
+    x = mx.array(logits)[None]
+    for process in peer.make_logits_processors(logit_bias=options.get("logit_bias")):
+        x = process(mx.array([0]), x)
+    x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+    if options.get("top_p", 1) < 1:
+        x = peer.apply_top_p(x, options["top_p"])
+    if options.get("min_p"):
+        x = peer.apply_min_p(x, options["min_p"])
+    if options.get("top_k"):
+        x = peer.apply_top_k(x, options["top_k"])
+    return np.array(mx.softmax(x / options["temperature"], axis=-1)[0], dtype=np.float64)
+
+
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *[(name, "sorted") for name in OPTIONS],
+        *[
+            (name, "bisected")
+            for name, options in OPTIONS.items()
+            if Sampling(**options).group == "long list"
+        ],
+    ],
+    indirect=["how"],
+)
+def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definition(name, how):
+    """Each token's count lies within five standard deviations, and no token comes that mlx-lm would
+    filter."""
+    options = OPTIONS[name]
+    logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
+    expected = expected_distribution(logits, options)
+    counts = np.zeros(V)
+    batch, asked = 500, Sampling(**options)
+    for start in range(0, DRAWS, batch):
+        picks = [Pick(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
+        tokens, _ = choose(
+            mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotState(batch, V)
+        )
+        counts += np.bincount(np.array(tokens), minlength=V)
+    assert counts.sum() == DRAWS
+    assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
+    deviation = np.abs(counts - DRAWS * expected) / np.sqrt(DRAWS * expected * (1 - expected) + 1)
+    assert deviation.max() < 5, f"token {deviation.argmax()}"
+    # All tokens together, by the chi-square over those that are not rare: its mean is the degrees
+    # of freedom.
+    common = expected * DRAWS > 5
+    if common.sum() > 1:
+        chi2 = ((counts - DRAWS * expected) ** 2 / (DRAWS * expected + 1e-30))[common].sum()
+        assert chi2 < common.sum() + 5 * math.sqrt(2 * common.sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 0.7},
+        {"logit_bias": {5: 3.0, 100: -50.0}},
+        {"repetition_penalty": 3.0, "logit_bias": {9: 2.5}},
+    ],
+)
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, options, length):
+    """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
+    prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
+    reference, tokens = Reference(folder), []
+    processors = peer.make_logits_processors(**options)
+    for _ in range(30):
+        x = mx.array(reference.logits(prompt + tokens)[-1:])
+        for process in processors:
+            x = process(mx.array(prompt + tokens), x)
+        tokens.append(int(mx.argmax(x[0]).item()))
+    with Engine(*parts, slots=3, max_len=128, chunk=32) as engine:
+        neighbour = engine.submit([1, 2], Sampling(max_tokens=25, repetition_penalty=1.2))
+        handle = engine.submit(prompt, Sampling(max_tokens=30, ignore_eos=True, **options))
+        assert handle.result().tokens == tokens
+        neighbour.result()
+
+
+def test_the_penalties_count_the_tokens_of_the_answer_and_no_other():
+    """A short answer is filled up with its first token, which must not count again."""
+    asked = Sampling(presence_penalty=1.0, frequency_penalty=0.5)
+    answers = [(), (5,), (5, 6, 5)]
+    picks = [Pick(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)]
+    x = edit(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
+    assert x[0] == [0] * 8
+    assert x[1] == [0, 0, 0, 0, 0, -1.5, 0, 0]
+    assert x[2] == [0, 0, 0, 0, 0, -2.0, -1.5, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 1.4},
+        {"frequency_penalty": 0.6},
+        {"frequency_penalty": -0.3, "presence_penalty": 2},
+        {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    ],
+)
+def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(folder, parts, options):
+    """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
+    and `presence_penalty` once. The prompt does not count."""
+    prompt = [7, 7, 9]
+    reference = Reference(folder)
+    tokens = []
+    (process,) = peer.make_logits_processors(
+        repetition_penalty=options.get("repetition_penalty", 1.0001)
+    )
+    for _ in range(90):  # more than a block of 64
+        x = reference.logits(prompt + tokens)[-1].copy()
+        for token, bias in options.get("logit_bias", {}).items():
+            x[token] += bias
+        if "repetition_penalty" in options:
+            x = np.array(process(mx.array(prompt + tokens), mx.array(x)[None])[0])
+        counts = np.bincount(tokens, minlength=len(x)) if tokens else np.zeros(len(x))
+        x -= options.get("presence_penalty", 0) * (counts > 0)
+        x -= options.get("frequency_penalty", 0) * counts
+        tokens.append(int(x.argmax()))
+    plain = Sampling(max_tokens=90, ignore_eos=True)
+    asked = Sampling(max_tokens=90, ignore_eos=True, **options)
+    for run_ahead in (True, False):
+        with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+            neighbours = [
+                engine.submit([1, 2], Sampling(max_tokens=n, frequency_penalty=1)) for n in (5, 70)
+            ]
+            handle = engine.submit(prompt, asked)
+            again = engine.submit(prompt, asked)
+            assert handle.result().tokens == tokens
+            assert again.result().tokens == tokens  # in a slot that another answer had
+            assert engine.submit(prompt, plain).result().tokens != tokens
+            assert all(neighbour.result().finish_reason for neighbour in neighbours)
+
+
+# --- large vocabularies, ties, and what is not finite -------------------------------------------
+
+KINDS = {
+    "greedy": {},
+    "open": {"temperature": 0.8},
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=20": {"logprobs": 20},
+    "logit_bias": {"logit_bias": {token: (token % 7) - 3.0 for token in range(200)}},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -0.7, "temperature": 0.6},
+    "top_k": {"temperature": 1.0, "top_k": 40},
+    "a large top_k": {"temperature": 1.3, "top_k": 90},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "a short list of everything": {
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "logprobs": 5,
+    },
+    "all": {
+        "temperature": 1.1,
+        "top_k": 80,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "logprobs": 3,
+        "logit_bias": {5: 2.0, 8: -1000.0},
+    },
+}
+
+
+def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
+    """A pick for each kind, in slots of their own, from `at` on."""
+    return [
+        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3))
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int, tuple]:
+    """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
+    tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
+    measured = {pick.slot: (own, top) for part in parts for pick, own, top, _ in part.read()}
+    found = {}
+    for pick, token in zip(picks, tokens.tolist(), strict=True):
+        own, top = measured.get(pick.slot, (None, ()))
+        found[pick.slot] = token, own, top[: pick.sampling.logprobs]
+    return found
+
+
+@pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
+def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
+    """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every
+    kind of sampling."""
+    rng = np.random.default_rng(size)
+    kinds = [kind for kind in KINDS if size > 200 or kind != "logit_bias"]
+    logits = (rng.standard_normal((len(kinds), size)) * 2).astype(np.float32)
+    alone = {
+        pick.slot: outcome(logits[i : i + 1], [pick])[pick.slot]
+        for i, pick in enumerate(picks_of(kinds))
+    }
+    assert all(0 <= token < size for token, *_ in alone.values())
+    for count in (2, 5, len(kinds)):
+        some = rng.permutation(len(kinds))[:count]
+        picks = [picks_of(kinds)[i] for i in some]
+        for slot, found in outcome(logits[some], picks).items():
+            assert found == alone[slot], kinds[slot]
+    for i, kind in enumerate(kinds):  # among those who want the same
+        neighbours = picks_of([kind] * 16)
+        place = int(rng.integers(16))
+        neighbours[place] = picks_of(kinds)[i]._replace(slot=place)
+        rows = (rng.standard_normal((16, size)) * 2).astype(np.float32)
+        rows[place] = logits[i]
+        assert outcome(rows, neighbours)[place] == alone[i], kind
+
+
+@pytest.mark.parametrize(
+    "size, k", [(5, 5), (64, 20), (271, 3), (320, 64), (5_003, 1), (5_003, 100), (152_064, 20)]
+)
+@pytest.mark.parametrize("levels", [2, 40, 10**9])
+def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest_ids(
+    size, k, levels
+):
+    """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all
+    are equal."""
+    gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
+    gaps[1, : size // 2] = math.inf
+    found = np.array(sampling.likeliest(mx.array(gaps), k))
+    assert np.array_equal(found, np.argsort(gaps, axis=-1, kind="stable")[:, :k])
+
+
+def test_bisection_keeps_what_a_sort_would_keep():
+    """And the filters' strictest decides, whichever it is, in the same step for all rows."""
+    rng, compared = np.random.default_rng(8), 0
+    for levels, widest in [(3, 9), (50, 9), (10**6, 9), (10**6, 1e-3), (10**6, 900)]:
+        x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(widest / levels)
+        settings = [
+            Sampling(
+                temperature=1,
+                top_k=int(rng.choice([0, 1, 66, 200, 640, 10**9])),
+                top_p=float(rng.choice([1, 1 - 1e-6, 0.997, 0.61, 0.3, 1e-3, 1e-60])),
+                min_p=float(rng.choice([0, 0.001, 0.2, 1])),
+            )
+            for _ in x
+        ]
+        spread = sampling.Spread.of(mx.array(x))
+        filters = sampling.Filters.of(spread, settings)
+        order = sampling.likeliest(spread.gap, 640)
+        first = sampling.keep_first(spread.only(order), filters)
+        wanted = np.zeros(x.shape, bool)
+        np.put_along_axis(wanted, np.array(order).astype(int), np.array(first), axis=-1)
+        kept = np.array(sampling.keep_nearest(spread, filters))
+        for gap in filters.gaps:  # `draw` applies these, to whatever the others keep
+            near = np.array(spread.gap <= gap)
+            wanted &= near
+            kept &= near
+        for row, setting in enumerate(settings):
+            assert np.array_equal(kept[row], wanted[row]), setting
+        assert kept.any(axis=-1).all()
+        compared += len({int(count) for count in kept.sum(axis=-1)})
+    assert compared > 30
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        # 0.25 each: the third has 0.5 above it, which is not less than 0.5
+        ({"top_p": 0.5}, [2, 3]),
+        ({"top_p": 0.51}, [2, 3, 66]),
+        ({"top_k": 3}, [2, 3, 66]),
+        ({"top_k": 65}, [2, 3, 66, 69]),
+        ({"min_p": 1.0}, [2, 3, 66, 69]),
+        ({"top_p": 0.8, "top_k": 65}, [2, 3, 66, 69]),
+        ({"top_p": 0.7, "top_k": 2, "min_p": 0.5}, [2, 3]),
+    ],
+)
+def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, kept, how):
+    logits = np.full((200, V), -40, np.float32)
+    logits[:, [2, 3, 66, 69]] = 1
+    picks = [Pick(i, Sampling(temperature=1, **options), seed=1, index=i) for i in range(200)]
+    tokens, _ = choose(mx.array(logits), picks, SlotState(200, V))
+    assert sorted(set(tokens.tolist())) == kept
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(kind, bad, how):
+    """In the middle of a row, too, where comparisons pass over NaN in silence."""
+    logits = np.random.default_rng(2).standard_normal((3, V)).astype(np.float32)
+    good = outcome(logits, picks_of([kind] * 3))
+    if isinstance(bad, str):
+        logits[1] = float(bad.split()[1])
+    else:
+        logits[1, 130] = bad
+    found = outcome(logits, picks_of([kind] * 3))
+    assert found[1][0] == -1 and (found[0], found[2]) == (good[0], good[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
+    """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of
+    it among them."""
+    logits = np.full((100, V), -math.inf, np.float32)
+    logits[:, [70, 71, 200]] = [1, 2, 1.5]
+    picks = [pick._replace(index=i, before=()) for i, pick in enumerate(picks_of([kind] * 100))]
+    found = outcome(logits, picks, slots=100)
+    tokens = {token for token, *_ in found.values()}
+    assert tokens <= {70, 71, 200} and (len(tokens) > 1) == (picks[0].sampling.temperature > 0)
+
+
+def test_small_weights_are_not_lost_beside_a_large_one():
+    """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32
+    sum that has reached 1 does not grow by 1e-8 any more, however often it is added."""
+    weights = np.full((1, 152_000), 1e-8, np.float32)
+    weights[0, 0] = 1
+    draws = [
+        sampling.land(mx.array(weights), mx.array([[u]])).item()
+        for u in (0.5, 0.998, 0.999, 0.9999)
+    ]
+    assert draws[:2] == [0, 0] and draws[2:] == pytest.approx([51_900, 141_985], rel=0.01)
+
+
+@pytest.mark.parametrize("size", [64, 320, 4_160, 152_064])
+def test_a_token_lands_where_the_running_sum_passes_the_mark_and_never_on_one_without_weight(size):
+    rng = np.random.default_rng(size)
+    rows = np.arange(40)
+    weights = rng.random((40, size), np.float32) * (rng.random((40, size), np.float32) < 0.2)
+    weights[:, -1] = 0
+    u = rng.integers(0, 2**22, 40)
+    u[:4] = [0, 1, 2**22 - 2, 2**22 - 1]
+    u = ((u + 0.5) / 2**22).astype(np.float32)
+    places = np.array(sampling.land(mx.array(weights), mx.array(u)[:, None]))[:, 0]
+    sums = weights.astype(np.float64).cumsum(axis=-1)
+    found = sums[rows, places]
+    share, before = found / sums[:, -1], (found - weights[rows, places]) / sums[:, -1]
+    assert (weights[rows, places] > 0).all()
+    assert (before - 1e-6 <= u).all() and (u <= share + 1e-6).all()
+
+
+def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
+    """It took ten steps' time. Most of what is sorted are a few thousand numbers."""
+    size, longest = 152_064, []
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        real = getattr(mx, name)
+
+        def spy(x, *args, real=real, **options):
+            longest.append(x.shape[-1])
+            return real(x, *args, **options)
+
+        monkeypatch.setattr(mx, name, spy)
+    outcome(np.zeros((len(KINDS), size), np.float32), picks_of(list(KINDS)))
+    assert longest and max(longest) < size / 50
+
+
+def test_a_bias_is_built_once_a_request_and_no_other_request_gets_it():
+    """100,000 entries took a second in each step."""
+    state, bias = SlotState(2, V), {5: 1.0}
+    first, same, other = (Pick(0, Sampling(logit_bias=bias), 0, 0) for _ in range(3))
+    same = same._replace(sampling=first.sampling, index=7)
+    built = state.bias(first)
+    assert state.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
+    assert state.bias(other) is not built
+    assert not state.bias(Pick(0, Sampling(), 0, 0)).any()
+
+
+def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
+    wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
+    with Engine(*parts, slots=1, max_len=64) as engine:
+        plain, *results = [
+            engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True, logit_bias=bias))
+            .result()
+            .tokens
+            for bias in wishes
+        ]
+    assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
+
+
+# --- in company ---------------------------------------------------------------------------------
+
+EIGHT = [
+    Sampling(max_tokens=24, ignore_eos=True),
+    Sampling(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
+    Sampling(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
+    Sampling(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
+    Sampling(
+        max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3
+    ),
+    Sampling(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
+    Sampling(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
+    Sampling(
+        max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0
+    ),
+]
+
+
+def fingerprint(result) -> tuple:
+    return result.tokens, result.text, result.finish_reason, result.logprobs
+
+
+@pytest.mark.parametrize("slots", [8, 3])
+def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(parts, slots):
+    prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
+    with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
+        alone = [
+            fingerprint(engine.submit(*pair).result()) for pair in zip(prompts, EIGHT, strict=True)
+        ]
+        assert len({tuple(tokens) for tokens, *_ in alone}) == 8
+        for order in (range(8), reversed(range(8)), [3, 1, 7, 5, 0, 2, 6, 4]):
+            handles = {n: engine.submit(prompts[n], EIGHT[n]) for n in order}
+            for n, handle in handles.items():
+                assert fingerprint(handle.result()) == alone[n], f"request {n} of {slots} slots"
+
+
+def test_a_penalty_is_none_of_a_longer_answers_business_beside_it(parts):
+    """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
+    wishes = [
+        Sampling(max_tokens=90, ignore_eos=True, logprobs=0),
+        Sampling(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
+    ]
+    with Engine(*parts, slots=2, max_len=128) as engine:
+        alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
+        longer = engine.submit([1, 2], wishes[0])
+        engine.wait(lambda: len(longer.tokens) > 70)
+        shorter = engine.submit([1, 2], wishes[1])
+        assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
+
+
+def test_seeds_make_answers_repeat_and_differ(parts):
+    hot = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
+    with Engine(*parts, slots=4, max_len=128) as engine:
+        seeded = [engine.submit([1, 2], Sampling(seed=5, **hot)) for _ in range(3)]
+        assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
+        others = [
+            engine.submit([1, 2], Sampling(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
+        ]
+        assert len({tuple(handle.result().tokens) for handle in others}) == 5
+        unseeded = [engine.submit([1, 2], Sampling(**hot)) for _ in range(5)]
+        assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
+
+
+def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
+    """And a mixed one runs one sampler for each kind of work, not one for each row."""
+    calls = []
+    real = sampling.draw
+    monkeypatch.setattr(
+        sampling,
+        "draw",
+        lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
+    )
+    with Engine(*parts, slots=8, max_len=128) as engine:
+        monkeypatch.setattr(sampling, "edit", lambda *args: pytest.fail("a greedy row was edited"))
+        engine.generate([[n] for n in range(8)], Sampling(max_tokens=5, ignore_eos=True))
+        assert not calls
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            sampling,
+            "draw",
+            lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
+        )
+        hot = Sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)
+        engine.generate([[n] for n in range(8)], hot)
+        assert ("open", 8) in calls
+
+
+def test_logprobs_are_those_of_the_model(folder, parts):
+    with Engine(*parts, slots=2, max_len=128) as engine:
+        neighbour = engine.submit([4], Sampling(max_tokens=12, logprobs=1, ignore_eos=True))
+        result = engine.submit(
+            [1, 2, 3], Sampling(max_tokens=12, logprobs=5, ignore_eos=True)
+        ).result()
+        plain = engine.submit([1, 2, 3], Sampling(max_tokens=12, ignore_eos=True)).result()
+        assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
+    assert plain.logprobs is None and plain.tokens == result.tokens
+    logits = Reference(folder).logits([1, 2, 3, *result.tokens[:-1]])[2:].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert len(result.logprobs) == 12
+    for token, entry, row in zip(result.tokens, result.logprobs, expected, strict=True):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+        assert entry.top[0][0] == token and len(entry.top) == 5
+        assert [value for _, value in entry.top] == pytest.approx(
+            np.sort(row)[::-1][:5].tolist(), abs=1e-4
+        )
+
+
+def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
+    with Engine(*parts, slots=1, max_len=100) as engine:
+        result = engine.submit([1] * 10, Sampling(max_tokens=None, ignore_eos=True)).result()
+        assert len(result.tokens) == 90 and result.finish_reason == "length"
+        with pytest.raises(ValueError, match=r"100.*100"):
+            engine.submit([1] * 100, Sampling(max_tokens=None))
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, math.nan, math.inf, 2**63, "hot", True)],
+        *[("top_p", value) for value in (0, 0.0, -1, 1.01, math.nan, None)],
+        *[("top_k", value) for value in (-1, 1.5, "all", True)],
+        *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+        *[("seed", value) for value in (1.5, "x", True, 2**64)],
+        *[("repetition_penalty", value) for value in (0, -1, math.nan, math.inf)],
+        *[("presence_penalty", value) for value in (2.1, -3, math.nan, "x")],
+        *[("frequency_penalty", value) for value in (10**400, True)],
+        *[("logprobs", value) for value in (-1, 101, 1.0, True)],
+        *[("max_tokens", value) for value in (0, -1, 2.0, "9", True)],
+        *[("stop", value) for value in ("", ["a", ""], [1.5], [None], 2.5, True)],
+        *[
+            ("logit_bias", value)
+            for value in (
+                [1],
+                {"a": 1},
+                {1: "b"},
+                {1: math.nan},
+                {1: math.inf},
+                {1: 10**400},
+                {True: 1},
+            )
+        ],
+        ("ignore_eos", 1),
+    ],
+)
+def test_an_impossible_setting_is_refused_at_once_with_its_name(field, value):
+    with pytest.raises(ValueError, match=field) as caught:
+        Sampling(**{field: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{"stop": [272]}, {"stop": -1}, {"logit_bias": {272: 1.0}}])
+def test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit(parts, settings):
+    with (
+        Engine(*parts, slots=1, max_len=64) as engine,
+        pytest.raises(ValueError, match=r"(272|-1).*272"),
+    ):
+        engine.submit([1], Sampling(max_tokens=4, **settings))

@@ -1,0 +1,1082 @@
+"""The scheduler alone: no model, no array, and a clock that ticks when told.
+
+Its first timelines are those that a reader's scheduler must yield, too: stages 5 to 8 of
+course/from_zero.
+"""
+
+import os
+import random
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scheduler_story import BAD, Story, timeline
+
+import sched
+from models.memory import usual_budget
+from policies import POLICIES, policy_of
+from prefix import SEGMENT, Node, Prefixes, Trail
+from sched import Plan, QueueFull, Request, Scheduler
+
+SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
+
+
+def test_the_scheduler_is_ours_and_not_the_standard_librarys():
+    assert Path(sched.__file__).parent == Path(__file__).parents[2]
+
+
+def test_serial_runs_one_request_at_a_time():
+    story = Story(policy="serial")
+    story.submit_all((3, 2), (3, 2))
+    assert story.drawn() == timeline("""
+         1 | A:p
+         2 | A:d
+         3 | B:p
+         4 | B:d
+    """)
+
+
+def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
+    """One client asks four times, another once: it has the next slot, and not the last one."""
+    story = Story(policy="fair")
+    for _ in range(4):
+        story.submit(3, 2, client="many")
+    story.submit(3, 2, client="one")
+    assert story.drawn() == timeline("""
+         1 | A:p E:p
+         2 | A:d E:d
+         3 | B:p C:p
+         4 | B:d C:d
+         5 | D:p
+         6 | D:d
+    """)
+
+
+def test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago():
+    """With one slot no waiting client holds any. By arrival alone, C's client would wait for all of
+    the first client's."""
+    story = Story(slots=1, policy="fair")
+    for client in ("many", "many", "two", "two", "many"):
+        story.submit(3, 1, client=client)
+    assert [line.split()[2] for line in story.drawn()] == ["A:p", "C:p", "B:p", "D:p", "E:p"]
+
+
+def test_a_cancel_gives_its_client_no_second_turn():
+    """A is served, and B is cancelled, which was next of its client. C of the same client passed
+    D, of the other one, for the second time: only B had remembered the turn."""
+    story = Story(slots=1, policy="fair")
+    clients = ("many", "many", "many", "one")
+    _, second, *_ = [story.submit(3, 1, client=client) for client in clients]
+    story.step()
+    story.sched.finish(second, "cancelled", story.now)
+    assert [line.split()[2] for line in story.drawn()] == ["A:p", "D:p", "C:p"]
+
+
+def test_fair_keeps_nothing_of_a_client_that_has_nothing_in_line():
+    """The line is never empty, and a new client comes in each step. The scheduler kept the names of
+    all of them."""
+    story = Story(slots=1, policy="fair")
+    story.submit_all((3, 1), (3, 1))
+    names = []
+    for _ in range(50):
+        name = Name("client")
+        names.append(weakref.ref(name))
+        request = story.submit(3, 1, client=name)
+        story.step()
+        del name, request
+    story.plans.clear()
+    story.step()
+    assert story.sched.waiting
+    assert sum(name() is not None for name in names) <= len(story.sched.waiting) + 2
+
+
+class Name(str):
+    """A client's name that counts how often it is looked up."""
+
+    count = 0
+
+    def __hash__(self):
+        Name.count += 1
+        return super().__hash__()
+
+
+def test_fair_looks_at_each_client_of_a_long_line_once_a_plan():
+    """64 slots are free, and each of 10,000 clients has a request in line. The plan took 349 ms,
+    since it looked at all of them for each slot."""
+    scheduler = Scheduler(64, 100, POLICIES["fair"], budget=1_000)
+    for id in range(10_000):
+        scheduler.submit(Request(id, (1, 2, 3), 2, 0.0, client=Name(f"client {id}")))
+    Name.count = 0
+    plan = scheduler.plan(0.0)
+    assert [request.id for request in plan.admitted] == list(range(64))
+    assert Name.count <= 3 * 10_000
+
+
+def test_short_takes_the_shortest_prompt_in_line():
+    story = Story(slots=1, policy="short", chunk=32, budget=32)
+    for length in (9, 3, 9, 6):
+        story.submit(length, 1)
+    assert [line.split()[2] for line in story.drawn()] == ["B:p", "D:p", "A:p", "C:p"]
+
+
+def test_under_short_each_step_in_line_counts_as_a_token_less():
+    """A prompt of one token comes in every step. The prompt of ten is overtaken by those of the
+    first nine steps."""
+    story = Story(slots=1, policy="short", chunk=32, budget=32)
+    late = story.submit(10, 1)
+    while late.finish_reason is None:
+        story.submit(1, 1)
+        story.step()
+    assert story.plans[-1].chunks[0].request is late and len(story.plans) == 10
+
+
+def test_each_admission_says_why_it_got_its_slot():
+    """Of several free slots one was taken, and nothing told a reader why this one."""
+    story = Story(slots=3)
+
+    def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
+        requests = [story.submit(prompt, 1) for prompt in prompts]
+        story.drawn()
+        return [(request.slot, request.why) for request in requests]
+
+    chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
+    assert why(chat, other) == [(0, "unused for longest"), (1, "unused for longest")]
+    assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
+    spares = "unused for longest; slot 1 has 4 of its rows, but 20 in all"
+    assert why((*other[:4], 78)) == [(2, spares)]
+    assert [words for _, words in why(third, third, third)] == [
+        *["unused for longest"] * 2,
+        "the only free slot",
+    ]
+
+
+def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
+    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
+    chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
+    story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
+    story.submit(410, 1)
+    story.drawn()
+    cuts = [cut for each in story.cuts() for cut in each.values()]
+    assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
+    assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
+    assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
+
+
+def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
+    """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
+    story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
+    story.submit(64 + 5 * 16, 1)
+    story.drawn()
+    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
+        64,
+        *[16] * 5,
+    ]
+    assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
+
+
+def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
+    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is
+    still; a third gets what the first two leave over, which pays for a few tokens at the start
+    of a prompt."""
+    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
+    for _ in range(4):
+        story.submit(400, 1, reuse=False)
+    story.drawn()
+    late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
+    assert len(late) > 10
+    for first, second, *others in late:
+        price = 1 + second.start / 100
+        assert 64 - price < first.cost <= 64 and 64 - price < second.cost <= 64
+        assert sum(chunk.cost for chunk in others) <= 128 - first.cost - second.cost < 2 * 5
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    """S comes in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
+    first, L took all of it until step 3."""
+    story = Story(budget=8, chunk=8)
+    story.submit(24, 1, reuse=False)
+    story.step()
+    story.submit(6, 2, reuse=False)
+    assert story.drawn() == timeline("""
+         1 | A:P
+         2 | A:P B:P
+         3 | A:P B:p
+         4 | A:p B:d
+    """)
+    assert story.cuts() == [
+        {"A": (0, 8)},
+        {"B": (0, 4), "A": (8, 12)},
+        {"B": (4, 6), "A": (12, 18)},
+        {"A": (18, 24)},
+    ]
+
+
+def test_the_oldest_prompt_keeps_half_however_many_short_ones_come():
+    """A short prompt comes in every step. All the time, the long one reads 4 of the budget of 8."""
+    story = Story(slots=4, budget=8, chunk=8)
+    long = story.submit(40, 1, reuse=False)
+    while long.finish_reason is None:
+        story.submit(5, 1, reuse=False)
+        story.step()
+    widths = [stop - start for cuts in story.cuts() for start, stop in [cuts["A"]]]
+    assert widths == [4] * 10
+
+
+def test_of_what_the_oldest_does_not_need_nothing_is_kept():
+    """A has 2 tokens left in step 2, which is less than half: B and C have all the rest."""
+    story = Story(slots=3, budget=8, chunk=8)
+    for length in (10, 12, 9):
+        story.submit(length, 1, reuse=False)
+    story.drawn()
+    assert story.cuts() == [
+        {"C": (0, 4), "A": (0, 4)},
+        {"C": (4, 8), "A": (4, 8)},
+        {"C": (8, 9), "A": (8, 10), "B": (0, 5)},
+        {"B": (5, 12)},
+    ]
+
+
+def test_a_conversation_that_goes_on_is_short_however_much_was_said():
+    """Of B's 60 tokens its slot holds 52. Counted as 60, it was read after A's rest of 30."""
+    story = Story(slots=2, max_len=200, budget=8, chunk=8)
+    said = tuple(range(500, 552))
+    story.submit(said, 1)
+    story.drawn()
+    before = len(story.plans)
+    story.submit(40, 1)
+    story.step()
+    story.submit((*said, *range(600, 608)), 1)
+    story.drawn()
+    assert story.cuts()[before + 1 : before + 3] == [
+        {"C": (52, 56), "B": (8, 12)},
+        {"C": (56, 60), "B": (12, 16)},
+    ]
+
+
+def first_tokens(
+    slots: int, far: int, prompts: dict[int, int], decoding: int = 0
+) -> tuple[list[int], int]:
+    """Steps from submit to the first token, of each prompt that comes at a step, in an engine of
+    the usual budget. Also what all of their chunks cost of it."""
+    budget = usual_budget(slots, 128)
+    continuous = POLICIES["continuous"]
+    planner = Scheduler(slots, 20_000, continuous, chunk=128, budget=budget, far=far)
+    chats = [Request(id, (id,), 10_000, 0.0, reuse=False) for id in range(decoding)]
+    for chat in chats:
+        planner.submit(chat)
+    asked: dict[int, Request] = {}
+    first: dict[int, int] = {}
+    cost = 0
+    while len(first) < len(prompts):
+        step = planner.steps + 1
+        if step in prompts:
+            asked[step] = Request(100 + step, (0,) * prompts[step], 2, 0.0, reuse=False)
+            planner.submit(asked[step])
+        plan = planner.plan(0.0)
+        assert plan.cost <= max(budget, 128 + len(plan.decodes)), "who decodes would wait longer"
+        assert len(plan.decodes) >= decoding * (step > 1), "who decodes has a token in every step"
+        cost += sum(chunk.cost for chunk in plan.chunks)
+        tokens = {member.slot: [0] for member in plan.emitters}
+        planner.commit(plan, tokens, lambda request, token: None, 0.0)
+        for came, request in asked.items():
+            if request.committed:
+                first.setdefault(came, step - came + 1)
+    return [first[came] for came in prompts], cost
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8])
+@pytest.mark.parametrize(("far", "long"), [(218, 960), (25, 18_000)])
+def test_prompts_beside_a_long_one(far, long, slots):
+    """The demo's prices, and a small random model's. A prompt of 35 tokens had its first token 17, 9
+    and 1 steps after it came, beside 960 tokens, and one of 400 after 27, 27 and 11; alone it takes
+    6."""
+    for decoding in {0, slots - 2}:
+        (alone,), _ = first_tokens(slots, far, {1: 400}, decoding)
+        (lonely,), _ = first_tokens(slots, far, {1: long}, decoding)
+        (_, short), _ = first_tokens(slots, far, {1: long, 3: 35}, decoding)
+        assert short <= 3
+        (last, medium), cost = first_tokens(slots, far, {1: long, 3: 400}, decoding)
+        assert medium <= 2.5 * alone
+        rows = decoding + 1
+        assert last <= 1.1 * max(lonely, cost / (usual_budget(slots, 128) - rows))
+
+
+def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
+    story = Story(slots=6, budget=4)
+    for _ in range(5):
+        story.submit(3, 30)
+    for _ in range(6):
+        story.step()
+    late = story.submit(40, 1)
+    steps = 0
+    while late.finish_reason is None:
+        before = late.prefilled
+        story.step()
+        steps += 1
+        assert late.prefilled > before or late.finish_reason
+    assert steps == 10  # 40 tokens in chunks of 4
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("when", range(9))
+def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
+    """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode,
+    or ended."""
+    story = Story(slots=1, lag=lag)
+    a, b = story.submit(10, 4), story.submit(3, 1)
+    for _ in range(when):
+        story.step()
+    ended = a.finish_reason is not None
+    story.sched.finish(a, "cancelled", story.now)
+    story.sched.finish(a, "cancelled", story.now)
+    story.sched.check()
+    assert a.finish_reason == ("length" if ended else "cancelled")
+    story.step()
+    assert b.slot == 0
+    story.drawn()
+    assert b.finish_reason == "length" and len(story.tokens[b.id]) == 1
+
+
+def test_beginning_again_keeps_the_order_of_arrival():
+    """A held request went back behind those that had never left the line."""
+    story = Story(slots=2, chunk=4, budget=4)
+    requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
+    story.step()
+    assert list(story.sched.running) == [0, 1] and list(story.sched.waiting) == [2]
+    story.sched.start_over()
+    assert list(story.sched.waiting.values()) == requests
+
+
+def test_a_full_queue_refuses_at_once_and_says_both_numbers():
+    story = Story(slots=1, max_queue=2)
+    for _ in range(3):
+        story.submit(1, 1)
+    with pytest.raises(QueueFull, match=r"2 requests.*max_queue is 2"):
+        story.submit(1, 1)
+    story.drawn()
+    assert story.sched.submitted == 3 and all(len(tokens) == 1 for tokens in story.tokens.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)]
+)
+def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting(
+    policy, idle, busy
+):
+    """An idle engine with three slots and a queue of one refused the second of four requests that
+    came together."""
+
+    def most(story: Story) -> int:
+        """So many more are let in before one is refused."""
+        for count in range(9):
+            try:
+                story.submit(1, 5)
+            except QueueFull:
+                return count
+        raise AssertionError("nothing is refused")
+
+    assert most(Story(slots=3, max_queue=1, policy=policy)) == idle
+    story = Story(slots=3, max_queue=1, policy=policy)
+    story.submit(1, 5)  # two of the three slots are still free
+    story.step()
+    assert most(story) == busy
+    story = Story(slots=3, max_queue=1, policy=policy)
+    (
+        story.submit(1, 5),
+        story.step(),
+        story.sched.drain(POLICIES["static" if policy == "serial" else "serial"]),
+    )
+    assert most(story) == 1  # until the policy has changed, nothing is admitted
+
+
+def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody():
+    story = Story(max_len=20)
+    with pytest.raises(ValueError, match=r"15.*6.*21.*20"):
+        story.submit(15, 6)
+    fits = story.submit(15, 5)
+    story.drawn()
+    assert fits.finish_reason == "length"
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_len": 0}, {"chunk": 0}, {"max_queue": 0}])
+def test_a_wrong_setting_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Scheduler(**{"slots": 1, "max_len": 1, "policy": POLICIES["continuous"], **wrong})
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_end():
+    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is
+    kept out."""
+    story = Story(policy="static")
+    for tokens in (2, 4, 2, 3):
+        story.submit(3, tokens)
+    story.drawn()
+    assert [plan.blocked for plan in story.plans] == [(), (), (0,), (0,), (), (), ()]
+
+
+def test_under_continuous_no_slot_is_ever_blocked():
+    story = Story(slots=3, budget=4)
+    for tokens in (2, 5, 3, 1, 4, 2, 6):
+        story.submit(3 * tokens, tokens)
+    story.drawn()
+    assert sum(plan.waiting for plan in story.plans) > 10 and not any(
+        plan.blocked for plan in story.plans
+    )
+
+
+def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
+    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In
+    step 3 it is free."""
+    story = Story(lag=1, policy="static")
+    for tokens in (1, 4, 2):
+        story.submit(3, tokens)
+    story.drawn()
+    assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
+
+
+def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_policy_finds_empty_slots():
+    story = Story(slots=2, chunk=4)
+    story.submit_all((9, 2), (9, 4), (9, 1), (9, 1))
+    story.step()
+    continuous = POLICIES["continuous"]
+    serial = POLICIES["serial"]
+    story.sched.drain(serial)
+    assert (story.sched.policy, story.sched.draining_to) == (continuous, serial)
+    while story.sched.running:
+        assert (story.sched.policy, story.sched.draining_to) == (continuous, serial)
+        story.step()
+    assert (story.sched.policy, story.sched.draining_to) == (serial, None)
+    assert story.sched.prefixes.rows == [0, 0] and len(story.sched.waiting) == 2
+    before = len(story.plans)
+    story.drawn()
+    assert {plan.policy for plan in story.plans[:before]} == {"continuous"}
+    assert {plan.policy for plan in story.plans[before:]} == {"serial"}
+    assert not any(plan.admitted for plan in story.plans[1:before])
+    assert story.plans[before - 1].blocked == (0,), (
+        "A's slot is free, and shut while the engine drains"
+    )
+
+
+def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
+    story = Story()
+    continuous = POLICIES["continuous"]
+    static = POLICIES["static"]
+    story.sched.drain(static)
+    assert (story.sched.policy, story.sched.draining_to) == (static, None)
+    story.submit(3, 2)
+    story.step()
+    story.sched.drain(POLICIES["serial"]), story.sched.drain(continuous)
+    assert story.sched.draining_to is continuous
+    story.drawn()
+    assert (story.sched.policy, story.sched.draining_to) == (continuous, None)
+
+
+def test_a_policy_that_is_not_there_is_refused_with_the_names_of_those_that_are():
+    with pytest.raises(ValueError, match=f"magic.*{', '.join(POLICIES)}"):
+        policy_of("magic")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(
+    monkeypatch, lag
+):
+    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 beside
+    another."""
+    rooms = {
+        "greedy": lambda free, running: 100,
+        "shy": lambda free, running: -1 if running else 1,
+    }
+    for policy, room in rooms.items():
+        record = POLICIES["continuous"]._replace(name=policy, room=room)
+        monkeypatch.setitem(POLICIES, policy, record)
+        story = Story(lag=lag, policy=policy)
+        requests = [story.submit(5, 3) for _ in range(5)]
+        story.drawn()
+        assert all(
+            request.finish_reason == "length" and request.policy == policy for request in requests
+        )
+        assert max(len(plan.admitted) for plan in story.plans) == (2 if policy == "greedy" else 1)
+
+
+# --- prefixes -----------------------------------------------------------------------------------
+
+
+class Read(int):
+    """A token that counts how often it is compared or hashed."""
+
+    count = 0
+
+    def __eq__(self, other):
+        Read.count += 1
+        return int(self) == int(other)
+
+    def __hash__(self):
+        Read.count += 1
+        return hash(int(self))
+
+
+def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
+    """A prompt's tokens are read at submit. A plan reads no more than a segment of one, behind what
+    is shared.
+
+    Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan
+    took a second, under the lock.
+    """
+    count, kept, find = Counter(), Node.slots, Prefixes.match
+
+    def watched(beginning):
+        count["looks"] += 1  # how often it is asked which slots hold a beginning
+        return kept.__get__(beginning)
+
+    def counted(self, trail, slots):
+        count["finds"] += 1
+        count["slots"] += len(slots)
+        before = count["looks"]
+        found = find(self, trail, slots)
+        assert count["looks"] - before <= 10 + len(slots), (
+            "it is searched by halves among 999 beginnings"
+        )
+        return found
+
+    monkeypatch.setattr(Node, "slots", property(watched, kept.__set__))
+    monkeypatch.setattr(Prefixes, "match", counted)
+    slots, tokens = 16, 16_000
+    budget = 64 + 64 * 10
+    planner = Scheduler(slots, tokens + 20, POLICIES["continuous"], chunk=64, budget=budget)
+    opening = list(range(tokens - 2))
+    for id in range(2 * slots):
+        Read.count = 0
+        request = Request(id, (*map(Read, opening), Read(id)), 20, 0.0)
+        planner.submit(request)
+        assert Read.count <= 3 * tokens
+    Read.count = steps = 0
+    while plan := planner.plan(0.0):
+        planner.commit(plan, [[0]] * slots, lambda request, token: None, 0.0)
+        steps += 1
+    assert planner.submitted == 2 * slots and not planner.running and not planner.waiting
+    assert 0 < Read.count <= count["slots"] * SEGMENT
+    assert steps > 250 and 0 < count["finds"] < steps * 5 * slots
+
+
+def common(prompt: tuple, other: tuple) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b),
+        min(map(len, (prompt, other))),
+    )
+
+
+@pytest.mark.parametrize("segment", [1, 2, 3, 8])
+def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(segment):
+    """Against the plain way: compare token by token with what each slot holds. Less than a segment
+    does not count."""
+    found = between = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        slots = rng.randint(1, 5)
+        prefixes, held = Prefixes(slots, segment), [()] * slots
+        # By slot: the prompt, and its beginnings
+        owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots
+        for _ in range(60):
+            stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
+            known = rng.choice([prompt for prompt, _ in owners])
+            prompt = known[: rng.randint(0, len(known))] + stem
+            trail = prefixes.trail(prompt, 1)
+            assert len(trail.nodes) == len(prompt) // segment
+            among = rng.sample(range(slots), rng.randint(1, slots))
+            rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
+            most = max(rows.values())
+            first = next(slot for slot in among if rows[slot] == most)
+            assert prefixes.match(trail, among) == ((most, first) if most >= segment else (0, None))
+            found += most >= segment
+            between += most > segment and most % segment > 0
+            slot = rng.randrange(slots)
+            if rng.random() < 0.6:
+                prefixes.forget(slot)
+                owners[slot], held[slot] = (prompt, trail), ()
+            if rng.random() < 0.7 and owners[slot][0]:  # more of its owner's prompt
+                rows = rng.randint(len(held[slot]), len(owners[slot][0]))
+                prefixes.hold(slot, owners[slot][1], rows)
+                held[slot] = owners[slot][0][:rows]
+                # And an answer, which ends its request
+                if rows == len(owners[slot][0]) and rng.random() < 0.5:
+                    answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
+                    prefixes.hold_answer(slot, owners[slot][1], answer, rows + len(answer))
+                    held[slot] += answer
+                    owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
+            if rng.random() < 0.1:
+                # Its request is gone; the slot remembers
+                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
+            if rng.random() < 0.02:
+                prefixes.clear()
+                held = [()] * slots
+            assert prefixes.rows == [len(rows) for rows in held]
+    assert found > 500 and (segment == 1 or between > 100)
+
+
+def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
+    prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
+    one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
+    prefixes.hold(0, one, 20)
+    prefixes.hold(1, none, 20)
+    assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
+    assert prefixes.begin_alike(one, [prefixes.trail(prompt, True)], 8)
+    assert not any(
+        prefixes.begin_alike(each, [other], 8)
+        for each, other in ((one, none), (none, one), (none, none))
+    )
+    assert not prefixes.begin_alike(one, [one], 20), "the last token must be computed"
+
+
+@pytest.mark.parametrize("answer", [1, 41])
+def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
+    """Else every prompt that ever came, and every answer, would stay in memory."""
+    planner = Scheduler(2, 200, POLICIES["continuous"], chunk=4)
+    for id in range(100):
+        planner.submit(Request(id, tuple(range(id, id + 100)), answer, 0.0))
+        while plan := planner.plan(0.0):
+            planner.commit(plan, [[id]] * 2, lambda request, token: None, 0.0)
+        del plan
+        assert len(planner.prefixes._children) <= 3 * (25 + answer // 4)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
+def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_written(
+    lag, said, taken
+):
+    """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
+    story = Story(slots=3, lag=lag)
+    first = story.submit(4, 30, eos=said)
+    story.submit((900,) * 9, 2)
+    story.drawn()
+    again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
+    story.drawn()
+    assert (again.slot, again.reused) == (first.slot, taken)
+    assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_token(lag):
+    """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has
+    the slot."""
+    story = Story(slots=2, lag=lag)
+    a = story.submit(9, 11)
+    story.drawn()
+    said = (*a.prompt, *story.tokens[a.id])
+    b = story.submit((*said[:19], 7), 9)
+    story.step()
+    c = story.submit((*said[:17], 8, 8, 8), 1)
+    story.drawn()
+    assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
+    copies = [
+        (chunk.source, chunk.start)
+        for plan in story.plans
+        for chunk in plan.chunks
+        if chunk.source is not None
+    ]
+    assert copies == [(0, 17)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_a_slot_keeps_prompt_and_answer_after_a_cancel_or_an_error_elsewhere(lag, reason):
+    """All rows are good that a committed token was computed from. After an error, such as a
+    grammar's, the slot once forgot them."""
+    story = Story(slots=2, lag=lag)
+    first = story.submit(9, 30)
+    while first.committed < 6:
+        story.step()
+    story.sched.finish(first, reason, story.now)
+    assert story.sched.prefixes.rows == [9 + 5, 0]
+    again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
+    story.drawn()
+    assert (again.slot, again.reused) == (0, 9 + 5)
+    scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
+    last = 9 + first.planned + 4  # a chunk more than was written
+    assert scrubs == [(0, 14, last)] * lag
+
+
+def test_a_prompt_that_is_cancelled_is_remembered_up_to_its_last_chunk_that_was_seen():
+    """With run-ahead the newest chunk is in flight. Asked again, the prompt was read from its first
+    token: a client that hangs up in time never got anywhere."""
+    story = Story(slots=1, lag=1)
+    first = story.submit(24, 2)
+    for _ in range(3):
+        story.step()
+    story.sched.finish(first, "cancelled", story.now)
+    assert (first.prefilled, story.sched.prefixes.rows) == (12, [8])
+    again = story.submit(24, 2)
+    story.step()
+    assert again.reused == 8
+    assert story.plans[-1].scrubs == ((0, 8, 12 + 4),)
+    story.drawn()
+
+
+def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
+    """Cancelled while a step is built, two chunks are out. Both are read, and the slot keeps them,
+    unless the next prompt has begun there."""
+    for late in (False, True):
+        story = Story(slots=1, lag=1)
+        first = story.submit(24, 2)
+        story.step()
+        story.step()
+        plan = story.sched.plan(story.now)
+        tokens = story.run(plan)
+        story.sched.finish(first, "cancelled", story.now)
+        assert story.sched.prefixes.rows == [4]
+        if late:
+            again = story.submit(24, 2)
+            story.step()
+            assert again.reused == 4
+        story._flights.append((plan, tokens))
+        if not late:
+            again = story.submit(24, 2)
+            while story._flights:
+                story._commit()
+            assert story.sched.prefixes.rows == [12]
+            story.step()
+            assert again.reused == 12
+        story.sched.check()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("at", [1, 5, 9, 13])
+def test_no_chunk_is_remembered_that_was_not_finite(lag, at):
+    """A token's row is not finite, and the prompt is cancelled: the chunks before may be kept."""
+    story = Story(slots=1, lag=lag)
+    first = story.submit((*range(at), BAD, *range(100, 140)), 2)
+    for _ in range(5):
+        story.step()
+    story.sched.finish(first, "cancelled", story.now)
+    assert story.sched.prefixes.rows == [at // 4 * 4]
+    good = story.submit((*range(at), *range(200, 230)), 2)
+    story.drawn()  # asserts that no such row is left
+    assert (good.reused, good.finish_reason) == (at // 4 * 4, "length")
+
+
+def test_a_cancel_in_line_leaves_the_memory_of_its_slot_alone():
+    """C is admitted, and waits for rows that B writes. Its slot forgot what it held, though C had
+    written nothing."""
+    story = Story(slots=3, chunk=4, budget=7)
+    first = story.submit(tuple(range(100, 120)), 1)
+    story.drawn()
+    story.submit(20, 1), story.submit(20, 1)
+    third = story.submit(20, 1)
+    story.step()
+    assert third.slot == first.slot and third.prefilled == 0
+    story.sched.finish(third, "cancelled", story.now)
+    assert story.sched.prefixes.rows[first.slot] == 20
+
+
+def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
+    """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
+    goes on in its own."""
+    story = Story(slots=2)
+    a = story.submit(20, 21)
+    story.drawn()
+    b = story.submit((*range(8), 900, 901), 2)
+    story.drawn()
+    again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
+    story.drawn()
+    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
+
+
+def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
+    """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed
+    sooner."""
+    for slots, taken in ((2, 0), (1, 20)):
+        story = Story(slots=slots, chunk=32, budget=64)
+        story.submit(70, 1)
+        story.drawn()
+        other = story.submit((*range(20), *[900] * 20), 1)
+        story.drawn()
+        assert other.reused == taken
+
+
+# --- at random ----------------------------------------------------------------------------------
+
+
+reused = Counter()  # by seed: rows of answers that a next turn took over
+left = Counter()  # by seed: rows that prompts cancelled before their first token left
+guessed = Counter()  # right and wrong
+overtaken = Counter()  # by policy: how often a request was admitted before an older one
+
+
+class Fairness:
+    """Watches the admissions of a scheduler, and asserts what each policy promises about their order.
+
+    `passed`: of each client without a slot the oldest request in line, and the clients that were
+    admitted while it waited.
+    """
+
+    def __init__(self, sched: Scheduler):
+        self.sched = sched
+        self.passed: dict[int, set[str]] = {}
+        self._plan = sched.plan
+        sched.plan = self.plan
+
+    def plan(self, now: float) -> Plan | None:
+        plan = self._plan(now)
+        if plan:
+            self._look(plan)
+        return plan
+
+    def _look(self, plan: Plan) -> None:
+        sched = self.sched
+        here = {request.id for request in plan.admitted}
+        held = Counter(r.client for r in sched.running.values() if r.id not in here)
+        line = sorted([*plan.admitted, *sched.waiting.values()], key=lambda request: request.id)
+        for request in plan.admitted:
+            older = line[: line.index(request)]
+            overtaken[plan.policy] += bool(older)
+            if plan.policy == "fair":
+                self._is_fair(request, line, held)
+            elif plan.policy == "short":
+                assert all(self._rank(request) < self._rank(other) for other in older)
+                assert all(self._rank(request) <= self._rank(other) for other in line)
+            else:
+                assert not older, "not first come first served"
+            line.remove(request)
+            held[request.client] += 1
+
+    def _rank(self, request: Request) -> int:
+        return len(request.prompt) + request.came
+
+    def _is_fair(self, request: Request, line: list[Request], held: Counter) -> None:
+        oldest = {other.client: other for other in reversed(line)}
+        assert oldest.pop(request.client) is request, "not first come first served within a client"
+        assert all(held[request.client] <= held[client] for client in oldest)
+        passed = {}
+        for client, other in oldest.items():
+            if not held[client]:
+                passed[other.id] = self.passed.get(other.id, set())
+                assert request.client not in passed[other.id], "overtaken twice by the same client"
+                passed[other.id].add(request.client)
+        self.passed = passed
+
+
+def random_schedule(seed: int) -> int:
+    """One random life of a scheduler, its invariants checked after every step. Answers with the
+    steps it took."""
+    rng = random.Random(seed)
+    story = Story(
+        slots=rng.randint(1, 5),
+        max_len=120,
+        lag=rng.randint(0, 1),
+        chunk=rng.choice([2, 4, 5, 32]),
+        budget=rng.randint(1, 80),
+        far=(rng.choice([2, 8, sys.maxsize])),
+        policy=rng.choice(list(POLICIES)),
+        max_queue=rng.randint(1, 6),
+        dice=rng if rng.random() < 0.5 else None,
+    )
+    Fairness(story.sched)
+    requests: list[Request] = []
+    run = story.run
+
+    def run_and_cancel(plan: Plan) -> dict[int, list[int]]:
+        """Other threads cancel while a step runs, too."""
+        tokens = run(plan)
+        if requests and rng.random() < 0.05:
+            story.sched.finish(rng.choice(requests), "cancelled", story.now)
+        return tokens
+
+    story.run = run_and_cancel
+    clients = "abcdef"[: rng.randint(1, 6)]
+    refused = 0
+    for _ in range(rng.choice([1, 1, 3])):  # waves; before each all has ended
+        for _ in range(rng.randint(1, 12)):
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
+                # The next turn
+                if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):
+                    earlier = rng.choice(ended[-3:])
+                    said = (*earlier.prompt, *story.tokens[earlier.id])
+                    kept = len(said) if rng.random() < 0.8 else rng.randint(0, len(said))
+                    prompt = (*said[:kept], *range(rng.randint(1, 9)))[:100]
+                elif rng.random() < 0.1:
+                    prompt = (*range(rng.randint(0, 60)), BAD, *range(rng.randint(0, 20)))
+                try:
+                    eos = rng.choice([None, rng.randint(1, tokens)])
+                    shares = rng.random() < 0.8
+                    client = rng.choice(clients)
+                    requests.append(story.submit(prompt, tokens, eos, shares, client))
+                except QueueFull:
+                    refused += 1
+                    assert len(story.sched.waiting) >= story.sched.max_queue
+            if rng.random() < 0.05:
+                story.sched.drain(rng.choice(list(POLICIES.values())))
+            if requests and rng.random() < 0.2:
+                story.sched.finish(rng.choice(requests), "cancelled", story.now)
+            story.step()
+        while story.step():
+            assert story.now < 6_000, "somebody starves"
+    for request in requests:
+        said, expected = (
+            len(story.tokens[request.id]),
+            story.eos.get(request.id, request.max_tokens),
+        )
+        if request.finish_reason == "cancelled":
+            assert said <= expected
+            left[seed] += request.proven * (said == 0)
+        elif BAD in request.prompt:
+            assert (said, request.finish_reason) == (0, "error")
+        else:
+            assert said == request.committed == expected
+            assert request.finish_reason == ("stop" if request.id in story.eos else "length")
+        assert request.ended is not None
+    assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
+    guessed["right"] += sum(request.right for request in requests)
+    guessed["wrong"] += sum(request.guessed - request.right for request in requests)
+    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
+    return story.sched.steps
+
+
+def test_random_schedules_keep_every_invariant_in_every_step():
+    reused.clear(), overtaken.clear(), guessed.clear(), left.clear()
+    steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
+    print(
+        f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused, "
+        f"{left.total():,} rows of cancelled prompts kept, "
+        f"overtaken: {dict(overtaken)}, guessed: {dict(guessed)}",
+        file=sys.stderr,
+    )
+    assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
+    assert left.total() > SCHEDULES
+    assert min(guessed["right"], guessed["wrong"]) > SCHEDULES
+    assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
+
+
+def no_turns(scheduler: Scheduler) -> Iterator[Request]:
+    """The client with the fewest slots, then the oldest request."""
+    held = Counter(request.client for request in scheduler.running.values())
+    line = list(scheduler.waiting.values())
+    while line:
+        request = min(line, key=lambda r: held[r.client])
+        line.remove(request)
+        held[request.client] += 1
+        yield request
+
+
+def no_slots(scheduler: Scheduler) -> Iterator[Request]:
+    """The client served longest ago, however many slots it has."""
+    line = list(scheduler.waiting.values())
+    while line:
+        request = min(line, key=lambda r: max(r.came, r.turn))
+        line.remove(request)
+        for other in line:
+            if other.client == request.client:
+                other.turn = scheduler.steps + 1
+        yield request
+
+
+def no_age(scheduler: Scheduler) -> Iterator[Request]:
+    return iter(sorted(scheduler.waiting.values(), key=lambda r: len(r.prompt)))
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "a slot is freed twice",
+        "a slot has two owners",
+        "the newest is served first",
+        "a ghost's token goes to the slot's new owner",
+        "the newest token is remembered, whose row is not written",
+        "a ghost's row is remembered, which is to be scrubbed",
+        "what is said behind a wrong guess is taken",
+        "a chunk that nobody has seen is remembered",
+        "a chunk that was given away is remembered",
+        "fair knows no turns",
+        "fair counts no slots",
+        "short does not age",
+    ],
+)
+def test_the_invariants_have_teeth(monkeypatch, bug):
+    """Each planted bug is caught by the random schedules."""
+    if bug == "a slot is freed twice":
+        finish = Scheduler.finish
+
+        def finish_twice(self, request, reason, now):
+            finish(self, request, reason, now)
+            if request.slot is not None:
+                self.prefixes.by_use.append(request.slot)
+
+        monkeypatch.setattr(Scheduler, "finish", finish_twice)
+    elif bug == "a slot has two owners":
+        admit = Scheduler._admit
+
+        def admit_twice(self, now):
+            admitted = admit(self, now)
+            for request in admitted:
+                request.slot = 0
+            return admitted
+
+        monkeypatch.setattr(Scheduler, "_admit", admit_twice)
+    elif bug == "the newest is served first":
+        submit = Scheduler.submit
+
+        def push_in(self, request):
+            submit(self, request)
+            self.waiting.move_to_end(request.id, last=False)
+
+        monkeypatch.setattr(Scheduler, "submit", push_in)
+    elif bug == "what is said behind a wrong guess is taken":
+        commit = Scheduler.commit
+
+        def all_right(self, plan, tokens, accept, now):
+            decodes = [d._replace(guess=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
+            return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
+
+        monkeypatch.setattr(Scheduler, "commit", all_right)
+    elif bug == "a chunk that nobody has seen is remembered":
+        leave = Scheduler._leave_slot
+
+        def trusting(self, request):
+            request.proven = max(request.proven, request.prefilled)
+            leave(self, request)
+
+        monkeypatch.setattr(Scheduler, "_leave_slot", trusting)
+    elif bug == "a chunk that was given away is remembered":
+        monkeypatch.setattr(Prefixes, "is_held_by", lambda self, slot, trail: True)
+    elif bug == "fair knows no turns":
+        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_turns))
+    elif bug == "fair counts no slots":
+        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_slots))
+    elif bug == "short does not age":
+        monkeypatch.setitem(POLICIES, "short", POLICIES["short"]._replace(next=no_age))
+    elif "remembered" in bug:
+        leave = Scheduler._leave_slot
+
+        def one_more(self, request):
+            leave(self, request)
+            is_ghost, whole = (
+                request.planned > request.committed,
+                (*request.prompt, *request.answer),
+            )
+            if request.reuse and request.answer and is_ghost == ("ghost" in bug):
+                self.prefixes.hold(
+                    request.slot, self.prefixes.trail(whole, request.reuse), len(whole)
+                )
+
+        monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
+    else:
+        commit = Scheduler.commit
+
+        def commit_by_slot(self, plan, tokens, accept, now):
+            owners = {request.slot: request for request in self.running.values()}
+            for member in plan.emitters:
+                if member.request.finish_reason and member.slot in owners:
+                    accept(owners[member.slot], tokens[member.slot][0])
+            return commit(self, plan, tokens, accept, now)
+
+        monkeypatch.setattr(Scheduler, "commit", commit_by_slot)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        for seed in range(200):
+            random_schedule(seed)

@@ -1,0 +1,125 @@
+"""The scheduler without a model: who comes, who leaves, and what cannot be played to its end.
+
+That a replay has the steps of the run is shown where runs are: `tests/screen/test_request_latency.py`,
+`tests/screen/test_recording.py`, `tests/web/test_real.py`.
+"""
+
+import math
+
+import pytest
+
+from analysis.simulator import Guest, Replay, Stuck
+from policies import POLICIES
+from sched import Request
+
+CONTINUOUS = POLICIES["continuous"]
+OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
+
+
+def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
+    """Requests with prompts of four tokens. Each says so many, or is cut short at a moment."""
+    found = []
+    for id, (tokens, left) in enumerate(lives, start=1):
+        leaves = (left, left) if left < math.inf else ()
+        found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, arrived, leaves))
+    return found
+
+
+def timeline(replay: Replay) -> list[str]:
+    """For each step the requests that read and decode, and its time."""
+    lines = []
+    for plan, began, ended, ghosts, _ in replay:
+        chunks = [f"{chunk.request.id}:p" for chunk in plan.chunks]
+        decodes = [f"{decode.request.id}:d" for decode in plan.decodes]
+        ghost = f" ghosts {[*ghosts]}" if ghosts else ""
+        lines.append(f"{began:.0f}-{ended:.0f} | {' '.join([*chunks, *decodes])}{ghost}")
+    return lines
+
+
+def test_an_end_is_seen_a_step_late_unless_the_step_before_is_read_at_once():
+    """As in the engine: a ghost runs in the step that was planned too early. A first token is read
+    before the next step is planned."""
+
+    def played(**options) -> list[str]:
+        both = guests((1, math.inf), (2, math.inf))
+        return timeline(Replay.under(OLD | options, CONTINUOUS, both, lambda plan: 2.0))
+
+    assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts [0]", "4-6 | 2:d ghosts [1]"]
+    assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
+
+
+def test_what_was_guessed_is_guessed_again_and_as_much_of_it_is_right():
+    """A lane of the page whose answers had come several tokens a step would have taken a step for each
+    token here. And the step before a guess is read first."""
+    (guest,) = guests((9, math.inf))
+    guest = guest._replace(guesses=[(0, 0), (3, 2), (2, 0), (9, 2)])
+    played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
+    assert [step.guesses for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
+    assert guest.request.committed == 9 and guest.request.right == 4
+
+
+def test_limits_of_an_old_recording_have_no_price_and_no_hurry():
+    """A token cost 1 then, however late in a prompt. At row 32 it costs 2 here, since a chunk of 32 is
+    never cut narrower than 16."""
+
+    def cuts(**more) -> list[int]:
+        limits = OLD | {"chunk": 32, "budget": 8} | more
+        long = Guest(Request(1, (0,) * 70, 1, 0.0), 1, 0.0)
+        played = Replay.under(limits, POLICIES["serial"], [long], lambda plan: 1.0)
+        return [chunk.stop - chunk.start for step in played for chunk in step.plan.chunks]
+
+    assert cuts() == [32, 32, 6]
+    assert cuts(far=8, hurry=False) == [32, 16, 16, 6]
+
+
+def test_nobody_is_refused_who_was_let_in():
+    """Under another policy the line may be longer than the engine's was, and its limit. A comparison
+    ended in a traceback."""
+    crowd = guests(*[(3, math.inf)] * 9)
+    played = list(Replay.under(OLD, POLICIES["serial"], crowd, lambda plan: 1.0))
+    assert max(step.plan.waiting for step in played) == 8
+    assert all(guest.request.finish_reason == "stop" for guest in crowd)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_who_is_cut_short_leaves_at_the_same_moment_and_alone_is_no_dead_end(run_ahead):
+    """After the last step nothing was planned any more, and somebody was still in a slot."""
+    crowd = guests((math.inf, 4.5), arrived=1.0)
+    options = {"run_ahead": run_ahead}
+    played = list(Replay.under(OLD, POLICIES["fair"], crowd, lambda plan: 1.0, **options))
+    assert [step.ended for step in played][:4] == [2.0, 3.0, 4.0, 5.0]
+    assert crowd[0].request.finish_reason == "cancelled"
+    assert crowd[0].request.committed == 4
+
+
+def test_what_never_ends_is_said():
+    shut = POLICIES["serial"]._replace(room=lambda free, running: 0)
+    with pytest.raises(Stuck, match="no slots are taken, 2 wait"):
+        list(Replay.under(OLD, shut, guests((1, math.inf), (1, math.inf)), lambda plan: 1.0))
+    late = guests((1, math.inf))
+    late[0] = late[0]._replace(begins=9)
+    with pytest.raises(Stuck, match="1 slots are taken, 0 wait"):
+        list(Replay.under(OLD, POLICIES["serial"], late))
+
+
+def test_steps_and_no_clock_may_decide_who_comes_begins_and_leaves():
+    """1 comes before step 2 and waits until step 4 for its first chunk, and 2 leaves before step 5
+    is planned."""
+    one, two, three = guests((2, math.inf), (math.inf, math.inf), (9, math.inf))
+    crowd = [
+        one._replace(comes=2, begins=4),
+        two._replace(comes=1, leaves=(5, 5)),
+        three._replace(comes=1),
+    ]
+    limits = OLD | {"slots": 3, "budget": 20}
+    options = {"by_steps": True, "halting": {3}}
+    replay = Replay.under(limits, CONTINUOUS, crowd, lambda plan: 1.0, **options)
+    lines = timeline(replay)
+    assert [line.partition(" | ")[2] for line in lines[:5]] == [
+        "2:p 3:p",
+        "2:d 3:d",
+        "2:d 3:d",
+        "1:p 2:d 3:d ghosts [0]",
+        "3:d 1:d",
+    ]
+    assert [step.partition(" | ")[0] for step in lines[:2]] == ["0-1", "1-2"]

@@ -1,0 +1,434 @@
+"""Guesses change no bit: tokens, log probabilities, text, reasons and usage are the same with and
+without them, for every kind of request, in company. Right and wrong guesses are counted."""
+
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from planted_bugs import poisoned
+
+import kv
+import nanobatch
+from nanobatch import Engine, Handle, Sampling
+from prompt_lookup import Guesser, Hints
+from sched import Decode, Request, Scheduler
+
+ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
+DIGITS = {"regex": "[0-9]{3,20}"}
+LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
+# Each is named after what it tries.
+KINDS = {
+    "greedy": {},
+    "temperature": {"temperature": 0.9},
+    "hot": {"temperature": 3.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "top_k": {"temperature": 1.2, "top_k": 7},
+    "long top_k": {"temperature": 1.2, "top_k": 100},
+    "min_p": {"temperature": 1.3, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.6},
+    "presence": {"presence_penalty": 1.2, "temperature": 0.7},
+    "frequency": {"frequency_penalty": 0.4},
+    "penalty, drawn": {"repetition_penalty": 1.3, "temperature": 0.8, "top_p": 0.9},
+    "bias": {"logit_bias": {5: 4.0, 70: 6.0, 99: 5.0}, "temperature": 1.0},
+    "logprobs": {"logprobs": 4, "temperature": 0.7},
+    "greedy logprobs": {"logprobs": 2},
+    "grammar": {"ignore_eos": False, "grammar": DIGITS, "temperature": 1.0, "logprobs": 3},
+    "schema": {"ignore_eos": False, "grammar": LIST, "repetition_penalty": 1.2, "temperature": 1.0},
+    "ends": {"ignore_eos": False, "logit_bias": {257: 6.0}, "temperature": 1.0},
+    "to the slot's end": {"max_tokens": None},
+}
+
+
+def asks(rng: np.random.Generator) -> list[tuple[str, list[int], Sampling]]:
+    """Requests of each kind, and some whose stop text stands in the midst of what they say."""
+    found = []
+    for seed, (kind, settings) in enumerate(KINDS.items()):
+        for again in range(2):
+            prompt = rng.integers(0, 256, int(rng.integers(1, 40))).tolist()
+            wish = {"max_tokens": 24, "ignore_eos": True, "seed": 2 * seed + again} | settings
+            found.append((kind, prompt, Sampling(**wish)))
+    return found
+
+
+class Oracle:
+    """Knows how answers go on without guesses, and guesses that, but for some tokens."""
+
+    def __init__(self, answers: dict[int, list[int]], dice: np.random.Generator, wrong: int = -1):
+        self.answers = answers  # by request
+        self.dice = dice
+        self.wrong = wrong  # the token of a wrong guess; -1: any
+
+    def __call__(self, decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
+        guesses = {}
+        for request in decoding:
+            if request.hints is None or request.planned != request.committed:
+                continue
+            most = min(left, request.max_tokens - request.planned - 1, int(self.dice.integers(6)))
+            known = self.answers.get(request.id, [])[request.committed :][: max(most, 0)]
+            guess = [self.bent(token) for token in known]
+            if guess:
+                left -= len(guess)
+                guesses[request.id] = tuple(guess)
+        return guesses
+
+    def bent(self, token: int) -> int:
+        if self.dice.random() < 0.75:
+            return token
+        return int(self.dice.integers(256)) if self.wrong < 0 else self.wrong
+
+
+def outcome(handle: Handle) -> tuple:
+    m = handle.metrics
+    usage = m.prompt_tokens, m.output_tokens
+    return handle.tokens, handle.text, handle.finish_reason, handle.error, handle.logprobs, usage
+
+
+def serve(engine: Engine, wishes: list[tuple[str, list[int], Sampling]], dice) -> list[Handle]:
+    """They come one by one, and every invariant is checked in every step."""
+    handles: list[Handle] = []
+    while len(handles) < len(wishes) or engine.has_work:
+        if len(handles) < len(wishes) and dice.random() < 0.5:
+            handles.append(engine.submit(*wishes[len(handles)][1:]))
+        engine.step()
+        engine.check()
+    return handles
+
+
+def compare(parts, seed: int, **options) -> tuple[list[str], Counter, Counter]:
+    """All kinds of requests without guesses and with them. Which differ? How many guesses were right
+    and wrong, by kind?"""
+    rng = np.random.default_rng(seed)
+    wishes = asks(rng)
+    sizes = {"slots": 5, "max_len": 80, "chunk": 32, "budget": 64}
+    with Engine(*parts, guesses=0, **sizes) as engine:
+        plain = serve(engine, wishes, rng)
+        for kind, prompt, sampling in wishes[:: len(wishes) // 6]:
+            stop = plain[wishes.index((kind, prompt, sampling))].text[5:7]
+            if stop and sampling.grammar is None:
+                wishes.append(("stop", prompt, replaced(sampling, stop)))
+        plain += serve(engine, wishes[len(plain) :], rng)
+        assert engine.snapshot().steps[-1].guessed == 0
+    right: Counter = Counter()
+    wrong: Counter = Counter()
+    differ = []
+    with Engine(*parts, guesses=5, **sizes, **options) as engine:
+        answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, rng)
+        # Else no step would be in flight while another is planned.
+        engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.6)
+        found = serve(engine, wishes, rng)
+        steps = engine.snapshot().steps
+        assert sum(step.tokens for step in steps) == sum(len(h.tokens) for h in found)
+        assert sum(step.guessed for step in steps) == sum(h.metrics.guessed for h in found)
+        assert sum(step.right for step in steps) == sum(h.metrics.right for h in found)
+        for (kind, _, _), one, other in zip(wishes, plain, found, strict=True):
+            right[kind] += other.metrics.right
+            wrong[kind] += other.metrics.guessed - other.metrics.right
+            if outcome(one) != outcome(other):
+                differ.append(f"{kind}: {one.tokens} became {other.tokens}")
+    return differ, right, wrong
+
+
+def replaced(sampling: Sampling, stop: str) -> Sampling:
+    settings = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    return Sampling(**settings | {"stop": [stop]})
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, run_ahead):
+    right: Counter = Counter()
+    wrong: Counter = Counter()
+    for seed in range(ROUNDS):
+        differ, *counts = compare(parts, seed, run_ahead=run_ahead)
+        assert not differ, differ
+        right += counts[0]
+        wrong += counts[1]
+    print(f"\nright: {dict(right)}\nwrong: {dict(wrong)}")
+    for kind in (*KINDS, "stop"):
+        assert right[kind] and wrong[kind], f"{kind}: nothing was tried"
+
+
+@pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the guesses"])
+def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
+    picks_of = nanobatch.picks_of
+    field = "index" if bug == "one index for all rows" else "before"
+
+    def planted(*member):
+        picks = picks_of(*member)
+        return [pick._replace(**{field: getattr(picks[0], field)}) for pick in picks]
+
+    monkeypatch.setattr(nanobatch, "picks_of", planted)
+    differ, _, _ = compare(parts, 0)
+    assert differ
+
+
+@pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
+def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch, bug):
+    """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
+    say nothing, too, and later steps would read what it has left."""
+    model, text = poisoned(parts[0], 99), parts[1]
+    if bug == "its rows are not scrubbed":
+        monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
+    elif bug:
+        monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
+    sizes = {"slots": 3, "max_len": 160, "chunk": 32}
+    never = {99: -100.0}  # it is guessed, and never said
+    wish = Sampling(max_tokens=60, ignore_eos=True, logit_bias=never)
+    wishes = [("", [n, 5, 6], wish) for n in range(6)]
+    dice = np.random.default_rng(1)
+    with Engine(model, text, guesses=0, **sizes) as engine:
+        plain = serve(engine, wishes, dice)
+    with Engine(model, text, guesses=5, **sizes) as engine:
+        answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, dice, wrong=99)
+        try:
+            found = serve(engine, wishes, dice)
+        except AssertionError:
+            assert bug
+            return
+        is_same = [outcome(handle) for handle in plain] == [outcome(handle) for handle in found]
+        assert is_same == (not bug)
+        if not bug:
+            assert all(handle.metrics.guessed for handle in found)
+            assert all(handle.request.hints is None for handle in found)
+
+
+def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
+    """And the slot's next owner is not disturbed by what is left in it."""
+    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
+    wish = Sampling(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
+    prompts = [[7, n, 9, 7, n] for n in range(20)]
+    with Engine(*parts, guesses=0, **sizes) as engine:
+        plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
+    right = 0
+    with Engine(*parts, guesses=5, **sizes) as engine:
+        answers = {1 + n: tokens for n, tokens in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, np.random.default_rng(3))
+        for n, prompt in enumerate(prompts):
+            handle = engine.submit(prompt, wish)
+            for _ in range(n // 2):
+                engine.step()
+                engine.check()
+            if n % 2:
+                handle.cancel()
+            tokens = handle.result().tokens
+            assert tokens == plain[n][: len(tokens)]
+            assert n % 2 or len(tokens) == 30
+            right += handle.metrics.right
+    assert right > 20
+
+
+def test_a_conversation_goes_on_behind_guesses_in_its_own_rows(parts):
+    """The rows of right guesses are taken over by the next turn, and those of wrong ones are not."""
+    sizes = {"slots": 1, "max_len": 160, "chunk": 32}
+    wish = Sampling(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
+    turns = []
+    for guesses in (0, 5):
+        with Engine(*parts, guesses=guesses, **sizes) as engine:
+            if guesses:
+                first = turns[0][0]
+                engine.sched.guess = Oracle({1: first.tokens}, np.random.default_rng(5))
+            one = engine.submit([1, 2, 3], wish)
+            one.result()
+            two = engine.submit([1, 2, 3, *one.tokens, 8, 9], wish)
+            two.result()
+            turns.append((one, two))
+    plain, guessed = turns
+    assert [outcome(handle) for handle in plain] == [outcome(handle) for handle in guessed]
+    assert guessed[0].metrics.right > 10 and guessed[0].metrics.guessed > guessed[0].metrics.right
+    assert guessed[1].metrics.cached_tokens == plain[1].metrics.cached_tokens == 42
+
+
+# --- what is guessed ----------------------------------------------------------------------------
+
+
+def hints_of(prompt: list[int]) -> Hints:
+    hints = Hints()
+    hints.begin(prompt, None)
+    return hints
+
+
+def test_what_stood_behind_the_two_newest_tokens_before_is_guessed():
+    hints = hints_of([1, 2, 3, 4, 5, 9, 1])
+    assert hints.guess(3) == []
+    hints.follow([2])
+    assert hints.guess(3) == [3, 4, 5] and hints.hits == 0
+    hints.follow([2, 3, 4])
+    assert hints.guess(9) == [5, 9, 1, 2, 3, 4] and hints.hits == 2
+    hints.follow([2, 3, 4, 8])
+    assert hints.guess(3) == [] and hints.hits == 0
+
+
+def test_how_likely_a_guess_is_right_is_learned_for_each_length_of_a_run():
+    """One rate for all took a copy with changes for a copy, and a pair of words for a quotation."""
+    hints = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
+    assert hints.chances(6) == [0.4, 0.6, 0.7, 0.85, 0.93, 0.93]
+    answer = []
+    for n in range(40):  # two tokens that stood before, and a third that did not
+        answer += [2, 3, 100 + n, 1]
+        hints.follow(answer)
+    assert hints.hits == 0 and hints.next == (pytest.approx(0.25, abs=0.05), 0)
+    hints.follow([*answer, 2])
+    first, second, third = hints.chances(3)
+    assert first > 0.95 and second < 0.05 and third == 0.7
+    hints.follow([*answer, 2, 3])
+    assert hints.next == (second, 2)
+
+
+def priced(row_s: float) -> Guesser:
+    """A step takes 1 second, and so many more for each row."""
+    guesses = Guesser()
+    guesses._step_s = 1.0
+    guesses._row_s = row_s
+    return guesses
+
+
+def copying(id: int, client: str = "") -> Request:
+    """An answer that copies its prompt, and one token of which is to be planned."""
+    request = Request(id, tuple(range(40)), 30, 0.0, client=client)
+    request.hints = Hints()
+    request.slot = id
+    request.answer += range(8)
+    request.planned = 8
+    return request
+
+
+def inventing(id: int) -> Request:
+    request = copying(id)
+    request.answer[:] = range(100, 120)
+    request.planned = 20
+    return request
+
+
+class Silent:
+    """A grammar that forces nothing, and counts how often it is asked."""
+
+    asked = 0
+
+    def forced(self) -> list[int]:
+        self.asked += 1
+        return []
+
+
+def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
+    """Each step of free text under a grammar waited for its tokens, and asked in vain."""
+    grammar = Silent()
+    request = inventing(0)
+    request.hints = Hints(grammar)
+    guesses = priced(0.4)
+    waited = 0
+    for n in range(200):
+        request.answer.append(200 + n)
+        request.planned = len(request.answer)
+        request.max_tokens = 1000
+        decode = Decode(request, 0, request.next_row)
+        if guesses.may_follow(SimpleNamespace(emitters=(decode,))):
+            waited += 1
+            guesses([request], 100)
+    assert 10 <= waited <= 40 and grammar.asked == waited
+
+
+@pytest.mark.parametrize(("row_s", "wide"), [(0.02, 15), (0.4, 8), (2.0, 3), (9.0, 1)])
+def test_the_dearer_a_row_is_the_fewer_tokens_are_guessed(row_s, wide):
+    guesses = priced(row_s)([copying(0)], 100)
+    assert len(guesses[0]) == wide
+
+
+def test_a_step_is_read_at_once_only_if_the_guesses_behind_it_pay():
+    """Else every answer in which a pair came again lost run-ahead, though nothing was guessed."""
+
+    def may_follow(row_s: float, *requests: Request) -> bool:
+        emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
+        return priced(row_s).may_follow(SimpleNamespace(emitters=emitters))
+
+    assert may_follow(0.1, copying(0))
+    assert not may_follow(0.1, inventing(0))
+    assert may_follow(0.1, *map(copying, range(8)))
+    assert not may_follow(9.0, *map(copying, range(8)))
+
+
+def test_who_gains_nothing_by_guesses_waits_a_twentieth_longer_at_most():
+    """A copier took the half of a step more of three neighbours, in each of its steps."""
+    requests = [copying(0), inventing(1), inventing(2), inventing(3)]
+    guesses = priced(0.1)
+    longer = 0.0
+    made = 0
+    for _ in range(1000):
+        found = guesses(requests, 100)
+        count = sum(map(len, found.values()))
+        longer += (0.05 + 0.1 * count / 1.4) if count else 0
+        made += count > 0
+    assert made > 20 and longer / 1000 == pytest.approx(0.05, rel=0.1)
+    alone = [guesses([copying(0), copying(1)], 100) for _ in range(10)]
+    assert all(len(found) == 2 for found in alone), "among themselves they may"
+
+
+def test_a_step_that_another_program_made_long_is_no_price():
+    guesses = Guesser()
+    now = 0.0
+    for n in range(60):
+        decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
+        began = now
+        now += 0.01 * (1 + 0.1 * (n % 4)) + (2.0 if n % 20 == 10 else 0.0)
+        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, guessed=n % 4)
+        guesses.learn(plan, now)
+    assert guesses._seconds(1) == pytest.approx(0.01, rel=0.2)
+
+
+def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
+    guesses = Guesser(4)
+
+    def guessed(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
+        request = Request(1, prompt, 20, 0.0, client=client)
+        request.hints = Hints()
+        request.slot = slot
+        request.planned = 1
+        request.answer.append(4)
+        return guesses([request], 10).get(1)
+
+    long, short = (1, 2, 3, 4, 5, 6), (8, 3)
+    guessed("ann", long)
+    assert guessed("ann", short, slot=1) is None, "another slot remembers other words"
+    assert guessed("ann", short) == (5, 6, 4)
+    guessed("ann", long)
+    assert guessed("bob", short) is None
+    assert guessed("ann", short) is None, "the slot has Bob's words now"
+    guessed("", long)
+    assert guessed("", short) is None, "all without a name are strangers"
+
+
+@pytest.mark.parametrize("guesses", [None, 3])
+def test_an_engine_guesses_by_itself_and_says_the_same(parts, guesses):
+    """A random model soon repeats itself. And JSON's keys are forced."""
+    schema = {
+        "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
+    }
+    schema["json"] |= {"required": ["a_long_key_of_many_bytes"], "additionalProperties": False}
+    wishes = [("", [1, 2, 3], Sampling(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))]
+    wishes += [("", [4, 2, 3], Sampling(max_tokens=90, grammar=schema))]
+    found = []
+    for most in (0, guesses):
+        with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=most) as engine:
+            handles = serve(engine, wishes, np.random.default_rng(0))
+            found.append([outcome(handle) for handle in handles])
+            last = [(handle.metrics.guessed, handle.metrics.right) for handle in handles]
+    assert found[0] == found[1]
+    assert last[1][1] > 5, last
+    if guesses:
+        assert last[0][0] > 5, last
+
+
+def test_a_number_of_guesses_below_0_is_refused(parts):
+    with pytest.raises(ValueError, match="guesses = -1, but it must be at least 0"):
+        Engine(*parts, slots=1, max_len=64, guesses=-1)
+
+
+def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_to(
+    parts, monkeypatch
+):
+    monkeypatch.setattr("nanobatch.is_exact", lambda model: False)
+    for asked, most in ((None, 0), (4, 4)):
+        with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
+            assert engine.guesser.most == most

@@ -1,0 +1,1080 @@
+"""One model over several processes: shares add up, orders survive the wire, two processes answer
+like one, and a rank that is lost is told of and not waited for.
+
+The processes speak over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs two
+to four by MPI, with more models. It needs mpirun, such as Debian's openmpi-bin.
+"""
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from harness import random_asks, run_schedule
+from processes import python
+from rank import SIZES, again, live
+from servers import free_ports, hail
+from waiting import wait_for
+
+from distributed import group
+from distributed.channel import NAME, OTHERS, PROOF, answer, call, hear, proof
+from distributed.group import LOST, Ranks
+from distributed.rendezvous import LOOPBACK, join
+from kernels import matmul
+from kernels.mlx import mx
+from models.config import read_config
+from models.layers import Chain
+from models.load import ModelReader
+from models.memory import check_alike, is_exact
+from models.sharding import Share
+from nanobatch import Engine, Prefill, Runner
+from runtime import cli
+from runtime.files import ModelError
+
+ROOT = Path(__file__).parents[2]
+RANK = str(ROOT / "tests" / "lib" / "rank.py")
+
+
+# --- shares -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)]
+)
+def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
+    """A head or a hidden number that two ranks have counts twice; one that no rank has is
+    missing."""
+    changes = {
+        "num_attention_heads": H,
+        "num_key_value_heads": Hkv,
+        "intermediate_size": hidden,
+        "head_dim": 16,
+    }
+    c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
+    for size in range(1, 9):
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        assert [head for share in shares for head in share.queries] == list(range(H))
+        assert [number for share in shares for number in share.hidden] == list(range(hidden))
+        for share in shares:
+            assert share.queries and share.hidden
+            # The key heads that its query heads look at
+            own = [head * Hkv // H for head in share.queries]
+            assert sorted(set(own)) == list(share.keys)
+            assert len(set(Counter(own).values())) == 1, (
+                "attention shares a key head among equally many query heads"
+            )
+        spread = Counter(len(share.hidden) for share in shares)
+        assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_a_family_that_cannot_be_cut_up_is_refused_on_ranks_by_name(tmp_path, family, changes):
+    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up
+    what does not belong together without complaint."""
+    folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
+    with pytest.raises(ModelError, match=rf"{family}.*one process"):
+        ModelReader(folder, "float32", Ranks(1, 2))
+    ModelReader(folder, "float32", Ranks(0, 1))
+
+
+KINDS = {
+    "gqa": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    "mqa": {"num_key_value_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "granite": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+    },
+    "phi3": {"model_type": "phi3"},
+    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16},
+    "interleaved, 4 bit": {"rope_traditional": True, "quantize": lambda module: (4, 32)},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
+}
+
+
+def own(branch):
+    """What a rank computes by itself, before it is added up over the ranks."""
+    return branch.steps[0] if isinstance(branch, Chain) else branch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
+    """A bias that every rank adds counts several times; columns where rows belong still have
+    fitting shapes."""
+    changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
+    folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
+    whole = ModelReader(folder, "float32").read()
+    c, layer = whole.config, whole.layers[0]
+    x = mx.random.normal((5, c.D), key=mx.random.key(1))
+    q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
+    heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
+    for size in (2, 3, 4):
+        models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        for model, share in zip(models, shares, strict=True):
+            queries, keys = (
+                slice(heads.start * c.Dh, heads.stop * c.Dh)
+                for heads in (share.queries, share.keys)
+            )
+            expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
+            np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
+        parts = [
+            own(model.layers[0].out)(
+                heads[:, share.queries.start : share.queries.stop].reshape(5, -1)
+            )
+            for model, share in zip(models, shares, strict=True)
+        ]
+        np.testing.assert_allclose(
+            np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4
+        )
+        sums = sum(down(model.layers[0]) for model in models)
+        np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
+        assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
+
+
+def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
+    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without
+    their scale."""
+    folder = make_checkpoint(
+        tmp_path / "model",
+        dtype=mx.float16,
+        hidden_size=128,
+        intermediate_size=256,
+        quantize=lambda module: (4, 64),
+    )
+    whole = ModelReader(folder, "checkpoint").read().layers[0]
+    x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
+    for size in (2, 4):
+        layers = [
+            ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0]
+            for rank in range(size)
+        ]
+        np.testing.assert_allclose(
+            np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5
+        )
+        parts = [
+            own(layer.out)(heads)
+            for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)
+        ]
+        np.testing.assert_allclose(
+            np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1
+        )
+        # One head of 32 numbers is half a group: its part of `o` is unpacked.
+        assert [own(layer.out).bits for layer in layers] == [4 if size == 2 else 0] * size
+        assert all(
+            part.bits == 4
+            for layer in layers
+            for part in (layer.qkv, own(layer.mlp).gate_up, own(layer.mlp).down)
+        )
+
+
+def test_a_rank_takes_the_memory_of_its_share(tmp_path):
+    """Counted whole, a model that fits two machines would be refused on both."""
+    folder = make_checkpoint(
+        tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4
+    )
+    whole = ModelReader(folder, "float32").nbytes
+    for size in (2, 4):
+        readers = [ModelReader(folder, "float32", Ranks(rank, size)) for rank in range(size)]
+        outside = 272 * 128 * 4  # the table, which all have; the head, as large, is rank 0's
+        expected = (whole - 2 * outside) / size
+        assert readers[1].nbytes == pytest.approx(expected + outside, rel=0.02)
+        assert readers[0].nbytes == pytest.approx(expected + 2 * outside, rel=0.02)
+        assert readers[1].fit().slots == 8
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path):
+    """A rank without a head would multiply empty matrices."""
+    c = read_config(make_checkpoint(tmp_path / "model"), True)
+    with pytest.raises(
+        ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"
+    ):
+        Share.of(c, 0, 5)
+
+
+# --- orders -------------------------------------------------------------------------------------
+
+
+class Wire(Ranks):
+    """The lines between a leader and one who follows, in one process."""
+
+    leads = True
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def tell(self, message):
+        self.told.append(json.dumps(message))
+
+    def hear(self):
+        return json.loads(self.told.pop(0)) if self.told else None
+
+
+@pytest.mark.parametrize("budget", [32, 100, 1000])
+def test_orders_survive_the_wire(parts, budget):
+    """What a rank that follows hears is what the leader ran."""
+    orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
+    options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
+    with Engine(*parts, **options) as engine:
+        engine.sched.guess = again
+        engine.runner.ranks = wire
+        begin = engine.runner.begin
+        engine.runner.begin = lambda order: orders.append(order) or begin(order)
+        run_schedule(engine, random_asks(rng, 80, 100, 12, cancels=0.8, alike=0.6), rng)
+    assert len(orders) > 50
+    assert sum(bool(order.scrubs) for order in orders) > 0
+    assert sum(len(order.prefills) > 1 for order in orders) > 0
+    assert any(prefill.source is not None for order in orders for prefill in order.prefills)
+    assert any(len(ids) > 1 for order in orders for *_, ids in order.decodes)
+    follower = Runner.__new__(Runner)
+    follower.ranks = wire
+    follower.run = lambda order, picks: heard.append(order) or SimpleNamespace(read=list)
+    follower.follow()
+    assert all(isinstance(prefill, Prefill) for order in heard for prefill in order.prefills)
+    for order, same in zip(orders, heard, strict=True):
+        assert json.dumps(same) == json.dumps(order)
+
+
+# --- how they find each other -------------------------------------------------------------------
+
+
+def test_a_process_that_was_started_alone_is_alone(monkeypatch):
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.backend() == "" and cli.rank() == 0
+    alone = join()
+    assert (alone.rank, alone.size) == (0, 1)
+    x = mx.ones(3)
+    assert alone.sum(x) is x and alone.first(x) is x and alone.gather(4, 5) == [[4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "says"),
+    [
+        ("0", None, "MLX_RANK is set, but not MLX_HOSTFILE"),
+        ("x", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK"),
+        (
+            "2",
+            '[["127.0.0.1:1"], ["127.0.0.1:2"]]',
+            "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1",
+        ),
+        ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
+        ("0", "{", "is no hostfile"),
+        ("0", '{"a": 1, "b": 2}', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:2", 3]]', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1"]]', "'127.0.0.1' is no address"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:65537"]]', "'127.0.0.1:65537' is no address"),
+        ("0", '[["127.0.0.1:1"], [":2"]]', "':2' is no address"),
+        ("1", '[["127.0.0.1:1"], ["127.1:1"]]', "lists 127.0.0.1:1 twice"),
+    ],
+)
+def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
+    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it."""
+    monkeypatch.setenv("MLX_RANK", rank)
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
+    if text:
+        (tmp_path / "hosts.json").write_text(text)
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    join.cache_clear()
+    with pytest.raises(ValueError, match=says) as caught:
+        join()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_path):
+    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get
+    the neighbour."""
+    with socket.socket() as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "hosts.json").write_text(json.dumps([["127.0.0.1:1"], [here]]))
+        monkeypatch.setenv("MLX_RANK", "1")
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+        join.cache_clear()
+        with pytest.raises(
+            ModelError, match=rf"rank 1 \({here}\) cannot listen: Address already in use"
+        ):
+            join()
+
+
+class Beside(Ranks):
+    """Rank 0 of two, which never meets the other one, but knows what it would say."""
+
+    def __init__(self, says: list[int]):
+        super().__init__(0, 2)
+        self.said, self.says = [], iter(says)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        self.said += numbers
+        return [list(numbers), [next(self.says, numbers[0])]]
+
+
+def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
+    """A model and its tuned version have one config. Half of each answered nonsense, and nothing
+    said so."""
+    models = [
+        ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read()
+        for seed in (1, 2)
+    ]
+    said = []
+    for model in models:
+        check_alike(replace(model, ranks=(beside := Beside([]))))  # the other says the same
+        said.append(beside.said)
+    assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
+        check_alike(replace(models[0], ranks=Beside(said[1])))
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same version"):
+        check_alike(replace(models[0], ranks=Beside([1])))
+
+
+# --- lines --------------------------------------------------------------------------------------
+
+
+class Ring(ExitStack):
+    """Ranks of one process, tied to each other by lines. `ended`: which one ended, and why."""
+
+    def __init__(self, monkeypatch, size: int):
+        super().__init__()
+        self.ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        monkeypatch.setattr(group, "GRACE_S", 0)
+        monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # this thread
+        threads = set(threading.enumerate())
+        # Line n leads to rank n: where others say something, and where the rank listens
+        self.lines = [socket.socketpair() for _ in range(size)]
+        self.all = [Ranks(rank, size, "ring") for rank in range(size)]
+        for rank, each in enumerate(self.all):
+            each.told = lambda why, rank=rank: self.ended.put((rank, why))
+            called = [self.lines[(rank + 1) % size][0]]
+            each.hold(f"rank {(rank - 1) % size} (there)", [self.lines[rank][1]], called)
+        self.threads = set(threading.enumerate()) - threads
+        for line in self.lines:
+            self.enter_context(line[0])
+            self.enter_context(line[1])
+        self.callback(self.cut)
+
+    def cut(self) -> None:
+        for line in self.lines:
+            with suppress(OSError):  # it is cut already
+                line[0].shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_orders_go_from_rank_to_rank_and_a_goodbye_comes_back(monkeypatch):
+    """The leader leaves when each of the others has done all it was told. Until then a rank still
+    needs the others."""
+    with Ring(monkeypatch, 4) as ring:
+        leader, *others = ring.all
+        orders = [[3, 1], list(range(5000))]
+        for order in orders:
+            leader.tell(order)
+        leaves = threading.Thread(target=leader.leave)
+        leaves.start()
+        heard = queue.SimpleQueue()
+        for other in others:
+            hears = lambda other=other: heard.put([other.hear(), other.hear()])  # noqa: E731
+            threading.Thread(target=hears, daemon=True).start()
+        assert [heard.get(timeout=60) for _ in others] == [orders] * 3
+        for other in others:
+            assert leaves.is_alive()
+            assert other.hear() is None
+        leaves.join(60)
+        assert not leaves.is_alive()
+        ring.cut()
+        assert len(ring.threads) == 8 and ring.ended.empty()  # one listens, one beats
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
+    """The ranks that end for it close their lines as well, so each blamed its neighbour."""
+    with Ring(monkeypatch, 4) as ring:
+        ring.lines[(lost + 1) % 4][0].shutdown(socket.SHUT_RDWR)
+        said = dict(ring.ended.get(timeout=60) for _ in range(4))
+        assert said.keys() == {0, 1, 2, 3}  # the lost one is there, in this test
+        for why in said.values():
+            assert why.startswith(f"rank {lost} (there) is gone")
+
+
+def test_a_beat_may_fall_into_the_middle_of_an_order():
+    """Two threads write on a line. A long order does not go out at once, if the next rank is slow
+    to read."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(b"\0[3, 1\x007, 5]\n\0\0null\n\0")
+        assert list(hear(theirs)) == [[3, 17, 5], None]
+
+
+KEY = b"only ranks know"
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+class Answering:
+    """`answer`, in a thread of its own, at a port that is free."""
+
+    def __init__(self, *names: str, until: float = 0.0):
+        server = socket.create_server((LOOPBACK, 0), backlog=200)
+        self.address = "{}:{}".format(*server.getsockname())
+        self._said = queue.SimpleQueue()
+        until = until or soon()
+        answers = lambda: self._said.put(answer([server], KEY, set(names), until))  # noqa: E731
+        threading.Thread(target=answers, daemon=True).start()
+
+    def lines(self) -> dict[str, socket.socket]:
+        return self._said.get(timeout=60)
+
+    def stranger(self, says: bytes = b"") -> socket.socket:
+        host, port = self.address.split(":")
+        stranger = socket.create_connection((host, int(port)), 60)
+        with suppress(ConnectionError):  # it was hung up on already
+            stranger.sendall(says)
+        return stranger
+
+
+def test_strangers_at_the_port_neither_take_a_ranks_place_nor_hold_it_up():
+    """The first who came was taken for the neighbour."""
+    door = Answering("a", "b")
+    silent = [door.stranger() for _ in range(150)]
+    wrong = [
+        door.stranger(b"GET / HTTP/1.1\r\n\r\n"),
+        door.stranger(b"x" * 100_000),
+        door.stranger(b"a".ljust(NAME) + bytes(PROOF)),
+    ]
+    no_goodbye = struct.pack("ii", 1, 0)
+    wrong[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
+    wrong[0].close()
+    calls = {name: call(door.address, KEY, name, soon()) for name in ("a", "b")}
+    lines = door.lines()
+    for name, line in lines.items():
+        calls[name].sendall(name.encode())
+        assert line.recv(9) == name.encode()
+    for stranger in (*silent, *wrong[1:]):
+        with suppress(ConnectionResetError):
+            stranger.settimeout(60)
+            while stranger.recv(4096):  # the question
+                pass
+    with pytest.raises(ConnectionRefusedError):
+        door.stranger()
+    for line in (*calls.values(), *lines.values(), *silent, *wrong):
+        line.close()
+
+
+def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
+    """A proof is about the question that was asked: one that was written down is of no use."""
+    door = Answering("a", "b")
+    first = door.stranger()
+    question = first.recv(PROOF)
+    named = b"a".ljust(NAME)
+    heard = named + proof(KEY, question + named)
+    other = door.stranger(heard)
+    assert len(other.recv(PROOF)) == PROOF and other.recv(1) == b""
+    first.sendall(b"c".ljust(NAME) + proof(KEY, question + b"c".ljust(NAME)))
+    assert first.recv(1) == b"", "there is no such line"
+    one = call(door.address, KEY, "a", soon())
+    two = call(door.address, KEY, "b", soon())
+    assert door.lines().keys() == {"a", "b"}
+    for line in (first, other, one, two):
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (None, "Connection refused"),
+        (b"", "another program"),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
+        (b"no goodbye", "another program"),  # as of a rank with another key, whose time is over
+    ],
+)
+def test_what_answers_there_and_is_no_rank_is_told(says, why):
+    with socket.create_server((LOOPBACK, 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as line:
+                        line.sendall(says)
+                        if says == b"no goodbye":
+                            linger = struct.pack("ii", 1, 0)
+                            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+        if says is None:
+            server.close()
+        else:
+            threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(TimeoutError, match=why):
+            call(address, KEY, "a", time.monotonic() + 0.5)
+        with suppress(OSError):  # it wakes up
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_call_that_reaches_itself_is_given_up_at_once(monkeypatch):
+    """Nobody listens yet, and the system gives the caller the very port that it calls: it would
+    keep the port from the rank that is to listen there."""
+    made = []
+
+    def itself(*_) -> socket.socket:
+        line = socket.socket()
+        line.bind((LOOPBACK, 0))
+        line.connect(line.getsockname())
+        made.append(line)
+        return line
+
+    monkeypatch.setattr(socket, "create_connection", itself)
+    with pytest.raises(TimeoutError, match="itself"):
+        call(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
+    assert len(made) > 1 and all(line.fileno() == -1 for line in made)
+
+
+def test_a_neighbour_that_does_not_call_is_not_waited_for_without_end():
+    """A rank that failed a moment after MLX had connected it was."""
+    with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
+        answer([server], KEY, {"a"}, time.monotonic() + 0.01)
+
+
+GOODBYE = """
+import socket
+from distributed.group import Ranks
+ours, theirs = socket.socketpair()
+leader = Ranks(0, 2, "ring")
+leader.hold("rank 1 (there)", [ours], [ours])
+theirs.close()
+leader.leave()
+"""
+
+
+def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up():
+    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of
+    the end."""
+    done = python(GOODBYE)
+    assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
+
+
+# --- two processes ------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
+    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited
+    for ever."""
+    code = "from distributed.group import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writer, timeout=120)
+    os.close(writer)
+    assert done.returncode == 3
+
+
+class Pair(ExitStack):
+    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are
+    never started. `inside` comes before each command. `forms`: of our own matrix product, one for
+    each rank."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *command: str,
+        only: tuple[int, ...] = (0, 1),
+        host: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+        forms: Sequence[str] = (),
+    ):
+        super().__init__()
+        self.hosts = [f"{host}:{port}" for port in free_ports(2)]
+        (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
+        self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
+        self.processes = {}
+        self._command = [*inside, sys.executable, *command]
+        self._environment = os.environ | {
+            "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
+            "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
+        }
+        self._forms = forms
+        for rank in only:
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        environment = self._environment | {"MLX_RANK": str(rank)}
+        if self._forms:
+            environment["NANOBATCH_BLAS"] = f"rows:{self._forms[rank]}"
+        log = self.enter_context(self.logs[rank].open("wb"))
+        # A test may run in a background job, which ignores Ctrl-C, and so would its children.
+        reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        options = {
+            "stdout": log,
+            "stderr": subprocess.STDOUT,
+            "stdin": subprocess.DEVNULL,
+            "env": environment,
+            "cwd": ROOT,
+        }
+        process = subprocess.Popen(self._command, preexec_fn=reset, **options)
+        self.processes[rank] = process
+        self.callback(self.end, process)
+
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        process.kill()
+        process.wait()
+
+    def codes(self, seconds: float = 300) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [
+            process.wait(max(0.1, deadline - time.monotonic()))
+            for process in self.processes.values()
+        ]
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+    def found(self) -> list[list]:
+        """What rank 0 printed as JSON, a list of lists each time. MLX may have written a word of its
+        own at the end of such a line."""
+        texts = self.said(0).split("[[")[1:]
+        return [json.JSONDecoder().raw_decode(f"[[{text}")[0] for text in texts]
+
+    def says(self, rank: int, pattern: str) -> re.Match:
+        def find() -> re.Match | None:
+            found = re.search(pattern, self.said(rank))
+            assert found or self.processes[rank].poll() is None, self.said(rank)
+            return found
+
+        return wait_for(find)
+
+
+def test_two_processes_answer_like_one(tmp_path):
+    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied
+    head, 4 bit."""
+    kinds = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "attention_bias": True,
+    }
+    packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
+    folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
+    with Pair(tmp_path, RANK, "answers", "0", *folders) as pair:
+        alone = []
+        for folder in folders:
+            with Engine.load(folder, **SIZES) as engine:
+                alone.append(live(engine))
+                assert sum(step.guessed for step in engine.snapshot().steps) > 20
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert [tokens for tokens, *_ in pair.found()] == alone and min(map(len, alone)) >= 8
+        assert len({token for answers in alone for answer in answers for token in answer}) > 20
+        assert (
+            len(
+                re.findall(
+                    r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0",
+                    pair.said(1),
+                )
+            )
+            == 2
+        )
+
+
+def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
+    """Each request in company, with prefixes taken over, and then alone. The two have other forms
+    of the product."""
+    folder = str(
+        make_checkpoint(
+            tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16
+        )
+    )
+    forms = (matmul.forms_here() * 2)[:2]
+    with Pair(tmp_path, RANK, "answers", "1", folder, forms=forms) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        ((_, exact, compared, different),) = pair.found()
+    assert exact and compared > 40 and different == 0
+
+
+MPI_KINDS = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "granite, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "residual_multiplier": 0.8,
+    },
+    "phi3": {"model_type": "phi3"},
+    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 20},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "gqa": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+    "mqa": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "4 bit": {"quantize": lambda module: (4, 32)},
+}
+# Random schedules for each model
+MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
+
+
+@pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tmp_path):
+    folders = [
+        str(make_checkpoint(tmp_path / kind, seed=2, **changes))
+        for kind, changes in MPI_KINDS.items()
+    ]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable]
+    done = subprocess.run(
+        [*command, RANK, "answers", str(MPI_ROUNDS), *folders],
+        env={"MLX_MPI_LIBNAME": "libmpi.so.40"} | os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    for folder, (tokens, exact, compared, different) in zip(folders, lines, strict=True):
+        with Engine.load(folder, **SIZES) as engine:
+            assert tokens == live(engine), folder
+        assert exact and compared and not different, folder
+
+
+@pytest.mark.parametrize(
+    ("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)]
+)
+def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
+    """Once it had to be the same product, down to the number of its threads."""
+    monkeypatch.setattr("kernels.mlx.is_exact", lambda: own)
+    assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
+
+
+def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
+    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks
+    themselves."""
+    small = (
+        "--parts",
+        "decode",
+        "--rows",
+        "1",
+        "--samples",
+        "2",
+        "--prompt",
+        "16",
+        "--output",
+        "8",
+    )
+    with Pair(
+        tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")
+    ) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+    records = json.loads((tmp_path / "run.json").read_text())["records"]
+    assert len(records) == 2 and all(record["figures"]["decode tokens/s"] > 0 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "says"),
+    [
+        ("killed", [LOST, -signal.SIGKILL], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 1", [LOST, 1], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 0", [1, LOST], "OverflowError: planted"),
+    ],
+)
+def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fault, codes, says):
+    """MLX may wait for a lost rank for ever, and with it the thread that steps."""
+    with Pair(tmp_path, RANK, fault) as pair:
+        assert pair.codes() == codes, pair.said(0) + pair.said(1)
+        (results,) = pair.found()
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(says, error), error
+        raised = {"raises at rank 1": 1, "raises at rank 0": 0}.get(fault)
+        assert (
+            raised is None
+            or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
+        )
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
+    """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
+        address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
+        pair.says(1, "follows rank 0")
+        host, port = address.split(":")
+        body = json.dumps(
+            {"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}
+        ).encode()
+        with socket.create_connection((host, int(port)), 30) as line:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert line.recv(4096).startswith(b"HTTP/1.1 200")
+        for process in (
+            reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]
+        ):
+            process.send_signal(by)  # in a terminal, Ctrl-C reaches all
+        if many:
+            hail(pair.processes[0], by)
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "Traceback" not in pair.said(0) + pair.said(1)
+
+
+def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
+    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of
+    it. Where the hostfile writes the address in another way, such as by name, a rank was never
+    missed."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
+        pair.says(0, r"at http://(\S+)/v1;")
+        pair.says(1, "follows rank 0")
+        pair.processes[1].kill()
+        assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
+        assert (
+            "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+        )
+
+
+@pytest.fixture
+def inside():
+    """What to write before a command that shall run in a network of its own, without any other
+    machine."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("no network of its own without unshare, nsenter and ip")
+    script = "ip link set lo up && echo up && exec sleep 600"
+    with subprocess.Popen(
+        ["unshare", "-rn", "sh", "-c", script], stdout=subprocess.PIPE
+    ) as network:
+        try:
+            enter = ("nsenter", "-t", str(network.pid), "-U", "-n", "--preserve-credentials")
+            if (
+                not network.stdout.readline()
+                or subprocess.run([*enter, "true"], stderr=subprocess.DEVNULL).returncode
+            ):
+                pytest.skip("this user may have no network of its own")
+            yield enter
+        finally:
+            network.kill()
+
+
+def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, inside):
+    """No word comes of it, and MLX would wait for ever."""
+    with Pair(tmp_path, RANK, "cut", inside=inside) as pair:
+        assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
+        (results,) = pair.found()
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), (
+                error
+            )
+        assert re.search(r"rank 1 of 2: rank 0 \(.*\) is gone", pair.said(1))
+
+
+CUT = """
+import queue, socket, subprocess, threading, time
+from distributed import channel as line
+line.SILENCE_S = 2
+server = socket.create_server(("127.0.0.1", 0))
+host, port = server.getsockname()
+until = time.monotonic() + 60
+said = queue.SimpleQueue()
+threading.Thread(target=lambda: said.put(line.answer([server], b"key", {"a"}, until))).start()
+leader = line.call(f"{host}:{port}", b"key", "a", until)
+follower = said.get()["a"]
+line.say(leader, [1])
+heard = line.hear(follower)
+print(next(heard), flush=True)
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+line.say(leader, [2])
+print(list(heard))
+"""
+
+
+def test_a_line_that_was_cut_while_an_order_was_on_its_way_is_noticed(inside):
+    """The system then does not ask whether the other machine is there. It tries again for a quarter
+    of an hour. So the rank that listens must ask."""
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", CUT],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert done.stdout.split("\n") == ["[1]", "[]", ""]
+
+
+def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
+    """The others wait for its numbers inside of MLX, and no request is there to be told."""
+    with Pair(tmp_path, RANK, "killed in load") as pair:
+        assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
+        assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
+
+
+@pytest.mark.parametrize(("how", "victim"), [("stopped", 1), ("busy", 0)])
+def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
+    """Stopped, such as by Ctrl-Z; or busy with something that lets no other thread of Python run:
+    it could not say that it lives. Either takes longer than a machine may be silent."""
+    with Pair(tmp_path, RANK, how, str(victim)) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert pair.found() == [[["length", 12]] * 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named_and_ctrl_c_ends_the_wait(tmp_path, rank):
+    """MLX waited for it without a word, and let no other thread of Python run."""
+    with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
+        pair.says(
+            rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})")
+        )
+        pair.processes[rank].send_signal(signal.SIGINT)
+        assert pair.codes() == [130] and "Traceback" not in pair.said(rank)
+
+
+def test_while_a_rank_waits_its_door_says_that_it_loads(tmp_path):
+    """MLX let no other thread of Python run, so the door answered nothing."""
+    (port,) = free_ports(1)
+    command = [str(ROOT / "serve.py"), "--port", str(port)]
+    with Pair(tmp_path, *command, only=(0,)) as pair:
+        pair.says(0, "rank 0 waits for rank 1")
+        with socket.create_connection((LOOPBACK, port), 60) as line:
+            line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"503" in line.recv(4096)
+        pair.processes[0].send_signal(signal.SIGINT)
+        assert pair.codes() == [0]
+
+
+SHORT_OF_TIME = """
+import os, sys, time
+from distributed import rendezvous
+meet.MEET_S = 1.0
+hosts, rank = os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"]
+meets = meet.meet
+
+def together(*given):
+    open(hosts + rank, "w").close()
+    while not os.path.exists(hosts + "10"[int(rank)]):
+        time.sleep(0.01)
+    return meets(*given)
+
+if sys.argv[1:] == ["other keys"]:
+    os.environ["NANOBATCH_RING_KEY"] = rank
+    meet.meet = together  # one may come seconds after the other
+sys.argv = ["ask.py", "Hello"]
+import ask
+sys.exit(ask.main())
+"""
+
+
+@pytest.mark.parametrize("case", ["alone 0", "alone 1", "other keys"])
+def test_a_rank_that_nobody_meets_ends_with_one_line_that_says_what_it_has_waited_for(
+    tmp_path, case
+):
+    """It waited for ever in MLX, and so did its door. With another word in NANOBATCH_RING_KEY it is
+    a stranger."""
+    only = (int(case[-1]),) if "alone" in case else (0, 1)
+    with Pair(tmp_path, "-c", SHORT_OF_TIME, case, only=only) as pair:
+        assert pair.codes() == [2] * len(only), [pair.said(rank) for rank in only]
+        for rank in only:
+            first, last = pair.said(rank).splitlines()
+            other = f"rank {1 - rank} ({pair.hosts[1 - rank]})"
+            assert first == f"nanobatch: rank {rank} waits for {other}"
+            why = OTHERS if case == "other keys" else "Connection refused"
+            assert last == (
+                f"nanobatch: rank {rank} waited for {other} in vain ({why}); start all ranks."
+            )
+
+
+class Strangers(ExitStack):
+    """Many who call at these addresses again and again, from before the ranks are there until this
+    block ends: browsers, port scans, and some who say nothing and stay."""
+
+    SAYS = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, None)
+
+    def __init__(self, addresses: list[str]):
+        super().__init__()
+        self.calls = Counter()
+        self._over = threading.Event()
+        for address in addresses:
+            for says in self.SAYS:
+                thread = threading.Thread(target=self._call, args=(address, says), daemon=True)
+                thread.start()
+                self.callback(thread.join, 60)
+        self.callback(self._over.set)
+
+    def _call(self, address: str, says: bytes | None) -> None:
+        host, port = address.split(":")
+        silent = []
+        while not self._over.is_set():
+            with suppress(OSError):
+                line = socket.create_connection((host, int(port)), 5)
+                self.calls[address] += 1
+                if says is None:
+                    silent = [*silent[-100:], line]
+                else:
+                    line.sendall(says)
+                    line.close()
+            time.sleep(0.001)
+
+
+def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
+    """One connection to the leader's port, of a port scan or a browser, was its neighbour for MLX:
+    then the ranks never met."""
+    ask = [str(ROOT / "ask.py"), "What is 17 + 6?"]
+    with Pair(tmp_path, *ask, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
+        wait_for(lambda: strangers.calls[pair.hosts[0]] >= 200)  # they have come first
+        pair.start(1)
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "23" in pair.said(0)
+        assert min(strangers.calls[host] for host in pair.hosts) > 0
+
+
+RING_OF_STRANGERS = """
+import sys
+from distributed import rendezvous
+meet.CALLS = meet.CALLS.replace(".close()", ".sendall(b'GET / HTTP/1.1')")
+assert "sendall" in meet.CALLS
+sys.argv = ["ask.py", "What is 17 + 6?"]
+import ask
+sys.exit(ask.main())
+"""
+
+
+def test_whoever_calls_at_mlx_itself_has_no_part_in_the_ring(tmp_path):
+    """MLX takes the first who calls, and cannot tell who it is. Its connections are exchanged for
+    ours, before it has read from them."""
+    with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "23" in pair.said(0)

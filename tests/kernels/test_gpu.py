@@ -1,0 +1,387 @@
+"""What runs on a GPU, run on a CPU: the branches are taken, MLX's fused operations are made of
+several others there.
+
+So this proves that the numbers are right, and how many operations a step has; not how fast they
+are, how many kernels a GPU makes of them, or that those do what MLX says.
+"""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import mlx_lm.utils
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from harness import random_asks, run_schedule
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from parity import CONFIGS, LLAMA3, compare, whole
+from soak import soak
+
+import kv
+import llama
+from kernels import mlx as device
+from kernels.mlx import mx
+from kv import Slab, Window
+from models import memory, ops
+from models.load import read_model
+from models.rope import Kind, rope_periods
+from nanobatch import Engine, Prefill, Sampling
+from policies import POLICIES
+from text.tokenizer import Text
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """All that asks for the device finds a GPU. MLX computes on the CPU all the same."""
+    for module in (device, kv, memory):
+        monkeypatch.setattr(module, "has_gpu", lambda: True)
+
+
+# --- the numbers --------------------------------------------------------------------------------
+
+CHOSEN = {
+    name: CONFIGS[name]
+    for name in (
+        "multi-query attention",
+        "head_dim smaller than hidden / heads",
+        "all biases, tied",
+        "rope llama3",
+        "rope yarn",
+        "rope dynamic, within the trained length",
+        "gemma2, scores near the cap, 4 bits",
+        "gemma3_text, as published",
+        "qwen3_moe, 4 bits",
+        "phi3, longrope, a part of each head turns, 8 bits",
+        "float16",  # as float32, like the rest
+        "some layers quantized, each in its way",
+        "granite, 4 bits, tied",
+        "olmo2, 8 bits",
+    )
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_path):
+    """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any
+    difference."""
+    seed = list(CHOSEN).index(name)
+    folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
+    options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
+    with Engine.load(folder, dtype="float32", max_len=256, chunk=32, **options) as engine:
+        compare(engine, Reference(folder), seed, prompts=6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("weights", ["bfloat16", "float16", "4 bits"])
+def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(
+    weights, policy, tmp_path
+):
+    """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in
+    company."""
+    packed = {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192}
+    dtype = mx.float16 if weights == "float16" else mx.bfloat16
+    folder = make_checkpoint(
+        tmp_path, seed=3, dtype=dtype, **(packed if weights == "4 bits" else {})
+    )
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    truth, rng = Reference(folder), np.random.default_rng(3)
+    ours, peers = [], []
+    with Engine.load(folder, slots=3, max_len=256, chunk=32, policy=policy) as engine:
+        assert engine.model.dtype == dtype and not engine.exact
+        bits = 4 if weights == "4 bits" else 0
+        assert all(
+            part.bits == bits
+            for layer in engine.model.layers
+            for part in (layer.qkv, layer.mlp.gate_up)
+        )
+        handles = run_schedule(engine, random_asks(rng, 6, longest=60, tokens=10), rng)
+        for handle in handles:
+            ids = [*handle.request.prompt, *handle.tokens[:-1]]
+            wanted, first = truth.logits(ids), len(handle.request.prompt) - 1
+            found = np.array(theirs(mx.array([ids]))[0].astype(mx.float32))
+            ours.append(np.abs(whole(engine.model, ids, dtype) - wanted).mean())
+            peers.append(np.abs(found - wanted).mean())
+            margin = 12 * peers[-1]  # a token that half precision can mistake for the best
+            chosen = np.take_along_axis(wanted[first:], np.array(handle.tokens)[:, None], 1)[:, 0]
+            assert (wanted[first:].max(-1) - chosen < margin).all()
+    assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
+
+
+def test_dynamic_positions_beyond_the_trained_length_have_one_theta(tmp_path):
+    folder = make_checkpoint(
+        tmp_path,
+        seed=7,
+        rope_scaling={"type": "dynamic", "factor": 2.0},
+        max_position_embeddings=40,
+    )
+    theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
+    reference, rng = (
+        Reference(folder, {"rope_scaling": None, "rope_theta": theta}),
+        np.random.default_rng(7),
+    )
+    asks = random_asks(rng, 12, longest=120, tokens=12)
+    with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
+        handles = run_schedule(engine, asks, rng)
+    assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 3
+    for handle, ask in zip(handles, asks, strict=True):
+        assert handle.tokens == reference.greedy(ask.prompt, ask.max_tokens)[0]
+
+
+def test_where_mlx_turns_only_the_first_sequence_right_it_is_not_asked(tmp_path, monkeypatch):
+    """Some releases turned one token of each sequence by the first sequence's position."""
+    folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    assert read_model(folder).kinds[0].periods is not None
+    right = mx.fast.rope
+
+    def wrong(x, *args, offset, **options):
+        return right(x, *args, offset=offset[:1] if x.shape[2] == 1 else offset, **options)
+
+    monkeypatch.setattr(mx.fast, "rope", wrong)
+    assert read_model(folder).kinds[0].periods is None
+    with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
+        compare(engine, Reference(folder), 0, prompts=6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_the_trial_passes_where_mlx_is_right(dtype):
+    for Dh in (8, 64, 128):
+        assert rope_periods(10_000.0 ** (-mx.arange(0, Dh, 2) / Dh), dtype) is not None
+
+
+def test_a_soak(tmp_path):
+    """300 requests from four threads, with cancels: each gets what it gets alone, and ends once."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    counts = soak(read_model(folder, "float32"), Text(folder, 272), 300)
+    assert counts["wrong"] == 0 and counts["compared"] > 100 and counts["cancelled"] > 20
+
+
+# --- the form -----------------------------------------------------------------------------------
+
+
+# How many operations has the graph of a decode step on a GPU?
+#
+# Each node that computes is one, each part of a concatenation, and each call of a function that MLX
+# has a kernel for (`FUSED`). Nodes that only look at an array in another way (views) are none. The
+# shape is Llama 3.2 1B's but for its widths, since no count depends on them: 32 heads of 64, 8 of keys
+# and values, a tied head. The step ends with the logits.
+#
+# This is no count of kernels. A kernel may first copy an input that does not lie as it wants it. And
+# where MLX has no fused attention for a shape, one operation is several kernels: on CUDA, where several
+# sequences decode, because they come with a mask (docs/speed.md says when).
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+WEIGHTS = {"bfloat16": None, "4 bits": lambda module: (4, 64)}
+VIEWS = {
+    "AsStrided",
+    "Broadcast",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Transpose",
+    "Unflatten",
+}
+# One node of a GPU's graph; on a CPU MLX makes several of them.
+FUSED = (
+    (mx.fast, "rms_norm"),
+    (mx.fast, "rope"),
+    (mx.fast, "scaled_dot_product_attention"),
+    (mx, "dequantize"),
+)
+
+
+def count(step: Callable[[], list[mx.array]]) -> Counter:
+    """How many operations of each kind a step has that answers with all that it makes."""
+    calls: Counter = Counter()
+    inputs: list[mx.array] = []
+
+    def fused(module, name: str):
+        real = getattr(module, name)
+
+        def stand_in(*args, **options) -> mx.array:
+            made = real(*args, **options)  # on a CPU several nodes; for its shape alone
+            calls[name] += 1
+            inputs.extend(x for x in (*args, *options.values()) if isinstance(x, mx.array))
+            leaf = mx.zeros(made.shape, made.dtype)
+            mx.eval(leaf)
+            return leaf
+
+        return mock.patch.object(module, name, stand_in)
+
+    with ExitStack() as stack:
+        for module, name in FUSED:
+            stack.enter_context(fused(module, name))
+        # Compiled as on a GPU, but never evaluated, so that no compiler is called.
+        stack.enter_context(mock.patch.object(ops, "one_kernel", mx.compile(ops.one_kernel)))
+        made = step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.dot"
+        mx.export_to_dot(str(path), *made, *inputs)
+        graph = path.read_text()
+    for node, name in re.findall(r"\{ (\d+) \[label =\"(\w+)\"", graph):
+        if name not in VIEWS:
+            calls[name] += graph.count(f"-> {node}\n") if name == "Concatenate" else 1
+    return calls
+
+
+def ours(folder: Path, slots: list[int]) -> Counter:
+    """A step in which these of eight slots decode, all of them at rows of their own."""
+    model = read_model(folder, "checkpoint")
+    c = model.config
+    slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
+    starts = [20 + slot for slot in slots]
+    newest = mx.array(slots)
+
+    def step() -> list[mx.array]:
+        window = kv.Window(slab, slots, starts, 1)
+        states = llama.forward(model, newest, [window], range(len(slots)))
+        return [model.head(states), *slab.k, *slab.v]
+
+    return count(step)
+
+
+def peers(folder: Path, rows: int) -> Counter:
+    """The same with mlx-lm's cache for batches, or for a single row with the one for one."""
+    model, _ = mlx_lm.utils.load_model(folder)
+    layers = len(model.layers)
+    caches = [KVCache() if rows == 1 else BatchKVCache([0] * rows) for _ in range(layers)]
+
+    def state() -> list[mx.array]:
+        return [
+            x
+            for cache in caches
+            for x in (cache.keys, cache.values, cache.offset)
+            if isinstance(x, mx.array)
+        ]
+
+    mx.eval(model(mx.zeros((rows, 3), mx.int32), cache=caches), state())
+    newest = mx.zeros(rows, mx.int32)
+    mx.eval(newest)
+    return count(lambda: [model(newest[:, None], cache=caches)[:, -1], *state()])
+
+
+def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[int, int]]:
+    """Ours and mlx-lm's, with one layer and with two."""
+    counts = []
+    for layers in (1, 2):
+        path = make_checkpoint(
+            folder / str(layers),
+            dtype=mx.bfloat16,
+            quantize=WEIGHTS[weights],
+            num_hidden_layers=layers,
+            **SHAPE,
+        )
+        counts.append((ours(path, slots).total(), peers(path, len(slots)).total()))
+    return counts
+
+
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [1, 2, 4, 5]])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_step_has_no_more_operations_than_mlx_lms(weights, slots, tmp_path):
+    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
+    own."""
+    (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
+    layer, peers_layer = two - one, peers_two - peers_one
+    rest, peers_rest = one - layer, peers_one - peers_layer
+    assert 13 <= layer <= peers_layer and peers_layer >= 17
+    assert 3 <= rest <= peers_rest
+
+
+def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
+    """A copy of all keys and values in each layer would cost more than everything else in a
+    step."""
+    monkeypatch.setattr(mx, "take", None)
+    slab = Slab(1, 8, 2, 256, 16, mx.float32)
+    slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
+    window = Window(slab, slots, starts, 1)
+    looks = window.looks(None, lambda seen: seen)
+    assert [(look.slots, look.T) for look in looks] == [
+        (slice(0, 2), 256),
+        (slice(3, 4), 101),
+        (slice(7, 8), 65),
+    ]
+    new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
+    window.write(0, new, -new)
+    sequences = iter(zip(starts, np.array(new), strict=True))
+    for look in looks:
+        k, v = (np.array(x) for x in window.read(0, look))
+        assert look.mask.shape == (look.B, 1, 1, look.T)
+        for row in range(look.B):
+            start, written = next(sequences)
+            assert np.array_equal(k[row, :, start], written) and np.array_equal(
+                v[row, :, start], -written
+            )
+            seen = np.array(look.mask)[row].all(0)[0]
+            assert seen.sum() == start + 1 and seen[: start + 1].all()
+    assert np.count_nonzero(np.array(slab.k[0])) == new.size, "another row was written"
+
+
+def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
+    with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=512) as engine:
+        plans, plan = [], engine.sched.plan
+        engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
+        engine.submit([1] * 400, Sampling(max_tokens=2)).result()
+        assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
+    window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
+    form = partial(llama.mask_of, kind=Kind(*[None] * 5), H=4)
+    assert window.looks(None, form) == [kv.Look(slice(1, 2), 112, "causal")]
+    both = Window(window.slab, [0, 1], [64, 9], 48)
+    assert [look.mask.shape for look in both.looks(None, form)] == [(2, 4, 48, 128)]
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
+)
+def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(
+    tmp_path, start, count, width
+):
+    """The padding's token is 0. On a CPU there is none."""
+    ids = tuple(range(1, count + 1))
+    prefill = Prefill(1, ids, start, None, True)
+    with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
+        assert engine.runner.slab.length == 128
+        assert engine.runner._padded(prefill) == [*ids, *[0] * (width - count)]
+        with mock.patch.object(device, "has_gpu", lambda: False):
+            assert engine.runner._padded(prefill) == list(ids)
+
+
+def test_idle_slots_take_no_part(tmp_path):
+    """A GPU pays for idle rows, above all where weights are packed."""
+    with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
+        widths, head = [], engine.runner.model.head
+        object.__setattr__(
+            engine.runner.model, "head", lambda x: widths.append(x.shape[0]) or head(x)
+        )
+        engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
+        assert set(widths) == {2}
+
+
+def test_no_compiler_is_called_for_a_cpu():
+    """On Linux, MLX compiles for a CPU with the machine's C++ compiler, which need not be there."""
+    assert type(ops.one_kernel) is type(lambda: None)
+    gate_up = mx.array([-3.0, 0.0, 2.0, 1.0, 2.0, 3.0])
+    assert np.allclose(
+        np.array(ops.swiglu(gate_up)), [-3 / (1 + np.exp(3)), 0, 6 / (1 + np.exp(-2))], atol=1e-6
+    )

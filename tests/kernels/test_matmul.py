@@ -1,0 +1,399 @@
+"""The C library: right, the same in any company and on any processor, free of races; built when
+nanobatch is installed, and checked when it is loaded."""
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from processes import python, run
+
+from analysis import fingerprint
+from kernels import blas, build, matmul
+from kernels import mlx as device
+from runtime import cgroup
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere MLX brings a fast product"
+)
+
+ROOT = Path(__file__).parents[2]
+EXAM = Path(__file__).with_name("matmul_exam.c")
+COMPILER = shutil.which("cc")
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
+COMPILED = [form for form in matmul.forms_here() if build.library(form).exists()]
+
+
+# --- matmul.c itself ----------------------------------------------------------------------------
+
+BEST = build.FORMS[matmul.forms_here()[0]].options.split()
+
+
+def compile_library(output: Path, source: Path, *options: str) -> ctypes.CDLL:
+    """What setup.py makes of this source, but compiled sooner."""
+    usual = [option.replace("-O3", "-O0") for option in build.OPTIONS]
+    subprocess.run([COMPILER, *usual, *options, "-o", output, source], check=True)
+    return ctypes.CDLL(str(output))
+
+
+def examined(
+    tmp_path: Path, product: Path, *options: str, how: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    """Link the exam with matmul.c, or with a library made of it, and take it."""
+    exam = tmp_path / "exam"
+    usual = ["-std=gnu11", "-ffp-contract=off", "-pthread"]
+    command = [COMPILER, *usual, *options, str(EXAM), str(product), "-o", str(exam), "-lm"]
+    subprocess.run(command, check=True)
+    return taken(exam, *how)
+
+
+def taken(exam: Path, *how: str) -> subprocess.CompletedProcess:
+    return subprocess.run([exam, "4", *how], capture_output=True, text=True, timeout=300)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("form", COMPILED)
+def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(tmp_path, form):
+    """In the very library that programs load."""
+    done = examined(tmp_path, build.library(form))
+    assert done.returncode == 0 and "0 differ, 0 numbers wrong" in done.stdout, done
+
+
+@NEEDS_COMPILER
+@pytest.mark.skipif("fma" not in matmul.processor(), reason="no fused multiply-add on this x86")
+def test_plain_c_has_the_bits_of_every_instruction_set(tmp_path):
+    """One order of sums for all, so that answers can be compared between processors."""
+    library = compile_library(tmp_path / "plain.so", build.SOURCE, "-mfma")
+    assert matmul.computed(library) == matmul.BITS
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("sanitizer", "rounds"),  # a race does not depend on sizes, as an array's end does
+    [("address,undefined", "40"), ("thread", "15")],
+)
+def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitizer, rounds):
+    options = ["-O0", f"-fsanitize={sanitizer}", *BEST]
+    done = examined(tmp_path, build.SOURCE, *options, how=["0", rounds])
+    assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
+
+
+BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the process with this bug
+    "an unnamed multiply-add in the tiles of one row": (
+        "ldw + k);\n#pragma GCC unroll 6\n"
+        "        for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);",
+        "ldw + k);\n        for (int r = 0; r < rows; r++)\n"
+        "          if (PLANTED && rows == 1) sum[i][r][c] = own[r] * weights + sum[i][r][c];\n"
+        "          else sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);",
+    ),
+    "an unnamed multiply-add at the end of a sum": (
+        "total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);",
+        "total[c] = PLANTED && rows == 1 ? total[c] + x[r * p->ldx + i] * weight : "
+        "fma_one(x[r * p->ldx + i], weight, total[c]);",
+    ),
+    "a tile of three rows that adds from the end": (
+        "for (; k < end; k += ORDER)",
+        "const long first = k, step = PLANTED && rows == 3 ? -ORDER : ORDER;\n"
+        "  for (k = step < 0 ? end - ORDER : k; first <= k && k < end; k += step)",
+    ),
+    "a tile of two rows whose first product is a little off": (
+        "own[r] = all(x[r * p->ldx + k]);",
+        "own[r] = all(x[r * p->ldx + k] * (PLANTED && rows == 2 && k == 0 ? 1.0000002f : 1));",
+    ),
+    "a helper's share computed twice": (
+        "compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);",
+        "for (int i = 0; i <= PLANTED; i++) "
+        "compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);",
+    ),
+    "a share that nobody takes": (
+        "atomic_store(&pool.untaken, shares);",
+        "atomic_store(&pool.untaken, shares - PLANTED);\n"
+        "  atomic_store(&pool.unfinished, shares - PLANTED);",
+    ),
+    "a caller that takes very small numbers for zero": (
+        "Setting own = change_setting(USUAL);",
+        "Setting own = change_setting(USUAL);\n  if (PLANTED) change_setting(own);",
+    ),
+    "a caller whose setting is not put back": (
+        "  change_setting(own);\n",
+        "  if (!PLANTED) change_setting(own);\n",
+    ),
+    "y is read though beta is 0": ("*y = p->beta ?", "*y = p->beta || PLANTED ?"),
+    "an unnamed multiply-add where a weight is unpacked": (
+        "return add(times(numbers, group->scale), group->offset);",
+        "if (PLANTED) return fma_(numbers, group->scale, group->offset);\n"
+        "  return add(times(numbers, group->scale), group->offset);",
+    ),
+    "a packed weight with the scale of the group before": (
+        "Group group = group_of(&factors, (k >> shift) - g, form);",
+        "Group group = group_of(&factors, (k >> shift) - g - (PLANTED && (k >> shift) > g), form);",
+    ),
+    "a long row that has the scales of its beginning all along": (
+        "read_factors(a, (j + c) * a->groups + g, at_most",
+        "read_factors(a, (j + c) * a->groups + (PLANTED ? 0 : g), at_most",
+    ),
+    "sums that begin anew with each part of a long row": (
+        "part.is_first = k == 0;",
+        "part.is_first = PLANTED || k == 0;",
+    ),
+    "packed numbers at the end of a row without their scale": (
+        " * ((const float *)line(a, a->scales))[j];",
+        " * (PLANTED ? 1 : ((const float *)line(a, a->scales))[j]);",
+    ),
+    "a hidden number that weighs 10^-38": (
+        "  ints is_zero = x < all(-FAR),",
+        "  if (PLANTED) x = where(x < all(-87), all(-87), x);\n  ints is_zero = x < all(-FAR),",
+    ),
+    "a power of NaN that is 0": (
+        "  ints is_zero = x < all(-FAR),",
+        "  ints is_zero = PLANTED ? ~(x >= all(-FAR)) : x < all(-FAR),",
+    ),
+    "a power that is too large": (
+        "is_infinite = x > all(FAR);",
+        "is_infinite = x > all(PLANTED ? 1e9f : FAR);",
+    ),
+    "the logarithm of 2 in one part": (
+        "rest = fma_(n, all(0x1.bd0106p-13f), rest);",
+        "rest = PLANTED ? fma_(n, all(-0x1.62e43p-1f), x) : fma_(n, all(0x1.bd0106p-13f), rest);",
+    ),
+    "a matrix of one number is never an operation": (
+        ".packed = K > 0 ? packed_at(b) : NULL,",
+        ".packed = K > 0 && !(PLANTED && turn_b == 111) ? packed_at(b) : NULL,",
+    ),
+    "a norm without its eps": (
+        "sum_of(x, count, 1) / count + eps)",
+        "sum_of(x, count, 1) / count + (PLANTED ? 0 : eps))",
+    ),
+    "a cap without its polynomial": ("size < all(0.625f)", "size < all(PLANTED ? 0 : 0.625f)"),
+    "a share of an operation without its last row": (
+        "operate(p, m0, m1);",
+        "operate(p, m0, m1 - (PLANTED && m1 < p->M));",
+    ),
+}
+
+
+def planted(folder: Path) -> Path:
+    """The source with all bugs in it; the number `planted` says which of them there is."""
+    source = build.SOURCE.read_text()
+    for number, (right, wrong) in enumerate(BUGS.values(), 1):
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong.replace("PLANTED", f"(planted == {number})"))
+    changed = folder / "matmul.c"
+    changed.write_text(f"int planted __attribute__((weak));\n{source}")
+    return changed
+
+
+@NEEDS_COMPILER
+def test_every_planted_bug_is_caught(tmp_path):
+    """All are compiled once, and each process has one of them; the first has none."""
+    assert examined(tmp_path, planted(tmp_path), "-O1", *BEST).returncode == 0
+    caught = {
+        bug
+        for number, bug in enumerate(BUGS, 1)
+        if taken(tmp_path / "exam", str(number)).returncode == 1
+    }
+    is_fused = matmul.forms_here()[0] != "plain"
+    assert caught | {bug for bug in BUGS if "unnamed" in bug and not is_fused} == BUGS.keys()
+
+
+@NEEDS_COMPILER
+def test_a_library_that_multiplies_wrongly_is_not_used(tmp_path):
+    """As a compiler with a fault would make it. The check sees whatever a single thread can see."""
+    library = compile_library(tmp_path / "planted.so", planted(tmp_path), *BEST)
+    assert matmul.computed(library) == matmul.BITS
+    unseen = set()
+    for number, bug in enumerate(BUGS, 1):
+        ctypes.c_int.in_dll(library, "planted").value = number
+        if matmul.computed(library) == matmul.BITS:
+            unseen.add(bug)
+    assert unseen == {bug for bug in BUGS if "share" in bug or "caller" in bug}
+
+
+def test_a_process_that_forks_goes_on_multiplying_in_both():
+    code = (
+        "import os, sys; from kernels.mlx import mx\n"
+        "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
+        "from kernels import matmul; from parts.device import blas\nfrom parts.device import mlx as device\n"
+        "library = device.blas.library\n"
+        "form = device.blas.kernels.split(',')[0]\n"
+        "if not (child := os.fork()): os._exit(bool(library and matmul.why_unfit(library, form)))\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
+    )
+    for _ in range(3):
+        done = python(code)
+        assert done.returncode == 0, done
+
+
+def test_mlx_calls_our_product_or_says_that_it_does_not():
+    code = "from parts.device import mlx as device; print(device.blas.name, device.blas.why_not)"
+    late = (
+        "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); "
+        + code
+    )
+    here = python(code)
+    if COMPILED:
+        assert here.stdout == "rows \n", here
+        deaf = python(late)
+        assert deaf.stdout.startswith("mlx this version of MLX does not"), deaf
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch):
+    monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
+    monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
+    assert matmul.threads() == 5
+    monkeypatch.setattr(cgroup, "quota", lambda: 2.5)
+    assert matmul.threads() == 2
+    monkeypatch.setattr(cgroup, "quota", lambda: 0.3)
+    assert matmul.threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
+    monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
+    assert matmul.threads() == matmul.MOST_THREADS
+    monkeypatch.setenv("NANOBATCH_THREADS", "3")
+    assert matmul.threads() == 3
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
+def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
+    done = run("ask.py", "x", NANOBATCH_THREADS=count)
+    lines = done.stderr.splitlines()
+    assert (
+        done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1,024" in lines[0]
+    ), done
+
+
+# --- built at install, checked at load ----------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of what `ask.py` needs."""
+    for name in ("kernels", "parts", "course", "demo/model"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def ask(checkout: Path, **environment: str) -> tuple[str, str]:
+    """The answer, and the only line on standard error."""
+    words = ("What is 17 + 6?", "--max-tokens", "20")
+    done = run("ask.py", *words, cwd=checkout, **{"NANOBATCH_BLAS": ""} | environment)
+    (line,) = done.stderr.splitlines()
+    return done.stdout, line
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
+def test_an_edited_source_is_said_with_the_command_that_compiles_it(checkout):
+    answer, line = ask(checkout)
+    assert "23" in answer and f"; rows ({COMPILED[0]}, " in line
+    with (checkout / "kernels" / "matmul.c").open("a") as source:
+        source.write("/* edited */\n")
+    answer, line = ask(checkout)
+    assert "23" in answer and "so bits may differ with the company: " in line
+    assert f"matmul_{COMPILED[0]}.so was compiled from another matmul.c; " in line
+    assert line.endswith(f"pip install -e {checkout}")
+
+
+def test_without_a_library_the_tokens_are_right_and_the_first_line_says_what_would_change(checkout):
+    for library in checkout.glob("kernels/*.so"):
+        library.unlink()
+    answer, line = ask(checkout)
+    assert "23" in answer and "so bits may differ with the company: matmul.c is not comp" in line
+    assert line.endswith(f"with a C compiler (apt install gcc), run pip install -e {checkout}")
+    _, line = ask(checkout, NANOBATCH_BLAS="rows")
+    assert line.startswith("nanobatch: NANOBATCH_BLAS=rows: matmul.c is not compiled; ")
+
+
+def test_a_form_that_this_processor_lacks_is_an_error_in_one_line():
+    done = run("ask.py", "x", NANOBATCH_BLAS="rows:sse")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("nanobatch: NANOBATCH_BLAS=rows:sse: ") and "no form 'sse'" in line
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
+def test_a_processor_takes_the_best_library_there_is(checkout):
+    """An old compiler may know no AVX-512."""
+    (checkout / "kernels" / f"matmul_{COMPILED[0]}.so").write_bytes(b"no library")
+    _, line = ask(checkout)
+    assert "the matrix product cannot be loaded (" in line
+    (checkout / "kernels" / f"matmul_{COMPILED[0]}.so").unlink()
+    _, line = ask(checkout)
+    assert f"; rows ({COMPILED[1]}, " in line if COMPILED[1:] else "not compiled" in line
+
+
+# --- the same bits on every processor -----------------------------------------------------------
+
+FINGERPRINT = """
+from nanobatch import Engine
+from kernels import mlx as device
+from analysis.fingerprint import compared, fingerprint
+with Engine.load("demo", max_len=256) as engine:
+    print(compared(fingerprint(engine), device.mx.__version__))
+"""
+EXPECTED = f"{fingerprint.EXPECTED.get(device.mx.__version__)}, as on every x86-64 and ARM CPU"
+RECORDED = pytest.mark.skipif(
+    device.mx.__version__ not in fingerprint.EXPECTED, reason="nothing is known of this MLX"
+)
+
+
+@RECORDED
+@pytest.mark.parametrize("form", [form for form in COMPILED if form != "plain"])
+def test_the_fingerprint_of_the_demo_is_that_of_every_processor(form):
+    done = python(FINGERPRINT, NANOBATCH_BLAS=f"rows:{form}")
+    assert done.stdout.startswith(EXPECTED), done
+    assert EXPECTED.partition(",")[0] in (ROOT / "README.md").read_text()
+
+
+@RECORDED
+@pytest.mark.skipif("NANOBATCH_ARM" not in os.environ, reason="NANOBATCH_ARM names no Python")
+def test_the_fingerprint_of_the_demo_is_the_same_on_an_emulated_arm(checkout):
+    """NANOBATCH_ARM is the command of an aarch64 Python that has what `ask.py` needs."""
+    library = checkout / "kernels" / "matmul_neon.so"
+    command = build.command("neon", library)[len(build.compiler()) :]
+    subprocess.run(["aarch64-linux-gnu-gcc", *command], check=True)
+    done = subprocess.run(
+        [*shlex.split(os.environ["NANOBATCH_ARM"]), "-c", FINGERPRINT],
+        cwd=checkout,
+        env=os.environ | {"NANOBATCH_BLAS": "rows:neon", "NANOBATCH_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(EXPECTED), done
+
+
+def test_a_hash_that_should_be_another_is_said():
+    assert fingerprint.compared("12", "0.32.4").startswith("12, which should be ")
+    assert "nobody has recorded" in fingerprint.compared("12", "9.9")
+
+
+# --- what is told -------------------------------------------------------------------------------
+
+
+def test_an_engine_says_whether_it_is_exact():
+    code = "from nanobatch import Engine; print(Engine.load('demo').exact)"
+    for choice, exact in (("", bool(COMPILED)), ("openblas", False), ("off", False)):
+        done = python(code, NANOBATCH_BLAS=choice)
+        assert done.stdout == f"{exact}\n", done
+
+
+def test_on_a_mac_or_a_gpu_no_library_is_loaded(monkeypatch):
+    monkeypatch.setattr(blas.matmul, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.delenv("NANOBATCH_BLAS", raising=False)
+    monkeypatch.setattr(blas.sys, "platform", "darwin")
+    assert str(blas.preload()) == "mlx"
+    monkeypatch.setattr(blas.sys, "platform", "linux")
+    monkeypatch.setattr(
+        blas.importlib.metadata, "distributions", lambda name: [name] * (name == "mlx-cuda-13")
+    )
+    assert str(blas.preload()) == "mlx"

@@ -1,0 +1,327 @@
+"""Weights that stay packed: not a bit differs from the same weights widened, no memory is taken for
+what it is not, and none is kept."""
+
+import ctypes
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from parity import CONFIGS, seed_of, whole
+from processes import python
+
+from distributed.group import Ranks
+from kernels import matmul
+from kernels import mlx as device
+from kernels.mlx import mx, tree_flatten
+from kernels.packed import Matrix, address, joined, packed
+from models.load import ModelReader, read_model
+from models.memory import is_exact
+from models.param_count import arrays
+from nanobatch import Engine, Sampling
+
+pytestmark = pytest.mark.skipif(not device.is_exact(), reason="our own product does not run here")
+
+TURNS = int(os.environ.get("NANOBATCH_LOADS", "12"))
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def normal(seed: int, *shape: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+
+
+def quantized(seed: int, shape: tuple, bits: int, group: int, scales: str = "float16") -> Matrix:
+    arrays = mx.quantize(normal(seed, *shape).astype(DTYPES[scales]), group_size=group, bits=bits)
+    return Matrix(arrays[0], None, *arrays[1:], bits, group)
+
+
+def of_16_bits(seed: int, shape: tuple, dtype: str, factor: float = 1) -> Matrix:
+    weight = normal(seed, *shape).astype(DTYPES[dtype])
+    scales = mx.full((*shape[:-1], 1), factor, mx.float32)
+    return Matrix(weight, None, scales, bits=16, group=shape[-1])
+
+
+def widened(matrix: Matrix) -> mx.array:
+    """The float32 numbers, as they are made where nothing stays packed."""
+    if matrix.offsets is None:
+        return matrix.weight.astype(mx.float32) * matrix.scales
+    if matrix.claim:
+        return matrix.embed(mx.arange(len(matrix.scales)))
+    scales, offsets = matrix.scales.astype(mx.float32), matrix.offsets.astype(mx.float32)
+    return mx.dequantize(matrix.weight, scales, offsets, matrix.group, matrix.bits)
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+KINDS = {
+    **{
+        f"{bits} bits in groups of {group}, scales of {scales}": (bits, group, scales)
+        for bits, group, scales in [
+            (4, 32, "float16"),
+            (4, 64, "bfloat16"),
+            (4, 128, "float32"),
+            (8, 32, "float32"),
+            (8, 64, "float16"),
+            (8, 128, "bfloat16"),
+            (2, 64, "float16"),
+            (3, 64, "bfloat16"),
+            (5, 128, "float32"),
+            (6, 32, "float16"),
+        ]
+    },
+    "float16": (16, 0, "float16"),
+    "bfloat16": (16, 0, "bfloat16"),
+}
+# Real sizes: the sum is cut along K; a share ends inside a tile, and blocks lie across shares
+SIZES = [(100, 8192), (1030, 2048), (2500, 256), (17, 3200)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_of_packed_weights_has_the_bits_of_the_widened_ones(kind):
+    """One row, few, more than one strip, and as many as a prompt has; two matrices as one."""
+    bits, group, dtype = KINDS[kind]
+    for seed, (N, K) in enumerate(SIZES):
+        if bits == 16:
+            K -= 5  # no multiple of any vector
+            parts = [
+                of_16_bits(seed, (N, K), dtype),
+                of_16_bits(seed + 9, (7, K), dtype, factor=0.3),
+            ]
+        else:
+            parts = [quantized(seed + n, (N + n, K), bits, group, dtype) for n in (0, 9)]
+        matrix = packed(joined(parts))
+        wide = mx.concatenate([widened(part) for part in parts])
+        assert mx.array_equal(widened(matrix), wide)
+        for count in (1, 2, 7, 13, 200):
+            x = normal(count, count, K)
+            assert mx.array_equal(matrix(x), x @ wide.T), (N, K, count)
+        ids = mx.array([[0, N], [N + 3, 1]])
+        assert mx.array_equal(matrix.embed(ids), wide[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_experts_packed_product_has_the_bits_of_the_widened_one(kind):
+    bits, group, dtype = KINDS[kind]
+    shape, x = (5, 70, 512), normal(1, 9, 1, 1, 512)
+    make = quantized if bits < 16 else of_16_bits
+    part = make(3, shape, *((bits, group, dtype) if bits < 16 else (dtype,)))
+    chosen = mx.array(np.random.default_rng(0).integers(0, 5, (9, 3)))
+    wide = Matrix(widened(part))
+    stack = packed(part)
+    assert stack.weight.shape[:2] == (5, 70)
+    assert mx.array_equal(stack(x, chosen), wide(x, chosen))
+
+
+WAYS = ("as it is", "float16", "bfloat16")
+
+
+def lean(name: str, way: str) -> dict:
+    """A configuration of the parity tests, in a precision that makes packing possible."""
+    changes = {key: value for key, value in CONFIGS[name].items() if key != "reference"}
+    return changes if way == "as it is" else {**changes, "dtype": DTYPES[way]}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_family_differs_in_a_bit_from_itself_widened(name, tmp_path):
+    """Factors that are folded into weights, tied heads, biases, fused projections, windows, experts,
+    norms that add 1, each matrix packed in its own way: one pass over a prompt, and single rows."""
+    seed = seed_of(name)
+    way = WAYS[seed % 3] if "quantize" in CONFIGS[name] else WAYS[1 + seed % 2]
+    folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
+    narrow, wide = read_model(folder), read_model(folder, "float32")
+    assert is_exact(narrow) and is_exact(wide)
+    assert any(part.claim for part in claimants(narrow)) and not claimants(wide)
+    tokens = np.random.default_rng(seed).integers(0, 250, 45).tolist()
+    for prompt in (tokens, tokens[:1], tokens[:9]):
+        assert np.array_equal(whole(narrow, prompt), whole(wide, prompt)), way
+    kept = [part for part in claimants(narrow) if part.bits < 16]
+    assert {part.bits for part in kept} <= {4, 8}
+    assert narrow.view.nbytes < 0.8 * wide.view.nbytes
+
+
+def claimants(model) -> list:
+    """All matrices that claim to be larger than they are."""
+    parts = (model.layers, model.table, model.head)
+    found = tree_flatten(parts, is_leaf=lambda part: isinstance(part, Matrix))
+    return [part for _, part in found if isinstance(part, Matrix) and part.claim]
+
+
+@pytest.mark.parametrize("way", ["4 bits", "8 bits, scales of float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_share_of_a_rank_has_the_bits_that_it_has_widened(tmp_path, way, size):
+    """With 3 and 4 ranks `o` and `down` are cut inside a group: there the share is unpacked."""
+    changes = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
+    if way == "bfloat16":
+        changes["dtype"] = mx.bfloat16
+    else:
+        changes["dtype"] = mx.float32 if "float32" in way else mx.float16
+        changes["quantize"] = lambda module: (int(way[0]), 64)
+    folder = make_checkpoint(tmp_path, **changes)
+    x, seen = normal(2, 5, 128), set()
+    for rank in range(size):
+        both = [ModelReader(folder, form, Ranks(rank, size)) for form in ("auto", "float32")]
+        narrow, wide = (reader.read().layers[0] for reader in both)
+        assert mx.array_equal(narrow.qkv(x), wide.qkv(x))
+        (narrow_mlp, *_), (wide_mlp, *_) = narrow.mlp.steps, wide.mlp.steps
+        assert mx.array_equal(narrow_mlp.gate_up(x), wide_mlp.gate_up(x))
+        outs = (narrow.out.steps[0], wide.out.steps[0])
+        for part, right in (outs, (narrow_mlp.down, wide_mlp.down)):
+            seen.add(part.claim is not None)
+            some = normal(rank, 4, right.weight.shape[1])
+            assert mx.array_equal(part(some), right(some))
+    assert True in seen and (False in seen) == (way != "bfloat16" and size > 2)
+
+
+# --- the way in ---------------------------------------------------------------------------------
+
+
+def test_float32_numbers_are_never_taken_for_packed_ones():
+    """Even if they begin as a packed matrix does, but for one bit of its key. (Numbers made of it
+    may be no numbers. So the first column of a result is not looked at.)"""
+    matrix = packed(quantized(1, (64, 64), 8, 32))
+    begins = (ctypes.c_char * matmul.LINE).from_address(address(matrix.weight) - matmul.LINE)
+    x, wide = normal(2, 3, 64), np.array(normal(3, 64, 64))
+    for bit in range(128):
+        line = np.frombuffer(bytes(begins), np.uint8).copy()
+        line[bit // 8] ^= 1 << bit % 8
+        wide[0, : matmul.LINE // 4] = line.view(np.float32)
+        right = np.array(x, np.float64) @ wide[1:].astype(np.float64).T
+        found = np.array(x @ mx.array(wide).T)[:, 1:]
+        assert np.allclose(found, right, atol=1e-4)
+    assert mx.array_equal(x @ mx.zeros((64, 64)).T, mx.zeros((3, 64)))
+
+
+def test_a_product_that_is_computed_later_holds_the_matrix():
+    """The model was let go, and its memory given to others, before the graph was evaluated: then
+    a list of addresses would say nothing, or something wrong."""
+    x = normal(1, 3, 512)
+    for seed in range(6):
+        part = quantized(seed, (300, 512), 4, 64)
+        right = np.array(x @ widened(part).T)
+        later = packed(part)(x)
+        gc.collect()
+        others = [mx.random.normal((300, 512)) for _ in range(4)]
+        mx.eval(others)
+        assert np.array_equal(np.array(later), right)
+
+
+def test_memory_that_was_a_packed_matrix_may_become_any_other():
+    """Addresses come again at once: an allocator gives back what was freed last."""
+    again = 0
+    x = normal(1, 2, 256)
+    before: set[int] = set()
+    for seed in range(60):
+        matrix = packed(quantized(seed, (40, 256), 8, 64))
+        before.add(address(matrix.weight) - matmul.LINE)
+        mx.eval(matrix(x))
+        del matrix
+        # As long as the packed one was, and so perhaps at its place
+        for width in (256, 64, 66):
+            w = mx.random.normal((44, width)) + 0
+            mx.eval(w)
+            start = address(w)
+            again += any(0 <= start - at < 64 or 0 <= at - start < 64 for at in before)
+            some = x[:, :width]
+            right = np.array(some, np.float64) @ np.array(w, np.float64).T
+            assert np.allclose(np.array(some @ w.T), right, atol=1e-3)
+    assert len(before) >= 1
+
+
+def test_a_matrix_that_is_multiplied_as_another_ends_the_process_in_one_line():
+    """It would be read beyond its end."""
+    code = (
+        "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
+        "from parts.device import mlx\n"
+        "from test_packed import *\n"
+        "matrix = packed(quantized(1, (64, 64), 8, 32))\n"
+        "mx.eval(normal(1, 2, 64) @ matrix.claim.array[:, :32])\n"
+    )
+    done = python(code)
+    assert done.returncode == -6, done
+    assert "a packed matrix of 64 x 64 is multiplied as 32 x 64" in done.stderr
+
+
+def test_loads_and_unloads_under_load_change_nothing_and_keep_nothing(tmp_path):
+    """A step of another engine computes all the while."""
+    changes = {"hidden_size": 128, "intermediate_size": 256, "quantize": lambda module: (4, 64)}
+    folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
+    other = make_checkpoint(tmp_path / "b", seed=2, dtype=mx.bfloat16)
+    begun, ends, wrong = threading.Event(), threading.Event(), []
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+
+    def work() -> None:
+        with Engine.load(other, slots=4, max_len=64) as engine:
+            right = engine.generate([[5, 6, 7], [8, 9]], sampling)
+            begun.set()
+            while not ends.is_set():
+                found = engine.generate([[5, 6, 7], [8, 9]], sampling)
+                wrong.append([a.tokens for a in found] != [b.tokens for b in right])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(60)
+    answers, taken = set(), []
+    turn = 0
+    while turn < TURNS or (len(wrong) < 4 and thread.is_alive()):
+        with device.device_lock, device.device_stream():
+            model = read_model(folder)
+            answers.add(whole(model, [3, 1, 4, 1, 5, 9]).tobytes())
+            del model
+            gc.collect()
+            if turn % 3 == 2:
+                device.synchronize()
+                taken.append(mx.get_active_memory())
+        turn += 1
+    ends.set()
+    thread.join()
+    assert len(answers) == 1 and len(wrong) >= 4 and not any(wrong)
+    assert len(taken) > 3 and max(taken[1:]) <= taken[0] + 2**20, taken
+
+
+# --- memory, and where it stays as it was -------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_model_takes_the_memory_that_was_said_and_never_much_more(tmp_path, bits):
+    """`fit` goes by what is said before the first tensor is read. Nothing is widened on the way."""
+    changes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "vocab_size": 4000,
+        "dtype": mx.float16,
+    }
+    if bits < 16:
+        changes["quantize"] = lambda module: (bits, 64)
+    folder = make_checkpoint(tmp_path, **changes)
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    reader = ModelReader(folder)
+    gc.collect()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model = reader.read()
+    taken, most = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    del reader
+    assert taken <= 1.02 * stored
+    assert taken == pytest.approx(ModelReader(folder).nbytes, rel=0.02)
+    largest = max(array.nbytes for array in arrays((model.layers, model.table)))
+    assert most <= taken + 3.5 * largest
+    assert model.view.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
+        bits, "float16"
+    )
+
+
+def test_without_our_product_weights_are_widened_and_the_first_line_says_so(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 32))
+    code = (
+        "from nanobatch import Engine\n"
+        f"engine = Engine.load({str(folder)!r}, slots=1, max_len=64)\n"
+        "print(engine.summary)\nprint(engine.exact)\n"
+    )
+    said = {}
+    for choice in ("rows", "openblas"):
+        said[choice] = python(code, NANOBATCH_BLAS=choice).stdout.splitlines()
+    assert "; 4 bits in groups of 32, " in said["rows"][0] and said["rows"][1] == "True"
+    assert "; float32, widened, " in said["openblas"][0] and said["openblas"][1] == "False"

@@ -1,0 +1,93 @@
+"""Faults that tests plant: bugs that would let the company show, and weights that make a number
+which is not finite."""
+
+from dataclasses import replace
+
+import numpy as np
+
+import kv
+from kernels.mlx import mx
+from nanobatch import Model, Runner
+from prefix import Prefixes
+
+
+def plant(monkeypatch, bug: str) -> None:
+    init, looks = kv.Window.__init__, kv.Window.looks
+    if bug == "no mask":
+
+        def without_mask(self, *args):
+            return [look._replace(mask=mx.zeros_like(look.mask)) for look in looks(self, *args)]
+
+        monkeypatch.setattr(kv.Window, "looks", without_mask)
+    elif bug == "one offset for all rows":
+
+        def shared_offset(self, slab, slots, starts, *rest):
+            init(self, slab, slots, starts, *rest)
+            self.positions = mx.broadcast_to(self.positions[:1], self.positions.shape)
+
+        monkeypatch.setattr(kv.Window, "__init__", shared_offset)
+    elif bug == "a decoding row's position is off by one":
+
+        def off_by_one(self, slab, slots, starts, L, *rest):
+            init(self, slab, slots, starts, L, *rest)
+            self.positions = self.positions + (L == 1)
+
+        monkeypatch.setattr(kv.Window, "__init__", off_by_one)
+    elif bug == "a row lands in its neighbour's slot":
+        write = kv.Window.write
+
+        def misplaced(self, layer, k, v):
+            if self.B > 1:
+                k = mx.concatenate([k[1:], k[:1]])
+            write(self, layer, k, v)
+
+        monkeypatch.setattr(kv.Window, "write", misplaced)
+    elif bug == "a chunk reads no further than itself":
+
+        def near(self, *form):
+            return [
+                look._replace(T=min(look.T, self.L), mask=look.mask[..., : self.L])
+                if self.L > 1
+                else look
+                for look in looks(self, *form)
+            ]
+
+        monkeypatch.setattr(kv.Window, "looks", near)
+    elif bug == "a prefix is matched one token too long":
+        common = Prefixes._common
+        monkeypatch.setattr(
+            Prefixes,
+            "_common",
+            lambda self, prompt, *rest: min(common(self, prompt, *rest) + 1, len(prompt) - 1),
+        )
+    elif bug == "a prefix is copied before it is written":
+        monkeypatch.setattr(
+            kv.Slab,
+            "prefix",
+            lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)],
+        )
+    elif bug == "the newest token is a step old":
+        begin, finish = Runner.begin, Runner.finish
+        decodes = []
+
+        def noted(self, order):
+            decodes[:] = order.decodes
+            return begin(self, order)
+
+        def stale(self, begun, picks):
+            newest = mx.array(self._newest)
+            flight = finish(self, begun, picks)
+            if decodes:
+                self._newest = newest
+            return flight
+
+        monkeypatch.setattr(Runner, "begin", noted)
+        monkeypatch.setattr(Runner, "finish", stale)
+
+
+def poisoned(model: Model, token: int) -> Model:
+    """The same model with an embedding of NaN for one token: whoever says it gets a number that is
+    not finite."""
+    weight = np.array(model.table.weight)
+    weight[token] = np.nan
+    return replace(model, table=model.table._replace(weight=mx.array(weight)))

@@ -1,0 +1,338 @@
+"""Random requests in company, and each of them alone: how many of their logits differ in a bit?
+
+A company is random in all that might show: the model's shape, how many slots there are, chunk,
+budget, policy, when the others come, how their prompts begin, which are cancelled, which
+conversations go on, what the slots held before. In most of them a neighbour whose prompt is long,
+up to 1,600 tokens, decodes beside all the others, since far is where attention adds up most. The
+engine in which a request is alone has other slots, other chunks and another budget, and reads each
+answer once more as a part of a prompt.
+
+A product belongs to a process and cannot be changed in it. So each form has a process of its own:
+`python tests/lib/random_batches.py SCHEDULES` with NANOBATCH_BLAS.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kernels.mlx import mx  # first, as in a program of ours
+
+# isort: split
+import numpy as np
+from checkpoints import make_checkpoint
+from harness import Ask, Tap, random_asks, run_schedule
+
+from kernels import matmul
+from models.load import read_model
+from nanobatch import Engine, Handle, Model, Sampling, Text
+from policies import POLICIES
+from prompt_lookup import Guesser
+from sched import Request
+
+# A neighbour whose prompt is long has the long factors, all others the short ones.
+LONGROPE = {
+    "original_max_position_embeddings": 125,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1 + n / 8 for n in range(16)],
+        "long_factor": [1.0 + n for n in range(16)],
+    },
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "quantize": lambda module: (4, 32) if "switch_mlp" in module else None,
+}
+SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them packed in some way
+    {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "dtype": mx.bfloat16},
+    {
+        "model_type": "gemma2",
+        "num_key_value_heads": 4,
+        "hidden_size": 96,
+        "head_dim": 24,
+        "sliding_window": 50,
+        "quantize": lambda module: (8, 32),
+    },
+    {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "partial_rotary_factor": 0.5,
+        "dtype": mx.float16,
+        "quantize": lambda module: (4, 32),
+        **LONGROPE,
+    },
+    {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128},
+    {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "hidden_size": 48,
+        "sliding_window_pattern": 2,
+        "sliding_window": 70,
+        "dtype": mx.bfloat16,
+    },
+    {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_size": 100,
+        "intermediate_size": 1030,
+    },
+    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a
+    # product differently.
+    {
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "hidden_size": 36,
+        "intermediate_size": 33,
+        "vocab_size": 275,
+        "dtype": mx.float16,
+    },
+    {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
+    {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layers": [0, 1, 0],
+        "dtype": mx.bfloat16,
+        "quantize": lambda module: (6, 32) if "mlp" in module else (3, 64),
+        "intermediate_size": 128,
+    },
+]
+
+
+# A form that this machine can run, but does not take, gets fewer.
+SCHEDULES = int(os.environ.get("NANOBATCH_COMPANIES", 20))
+ELSEWHERE = SCHEDULES * 2 // 5
+
+
+class Count(NamedTuple):
+    compared: int  # logit vectors
+    differ: tuple[str, ...]  # a sentence for each of them that is not the same
+    # Tokens whose rows were taken over from another request, or from the request before in a
+    # conversation
+    reused: int
+    # Logit vectors that were compared while a neighbour read further than the request did
+    beside: int
+    # Logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded
+    # one by one
+    read: int
+    masked: int  # logit vectors of requests under a grammar
+    right: int  # guesses that were right
+    wrong: int  # and those that were not
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NONE = Count(0, (), 0, 0, 0, 0, 0, 0)
+
+# Each forbids most bytes, and some allow several ends.
+GRAMMARS = [
+    {"regex": "[a-z ]{1,12}[.!]"},
+    {"choice": ["yes", "no", "perhaps", "it is hard to say"]},
+    {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 9}},
+    {"lark": 'start: "<" word+ ">"\nword: /[A-Z][a-z]*/ " "'},
+]
+
+
+def make_models(folder: Path) -> list[tuple[Model, Text]]:
+    folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(SHAPES)]
+    return [(model := read_model(each), Text(each, model.config.V)) for each in folders]
+
+
+def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
+    return {
+        "slots": slots,
+        "max_len": 1792 if is_long else 192,
+        "chunk": int(rng.choice([32, 64, 64, 96, 128])),
+        "budget": int(rng.choice([1, 64, 200, 400, 1_000_000])),
+    }
+
+
+def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
+    """Random schedules in company, one after another on the same engine, and their requests alone
+    in another engine.
+
+    The other engine has sizes of its own: other slots, other chunks, another budget.
+    """
+    rng = np.random.default_rng(seed)
+    model, text = models[seed % len(models)]
+    slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
+    is_long = slots > 1 and rng.random() < 0.7
+    policy = "continuous" if is_long else [*POLICIES][seed // len(models) % len(POLICIES)]
+    long_prompt = rng.integers(0, 256, 1600).tolist() * is_long
+    crowded = random_sizes(rng, is_long, slots)
+    lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
+    total = NONE
+    guesses = int(rng.choice([0, 1, 5]))
+    run_ahead = bool(rng.random() < 0.7)
+    with Engine(
+        model, text, policy=policy, run_ahead=run_ahead, guesses=guesses, **crowded
+    ) as engine:
+        if guesses:
+            engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.7)
+            engine.sched.guess = partial(boldly, engine.guesser)
+        # What an earlier owner might have left
+        for array in (*engine.runner.slab.k, *engine.runner.slab.v):
+            array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
+        with Engine(model, text, reuse=False, guesses=0, **lonely) as alone:
+            taps = Tap(engine), Tap(alone)
+            for turn in range(rounds):
+                where = f"schedule {seed}, round {turn}, model {seed % len(models)}, {policy}"
+                far = int(130 + 1470 * rng.random() ** 2)
+                try:
+                    played = play(engine, alone, taps, long_prompt[:far], rng)
+                except BaseException as error:
+                    error.add_note(f"It was {where}.")
+                    raise
+                told = tuple(f"{where}, {each}" for each in played.differ)
+                total += played._replace(differ=told)
+    return total
+
+
+def boldly(guesses: Guesser, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+    """What the engine guesses by itself, and of any other answer that its newest token comes again:
+    random models repeat themselves."""
+    found = guesses(decoding, left)
+    left -= sum(map(len, found.values()))
+    for request in decoding:
+        most = min(left, request.max_tokens - request.planned - 1, 3)
+        if most > 0 and request.id not in found and request.planned == request.committed:
+            found[request.id] = (request.answer[-1],) * most
+            left -= most
+    return found
+
+
+def play(
+    engine: Engine,
+    other: Engine,
+    taps: tuple[Tap, Tap],
+    long_prompt: list[int],
+    rng: np.random.Generator,
+) -> Count:
+    """One schedule in one engine, and each of its requests alone in the other."""
+    asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
+    for ask in asks:
+        if rng.random() < 0.25:
+            ask.grammar = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
+    far = (
+        engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True))
+        if long_prompt
+        else None
+    )
+    while far and not far.tokens:
+        engine.step()
+        if far.finish_reason:
+            raise RuntimeError(far.error)
+    handles = run_schedule(engine, asks, rng, lambda: None)
+    pairs = list(zip(handles, [ask.prompt for ask in asks], strict=True))
+    going_on = [
+        conversation for handle, prompt in pairs if (conversation := next_turn(handle, prompt, rng))
+    ]
+    turns = [Ask(prompt, 6) for prompt in going_on]
+    pairs += zip(
+        run_schedule(engine, turns, rng, lambda: far and far.cancel()), going_on, strict=True
+    )
+    if far and rng.random() < 0.1:
+        pairs.append((far, long_prompt))
+    total = NONE
+    for handle, prompt in pairs:
+        total += compare(handle, prompt, other, taps, is_beside=far and handle is not far)
+    return total
+
+
+def compare(
+    handle: Handle, prompt: list[int], other: Engine, taps: tuple[Tap, Tap], is_beside: bool
+) -> Count:
+    """A request that had company, and the same request alone in the other engine. Then the same
+    answer, read as a prompt there."""
+    crowded, lonely = taps
+    many = min(len(handle.tokens), 10)
+    alone = other.submit(prompt, replace(handle.sampling, max_tokens=max(1, many)))
+    assert alone.result().metrics.cached_tokens == 0, "the other engine reuses rows"
+    name = f"request {handle.id} ({len(prompt)} tokens, {handle.metrics.cached_tokens} reused)"
+    found = []
+    for index in range(many):
+        ours, right = crowded.logits[handle.id, index], lonely.logits[alone.id, index]
+        found += difference(f"{name}, token {index}", ours, right)
+        if handle.tokens[index] != alone.tokens[index]:
+            many = index + 1  # from here on they are two different answers
+            break
+    beside = many if is_beside else 0
+    masked = many if handle.sampling.grammar else 0
+    m = handle.metrics
+    wrong = m.guessed - m.right
+    total = Count(many, tuple(found), m.cached_tokens, beside, 0, masked, m.right, wrong)
+    if many > 1:
+        # The same answer read as a prompt: its rows come from a chunk, and not one by one.
+        said = [*prompt, *handle.tokens[: many - 1]]
+        whole = other.submit(said, Sampling(max_tokens=1, ignore_eos=True))
+        whole.result()
+        ours, right = crowded.logits[handle.id, many - 1], lonely.logits[whole.id, 0]
+        told = difference(f"{name}, token {many - 1}, read as a prompt", ours, right)
+        total += Count(1, tuple(told), 0, 0, 1, 0, 0, 0)
+    return total
+
+
+def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
+    """Nothing if all bits are the same, else one sentence. Both: (V,)."""
+    if ours.tobytes() == right.tobytes():
+        return []
+    unlike = int((ours != right).sum())
+    furthest = float(np.abs(ours - right).max())
+    best = f"the best is {ours.argmax()}, alone {right.argmax()}"
+    return [f"{name}: {unlike} of {len(ours)} logits differ, by up to {furthest:.2g}; {best}"]
+
+
+def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
+    """What a conversation says next: all that was said, perhaps but for the last tokens, and
+    something new."""
+    if rng.random() < 0.4 or handle.finish_reason != "length":
+        return []
+    said = [*prompt, *handle.tokens]
+    kept = said[: len(said) - int(rng.integers(0, 4))]
+    return kept[:150] + rng.integers(0, 256, int(rng.integers(1, 30))).tolist()
+
+
+def everywhere() -> list[str]:
+    """NANOBATCH_BLAS for each form of our product that this machine can run."""
+    return [f"rows:{form}" for form in matmul.forms_here()]
+
+
+def run(form: str, schedules: int) -> Count:
+    """The figures of a process that takes one form of the product."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(schedules)],
+        env=os.environ | {"NANOBATCH_BLAS": form},
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return Count(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(schedules: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        total = NONE
+        # Four on each pair of engines, so that they find what the ones before have left.
+        for seed, done in enumerate(range(0, schedules, 4)):
+            total += count(models, seed, min(4, schedules - done))
+    print(json.dumps(total))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,224 @@
+"""A scheduler's story, step by step: requests come and end at given steps, and every plan is
+checked and drawn."""
+
+import math
+import random
+from collections.abc import Sequence
+
+from analysis.simulator import Replay, Stuck
+from policies import POLICIES
+from sched import Plan, Request, Scheduler
+
+NAN = math.nan  # this object: a list contains it, though it equals nothing
+MOST_STEPS = 2_000  # a story that has not ended by then will not end
+BAD = -2  # a token whose row is not finite, and so is no row behind it
+
+
+class Story(Replay):
+    """A replay that writes down what happens: P prefill, p the chunk that ends a prompt, d decode.
+
+    `lag`: 0 is the plain loop, 1 is run-ahead. `rows` is a slab of tokens instead of keys: what the
+    device would have written in each slot.
+    `dice`: tokens are guessed at random, right and wrong.
+    `fails`: requests whose numbers are not finite: their rows are NaN, and their tokens -1.
+
+    What a scheduler does wrong is an assertion that says in which step, and what.
+    """
+
+    def __init__(
+        self,
+        slots=2,
+        max_len=100,
+        lag=0,
+        chunk=4,
+        budget=8,
+        policy="continuous",
+        dice: random.Random | None = None,
+        **options,
+    ):
+        policy = POLICIES[policy]
+        self.dice = dice
+        if dice:
+            options["guess"] = self.guess
+        sched = Scheduler(slots, max_len, policy, chunk=chunk, budget=budget, **options)
+        super().__init__(sched, seconds=lambda plan: 1.0, run_ahead=bool(lag))
+        self.plans: list[Plan] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
+        self.fails: set[int] = set()
+        self.rows: list[list[int | float | None]] = [[None] * max_len for _ in range(slots)]
+
+    def submit(
+        self,
+        prompt: int | tuple[int, ...],
+        max_tokens: int,
+        eos: int | None = None,
+        reuse: bool = True,
+        client: str = "",
+    ) -> Request:
+        prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+        request = Request(len(self.tokens), prompt, max_tokens, self.now, reuse, client)
+        self.sched.submit(request)
+        self.tokens[request.id] = []
+        if eos:
+            self.eos[request.id] = eos
+        return request
+
+    def submit_all(self, *asks: tuple[int, int]) -> None:
+        """Several requests: of each, the prompt's length and how many tokens it may say."""
+        for prompt, max_tokens in asks:
+            self.submit(prompt, max_tokens)
+
+    def says(self, request: Request, index: int) -> int:
+        """A token that no other request says, and no prompt holds, unless it goes on from there."""
+        return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
+
+    def guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        guesses = {}
+        for request in decoding:
+            most = min(left, request.max_tokens - request.planned - 1, self.dice.randint(0, 4))
+            if request.planned == request.committed and most > 0:
+                places = range(request.committed, request.committed + most)
+                tokens = [self.says(request, index) for index in places]
+                guesses[request.id] = tuple(t if self.dice.random() < 0.7 else 7 for t in tokens)
+                left -= most
+        return guesses
+
+    def _may_fly(self, plan: Plan | None) -> int:
+        if self.dice and self.dice.random() < 0.6:  # else nothing could be guessed with a lag
+            return 0
+        return super()._may_fly(plan)
+
+    def run(self, plan: Plan) -> dict[int, list[int]]:
+        self.write(plan)
+        self.plans.append(plan)
+        most = max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+        assert plan.cost <= most, f"step {plan.step} costs {plan.cost}, and may cost {most} at most"
+        for chunk in plan.chunks:
+            assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
+        assert plan.waiting or not plan.blocked, (
+            f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
+        )
+        said = {}
+        for request, slot, *_, guess in plan.emitters:
+            index = request.planned - 1 - len(guess)
+            is_right = True
+            said[slot] = []
+            for i, guessed in enumerate((*guess, None)):
+                token = self.says(request, index + i)
+                said[slot].append(token if is_right else guessed or 0)  # behind it nonsense
+                is_right = is_right and token == guessed
+        return said
+
+    def finite(self, plan: Plan) -> list[int]:
+        good = {c.slot for c in plan.chunks if c.stop <= self.good_rows(c.request)}
+        return [slot for slot in super().finite(plan) if slot in good]
+
+    def write(self, plan: Plan) -> None:
+        """What the device would do. All that a sequence looks back on must have been written for
+        its own tokens."""
+        for slot, start, stop in plan.scrubs:
+            self.rows[slot][start:stop] = [None] * (min(stop, self.sched.max_len) - start)
+        for chunk in plan.chunks:
+            prompt = chunk.request.prompt
+            rows = self.rows[chunk.slot]
+            if chunk.source is not None:
+                rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
+            self.look_back(plan, chunk.request, chunk.slot, prompt[: chunk.start])
+            new = prompt[chunk.start : chunk.stop]
+            rows[chunk.start : chunk.stop] = self.kept(chunk.request, chunk.start, new)
+        for request, slot, position, guess in plan.decodes:
+            rows = self.rows[slot]
+            assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
+            rows[position + 1 : position + 1 + len(guess)] = guess
+            count = request.planned - 1 - len(guess)
+            answer = [self.says(request, index) for index in range(count)]
+            rows[position] = self.kept(request, position, answer[-1:])[0]
+            self.look_back(plan, request, slot, [*request.prompt, *answer])
+            last = len(request.prompt) + count - 1
+            assert position == last, (
+                f"step {plan.step}: the newest token of {name(request)} goes into row {position}, "
+                f"and should go into row {last}"
+            )
+
+    def good_rows(self, request: Request) -> float:
+        """How many of its first rows are finite."""
+        if request.id in self.fails:
+            return 0
+        return request.prompt.index(BAD) if BAD in request.prompt else math.inf
+
+    def kept(self, request: Request, start: int, tokens: Sequence[int]) -> list[int | float]:
+        """What the rows of these tokens hold, from row `start` on."""
+        good = self.good_rows(request)
+        return [token if start + i < good else NAN for i, token in enumerate(tokens)]
+
+    def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
+        """Are these the tokens in a slot's first rows, and is nowhere in it another's NaN? Attention
+        multiplies the rows that it must not see by 0, but 0 x NaN is NaN."""
+        if self.good_rows(request) < math.inf:
+            return
+        rows = self.rows[slot]
+        who = f"step {plan.step}, {name(request)}"
+        assert NAN not in rows, f"{who}: in slot {slot} rows of NaN are left"
+        found = rows[: len(wanted)]
+        assert found == list(wanted), (
+            f"{who}: before its new tokens stand {found}, and should stand {list(wanted)}"
+        )
+
+    def accept(self, request: Request, token: int) -> str | None:
+        said = self.tokens[request.id]
+        if token < 0:
+            return "error"
+        wanted = self.says(request, len(said))
+        assert token == wanted, (
+            f"{name(request)} gets token {token}, and should get {wanted}: a token went to the "
+            f"wrong request"
+        )
+        said.append(token)
+        assert request.answer[-len(said) :] == said, (
+            f"the answer of {name(request)} is {request.answer}, and should be {said}"
+        )
+        return "stop" if len(said) == self.eos.get(request.id) else None
+
+    def step(self) -> bool:
+        """One turn of the wheel; False if there was nothing to do."""
+        planned = len(self.plans)
+        try:
+            read = list(self.turn())
+        except Stuck as error:
+            raise AssertionError("\n".join([f"{error}; so far:", *self.lines()[-6:]])) from None
+        self.sched.check()
+        return len(self.plans) > planned or bool(read)
+
+    def cuts(self) -> list[dict[str, tuple[int, int]]]:
+        """For each step, where the chunks begin and end."""
+        return [
+            {name(chunk.request): (chunk.start, chunk.stop) for chunk in plan.chunks}
+            for plan in self.plans
+        ]
+
+    def drawn(self) -> list[str]:
+        """A line for each step, to the end."""
+        while self.step():
+            if len(self.plans) > MOST_STEPS:
+                begins = "\n".join(self.lines()[:6])
+                raise AssertionError(f"after {MOST_STEPS} steps it has not ended:\n{begins}")
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        return [f"{plan.step:2} | {' '.join(sorted(cells(plan)))}" for plan in self.plans]
+
+
+def cells(plan: Plan) -> list[str]:
+    chunks = [f"{name(c.request)}:{'p' if c.emits else 'P'}" for c in plan.chunks]
+    return chunks + [f"{name(d.request)}:d" for d in plan.decodes]
+
+
+def name(request: Request) -> str:
+    return chr(ord("A") + request.id)
+
+
+def timeline(text: str) -> list[str]:
+    """The lines of a drawing, as `Story.drawn` writes them."""
+    lines = [line.split(maxsplit=1) for line in text.strip().splitlines()]
+    return [f"{step:>2} {cells}" for step, cells in lines]

@@ -1,0 +1,220 @@
+"""A session on an engine of words that only the test steps, and the same behind a screen."""
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from word_engine import Clock, word_engine
+
+from nanobatch import Engine
+from runtime.handle import Handle
+from runtime.loop import Stopwatch
+from screen import engine_client, state
+from screen.commands import Session
+from screen.draw import style
+from screen.draw.canvas import Paper
+from screen.engine_client import EngineRoom, Settings
+from screen.state import State
+from tui import Screen
+
+SIZES = ((80, 24), (120, 40), (200, 50))
+GOLDEN = Path(__file__).parents[1] / "screen" / "golden"
+at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+
+
+class Stage:
+    """A session on an engine of words that only the test steps."""
+
+    def __init__(self, prompts=engine_client.BURST, **options):
+        self.time = Clock()
+        self.room = EngineRoom(lambda report, clock: self._load(report, clock, options))
+        self.room.clock = Stopwatch(self.time)
+        self.room.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
+        self.state = State("words", settings=Settings(burst=12), prompts=prompts)
+        self.session = Session(self.room, self.state)
+        self.earlier = None  # prompts of earlier days
+
+    def _load(self, report, clock, options):
+        for stage in ("starting", "reading 12 MiB of weights", "allocating the slab: 8 slots"):
+            report(stage)
+        return word_engine(clock, self.time, **options)
+
+    @property
+    def engine(self) -> Engine:
+        return self.room.engine
+
+    def load(self) -> "Stage":
+        self.room.load()
+        self.session.look()
+        return self
+
+    def turns(self, count: int = 1) -> "Stage":
+        for _ in range(count):
+            self.room.loop.turn()
+            self.session.look()
+        return self
+
+    def finish(self) -> "Stage":
+        """Until nothing is left to do."""
+        for _ in range(5000):
+            time.sleep(self.room.loop.turn() or 0)
+            self.session.look()
+            if self.session.settled:
+                return self
+        raise AssertionError("this never ends")
+
+    def prompt(self, request: int) -> str:
+        return state.prompt_of(self.state.requests[request])
+
+    def cells(self, slot: int) -> str:
+        return "".join(style.GLYPHS[column.cells[slot].kind] for column in self.state.history)
+
+
+class Show:
+    """The same behind a screen."""
+
+    def __init__(self, pilot, stage: Stage):
+        self.pilot, self.stage, self.app = pilot, stage, pilot.app
+
+    async def turns(self, count: int = 1) -> None:
+        """Run turns. The screen looks once, after the last of them."""
+        for _ in range(count):
+            self.stage.room.loop.turn()
+            self.stage.session.look()
+        self.stage.room.note()
+        self.app.look()
+        self.app.paint()
+        await self.pilot.pause()
+
+    async def press(self, *keys: str, turns: int = 1) -> None:
+        await self.pilot.press(*keys)
+        await self.turns(turns)
+
+    async def sees(self, part: str) -> None:
+        """Wait until it is on the screen."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if part in self.text():
+                return
+            await self.pilot.pause(0.01)
+        raise AssertionError(f"{part!r} is not on the screen:\n{self.text()}")
+
+    def text(self) -> str:
+        """What is on the screen, as plain text."""
+        lines = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
+
+
+def show(
+    scenario, stage: Stage | None = None, size: tuple[int, int] = (80, 24), load: bool = True
+) -> Stage:
+    """Run `scenario(show)` on a screen of this size."""
+    stage = stage or Stage()
+
+    async def main() -> None:
+        app = Screen(stage.session, earlier=stage.earlier)
+        app.LOOKS = 3600  # the test looks
+        async with app.run_test(size=size, notifications=True) as pilot:
+            it = Show(pilot, stage)
+            if load:
+                stage.room.load()
+                app.look()
+            await pilot.pause()
+            await scenario(it)
+
+    asyncio.run(main())
+    return stage
+
+
+def drawn(draw, state: State, width: int, height: int) -> list[style.Line]:
+    """What a function draws on a paper of this size: all its lines, also those that find no room."""
+    on = Paper(style.DARK, width, height)
+    draw(state, on)
+    return on.lines
+
+
+def plain(lines: list[style.Line]) -> list[str]:
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def like_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("NANOBATCH_GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    before = path.read_text() if path.exists() else "no picture yet"
+    assert text + "\n" == before, f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
+
+
+class EndsAfter:
+    """The tokens that end an answer: whichever comes at this place."""
+
+    def __init__(self, handle: Handle, tokens: int):
+        self.handle = handle
+        self.tokens = tokens
+
+    def __contains__(self, token: int) -> bool:
+        return len(self.handle.tokens) >= self.tokens
+
+
+def guess_at_random(engine: Engine, dice: random.Random) -> None:
+    """What will be said, but for some tokens."""
+
+    def guess(decoding, left):
+        found = {}
+        for r in decoding:
+            most = min(left, r.max_tokens - r.planned - 1, dice.randint(0, 4))
+            if most < 1 or r.planned != r.committed or r.hints is None:
+                continue
+            tokens = [engine.runner.says(r.slot, r.planned + i) for i in range(most)]
+            if dice.random() < 0.4:
+                tokens[-1] += 1
+            found[r.id] = tuple(tokens)
+            left -= most
+        return found
+
+    engine.guesser.most = 4
+    engine.sched.guess = guess
+    engine.guesser.may_follow = lambda plan: dice.random() < 0.5
+
+
+def disturb(stage: Stage, seconds: float) -> None:
+    """From now on other programs take the processor away: in two of five steps, for as long as this
+    on average."""
+    dice, begin = random.Random(0), stage.engine.runner.begin
+
+    def disturbed(order):
+        flight = begin(order)
+        flight.cost += dice.expovariate(1 / seconds) * (dice.random() < 0.4)
+        return flight
+
+    stage.engine.runner.begin = disturbed
+
+
+def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
+    """A runner whose bits depend on company: where so many decode in a step, the sixth word of an
+    answer is another one, or its probability. Answers with the slots and steps in which it was."""
+    runner = stage.engine.runner
+    finish = runner.finish
+    turned = []
+
+    def bent(flight, picks):
+        flight = finish(flight, picks)
+        decoding = sum(pick.index > 0 for (pick,) in picks.values())
+        for slot, (pick,) in picks.items():
+            place = slot, pick.index
+            if pick.index == 5 and decoding >= many and place in flight.logprobs:
+                found = flight.logprobs[place]
+                if wrong == "token":
+                    flight.tokens[slot] = [stage.engine.text.token(" wolf")]
+                else:
+                    flight.logprobs[place] = found._replace(logprob=found.logprob + 2**-20)
+                turned.append(slot)
+        return flight
+
+    runner.finish = bent
+    return turned

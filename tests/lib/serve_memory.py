@@ -1,0 +1,110 @@
+"""`serve.py`, which says on SIGUSR1 what it holds in memory.
+
+    python tests/lib/serve_memory.py --model demo
+    kill -USR1 PROCESS
+
+The problem. What is resident of a process says little of what it holds. Free memory stays with the
+heap, MLX keeps buffers for the next step, and the collector comes when it likes. A leak hides in
+that, and where there is none, it looks like one.
+
+The way out. The process collects what is garbage, and counts what is in use: bytes of the C heap
+and of Python's own allocator, without MLX's cache. Then it gives back what is free, and says what
+is resident. Both figures are those of a moment without requests.
+
+What this file needs is glibc 2.33 or newer. Elsewhere it says nothing.
+
+Next: `tests/server/test_soak.py`, which asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import signal
+import sys
+import tempfile
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+LIBC = ctypes.CDLL(None)
+MIB = 2**20
+NUMBERS = count(1)
+
+
+class Heap(ctypes.Structure):
+    """What glibc's `mallinfo2` tells of the C heap."""
+
+    _fields_ = [
+        ("of_blocks", ctypes.c_size_t * 4),
+        ("mapped", ctypes.c_size_t),  # bytes of large blocks
+        ("of_freed", ctypes.c_size_t * 2),
+        ("used", ctypes.c_size_t),  # bytes of all others
+        ("of_free", ctypes.c_size_t * 2),
+    ]
+
+
+class Weight(NamedTuple):
+    """What an idle process holds, in MiB."""
+
+    in_use: float
+    resident: float
+
+
+def can_weigh() -> bool:
+    return hasattr(LIBC, "mallinfo2")
+
+
+def in_use() -> float:
+    """MiB, after a collection."""
+    from kernels.mlx import mx
+
+    gc.collect()
+    LIBC.mallinfo2.restype = Heap
+    heap = LIBC.mallinfo2()
+    return (heap.used + heap.mapped + python_bytes() - mx.get_cache_memory()) / MIB
+
+
+def python_bytes() -> int:
+    """What Python's own allocator has given out. It tells only C's standard error."""
+    with tempfile.TemporaryFile() as file:
+        usual = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            sys._debugmallocstats()
+        finally:
+            os.dup2(usual, 2)
+            os.close(usual)
+        file.seek(0)
+        said = file.read().decode()
+    found = re.search(r"bytes in allocated blocks\s*=\s*([\d,]+)", said)
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def resident() -> float:
+    """MiB, after a trim."""
+    LIBC.malloc_trim(0)
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def weigh() -> Weight:
+    return Weight(in_use(), resident())
+
+
+def say(*signal_and_frame) -> None:
+    held = weigh()
+    said = f"weighing {next(NUMBERS)}: {held.in_use:.2f} MiB in use, {held.resident:.2f} resident"
+    print(said, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import serve
+    from runtime import cli
+
+    if can_weigh():
+        signal.signal(signal.SIGUSR1, say)
+    cli.run(serve.main)

@@ -1,0 +1,187 @@
+"""An engine made of words, for the tests of the screen: the real engine and scheduler, no model, a
+clock that ticks as told. A decode step takes 10 ms there and a chunk of a prompt 5, and every
+prompt is answered with as many words as it may be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import ClassVar
+
+from distributed.group import ALONE
+from kernels.mlx import mx
+from models.config import Config
+from models.rope import Rope
+from nanobatch import Engine, Order, Picks
+from policies import POLICIES
+from runtime.handle import TokenLogprob
+from runtime.snapshot import ModelView
+from sched import Scheduler
+from text.tokenizer import Prompt
+
+STORY = (
+    "once upon a time there was a fox who looked for the moon",
+    "in every pond that she could find",
+)
+STORY = " ".join(STORY).split()
+BEYOND = sys.maxunicode + 1  # an answer's tokens begin where the characters end
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def speak(prompt: str, index: int) -> str:
+    """The answer's piece at this index. It echoes what stands between quotes, so that a test can
+    put anything on the screen; else it tells a story."""
+    if '"' in prompt:
+        return prompt.split('"')[1][4 * index : 4 * (index + 1)]
+    return " " * (index > 0) + STORY[index % len(STORY)]
+
+
+class WordText:
+    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`,
+    beyond them all.
+
+    So no prompt goes on as an answer did, and what a slot remembers of an answer is taken over by
+    none.
+    """
+
+    has_template, end_tokens = False, frozenset()
+    advice: ClassVar = {"temperature": 0.0}
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.numbers: dict[str, int] = {}  # by piece: its token
+
+    def token(self, piece: str) -> int:
+        """The same piece is always the same token."""
+        if piece not in self.numbers:
+            self.numbers[piece] = BEYOND + len(self.pieces)
+            self.pieces.append(piece)
+        return self.numbers[piece]
+
+    def ask(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def read(self, prompt: Prompt | Sequence[int]) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        return Prompt(tuple(prompt), f"{len(prompt)} token ids")
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        pass
+
+    def stream(self, stops: Sequence[str]) -> SimpleNamespace:
+        return SimpleNamespace(
+            push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stop=None
+        )
+
+
+@dataclass
+class WordFlight:
+    runner: WordRunner
+    tokens: list[list[int]]
+    began: float
+    cost: float
+    device_s: float
+    finite: list[int]
+    logprobs: dict[tuple[int, int], TokenLogprob] = field(default_factory=dict)
+    ended: float | None = None
+    build_s: float = 0.001
+    wait_s: float = 0.0
+
+    def read(self) -> tuple[list[list[int]], dict]:
+        if self.ended is None:
+            self.runner.time.now += self.cost
+            self.ended = self.runner.time.now
+        return self.tokens, self.logprobs
+
+
+class WordRunner:
+    """The device half. It is busy with one step at a time: a step that is started waits for the one
+    before it."""
+
+    def __init__(self, time: Clock, clock: Callable[[], float], slots: int, text: WordText):
+        self.time, self.clock, self.text, self.slots = time, clock, text, slots
+        self.fail: Exception | None = None  # what the next step raises
+        self.reset()
+
+    slab = None
+
+    def reset(self) -> None:
+        self.prompts = [""] * self.slots
+        self.flight: WordFlight | None = None
+
+    def begin(self, order: Order) -> WordFlight:
+        if self.fail:
+            error, self.fail = self.fail, None
+            raise error
+        began = self.clock()
+        if self.flight:
+            self.flight.read()
+        for chunk in order.prefills:
+            held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
+            self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
+        tokens = [[-1] for _ in range(self.slots)]
+        cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
+        device_s = max(0.0, self.clock() - began - 0.001)
+        finite = [chunk.slot for chunk in order.prefills if not chunk.asked]
+        self.flight = WordFlight(self, tokens, began, cost, device_s, finite)
+        return self.flight
+
+    def says(self, slot: int, index: int) -> int:
+        return self.text.token(speak(self.prompts[slot], index))
+
+    def finish(self, flight: WordFlight, picks: Picks) -> WordFlight:
+        for slot, rows in picks.items():
+            flight.tokens[slot] = []
+            for pick in rows:
+                said = self.says(slot, pick.index)
+                flight.tokens[slot].append(said)
+                if pick.sampling.logprobs is not None:
+                    flight.logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
+        return flight
+
+
+NO = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": "", "window": None}
+CONFIG = Config(
+    "words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO
+)
+
+VIEW = ModelView(
+    form="float32",
+    layers=4,
+    body_nbytes=60_000_000,
+    body_products=15_000_000,
+    tail_nbytes=4_000_000,
+    tail_products=1_000_000,
+    token_nbytes=1024,
+    row_nbytes=2048,
+    width=256,
+)
+
+
+def word_engine(
+    clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"
+) -> Engine:
+    text = WordText()
+    nothing = {"layers": (), "norm": None, "table": None, "head": None}
+    model = SimpleNamespace(
+        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW, **nothing
+    )
+    runner = WordRunner(time, clock, slots, text)
+    engine = Engine(
+        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
+    )
+    engine.hurries = False
+    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)
+    return engine

@@ -1,0 +1,163 @@
+"""A model that is here is found without the network, and what cannot be served is listed with the
+reason."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from checkpoints import make_checkpoint
+from huggingface_hub import constants
+
+import ask
+from kernels import mlx as device
+from kernels.mlx import mx
+from models import hub as models
+from nanobatch import Engine
+from runtime.files import ModelError
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A machine of one's own: an empty hub cache and LM Studio's folder, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(models, "LM_STUDIO", (tmp_path / "studio",))
+    return tmp_path
+
+
+def cached(home: Path, name: str, **settings) -> Path:
+    """A checkpoint, laid out as huggingface_hub lays it out."""
+    repo = home / "hub" / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("1" * 40)
+    (repo / "snapshots" / ("2" * 40)).mkdir(parents=True)  # an older one, of which nothing is left
+    return make_checkpoint(repo / "snapshots" / ("1" * 40), **settings)
+
+
+def refused(model: str, *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        models.find(model)
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+def test_a_whole_model_in_the_cache_is_used_without_asking_the_network(home, monkeypatch):
+    """Without a network each start waited for it to time out."""
+    folder = cached(home, "someone/tiny")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked")
+    )
+    assert models.find("someone/tiny") == folder
+    with Engine.load("someone/tiny", slots=1, max_len=64):
+        pass
+
+
+@pytest.mark.parametrize(
+    "gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"]
+)
+def test_a_download_that_was_interrupted_goes_on(home, monkeypatch, gone):
+    """A folder in the cache holds what had come so far: taken for the model, it would be refused
+    for ever."""
+    folder = cached(home, "someone/tiny", shards=3)
+    (folder / gone).unlink()
+    if "index" in gone:
+        (folder / "model-00003-of-00003.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: "fetched")
+    assert models.find("someone/tiny") == Path("fetched")
+
+
+def test_lm_studios_folder_is_looked_at_too(home):
+    folder = make_checkpoint(home / "studio" / "owner" / "name")
+    assert models.find("owner/name") == folder
+
+
+def test_a_gguf_file_or_folder_or_hub_id_is_called_one_with_the_name_to_look_for(home):
+    """It was called a folder without config.json, or downloaded without its weights."""
+    file = home / "studio" / "owner" / "Tiny-3B-GGUF" / "Tiny-3B-Q4_K_M.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    for name in (str(file), str(file.parent), "owner/Tiny-3B-GGUF", "elsewhere/Tiny-3B-GGUF"):
+        refused(name, "GGUF", "MLX or safetensors", "mlx-community/Tiny-3B-4bit")
+
+
+def test_a_mistyped_folder_is_called_a_missing_folder_too(home):
+    refused("modles/tiny", "modles/tiny", "no folder here", "cache", "network")
+
+
+def headless(folder: Path) -> None:
+    """As large models for embeddings are published: their config speaks of a head."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    del weights["lm_head.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+
+
+def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monkeypatch, capsys):
+    wide = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks of four bits
+    cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
+    cached(home, "b/other")
+    for name, changes in (
+        ("c/unknown", {"model_type": "gpt_oss"}),
+        ("d/mrope", {"rope_scaling": {"rope_type": "mrope"}}),
+        ("e/strange", {"model_type": ["x" * 5000], "quantization": {"bits": "\x1b[2J"}}),
+    ):
+        path = cached(home, name) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (cached(home, "f/half") / "model.safetensors").unlink()
+    make_checkpoint(home / "studio" / "g" / "studio", model_type="olmo2")
+    (home / "studio" / "h" / "gguf").mkdir(parents=True)
+    (home / "studio" / "h" / "gguf" / "x.gguf").write_bytes(b"GGUF")
+    broken = make_checkpoint(home / "studio" / "i" / "broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-5])
+    headless(make_checkpoint(home / "studio" / "j" / "vectors", tie_word_embeddings=False))
+    assert ask.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in said.splitlines()}
+    assert (
+        list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 12
+    )
+    assert lines["demo"].endswith("yes") and " 16 " in lines["demo"] and " 3M " in lines["demo"]
+    assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
+    if device.is_exact():  # as in the files, but for norms, which become float32
+        on_disk, in_memory = (float(lines["a/four"].split()[n]) for n in (4, 6))
+        assert lines["a/four"].split()[7] == "KiB" and 0.8 < in_memory / on_disk < 1
+    assert lines["b/other"].endswith("yes") and " 32 " in lines["b/other"]
+    assert "gpt_oss" in lines["c/unknown"] and lines["c/unknown"].endswith(
+        "this family is not supported"
+    )
+    assert lines["d/mrope"].endswith("rope type 'mrope' not supported")
+    assert lines["e/strange"].endswith("not supported") and "\x1b" not in said
+    assert lines["f/half"].endswith("not all of it downloaded")
+    assert "olmo2" in lines["g/studio"] and lines["g/studio"].endswith("yes")
+    assert lines["h/gguf"].endswith("GGUF, not MLX or safetensors")
+    assert lines["i/broken"].endswith("broken: loading it says how")
+    assert lines["j/vectors"].endswith("yes"), "it was called broken, though it loads"
+    monkeypatch.setattr(device, "free_memory", lambda: 100_000)
+    ask.main(["--list"])
+    assert "KiB of memory" in capsys.readouterr().out
+
+
+def test_a_file_that_goes_while_the_list_is_made_does_not_end_it(home, monkeypatch, capsys):
+    """As a download renames what it has fetched."""
+    gone = cached(home, "a/downloaded") / "model.safetensors"
+    stat = Path.stat
+
+    def look(path: Path, **options):
+        found = stat(path, **options)
+        if path == gone:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", look)
+    assert ask.main(["--list"]) == 0
+    _, _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("a/downloaded") and line.endswith("not all of it downloaded")
+
+
+def test_a_machine_without_any_model_lists_the_demo(home, capsys):
+    shutil.rmtree(home / "hub", ignore_errors=True)
+    assert ask.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["model", "demo"]

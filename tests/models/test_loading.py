@@ -1,0 +1,872 @@
+"""Every way a checkpoint may be written is read, and every way it may be broken is said in one
+line."""
+
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import struct
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import V, make_checkpoint, make_tokenizer
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from kernels import mlx as device
+from kernels.mlx import mx
+from kv import Slab
+from models import config as configs
+from models import families, weights
+from models.families import FAMILIES
+from models.load import ModelReader, read_model
+from models.memory import slab_nbytes, slab_shape
+from nanobatch import Engine, Sampling, Text
+from runtime.files import LARGEST, LARGEST_OTHER, ModelError
+from text import tokenizer as text
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("sharded"), shards=3)
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A whole checkpoint of one's own, to break."""
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def refused(folder, *words: str, **options) -> str:
+    """Loading fails with one line that holds the words."""
+    with pytest.raises(ModelError) as caught:
+        Engine.load(folder, slots=1, max_len=64, **options)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 500, line
+    for word in words:
+        assert word in line, f"{word!r} is not in: {line}"
+    return line
+
+
+def change_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def change_weights(folder, change) -> None:
+    """Rewrite model.safetensors with what `change(weights)` makes of it."""
+    weights = dict(mx.load(str(folder / "model.safetensors")))
+    mx.eval(weights)
+    change(weights)
+    (folder / "model.safetensors").unlink()
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+# --- what is read -------------------------------------------------------------------------------
+
+
+def test_one_file_and_many_with_an_index_are_the_same_model(whole, sharded):
+    one, many = read_model(whole), read_model(sharded)
+    assert np.array_equal(np.array(one.layers[1].qkv.weight), np.array(many.layers[1].qkv.weight))
+    assert np.array_equal(np.array(one.head.weight), np.array(many.head.weight))
+
+
+def test_on_a_cpu_weights_become_float32_unless_told_otherwise(tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=mx.float16)
+    assert read_model(folder).dtype == mx.float32
+    assert read_model(folder, "checkpoint").dtype == mx.float16
+
+
+def test_a_tied_model_keeps_one_table_and_ignores_a_head_that_is_stored_twice(folder):
+    change_config(folder, tie_word_embeddings=True)
+    model = read_model(folder)
+    assert model.head is model.table
+
+
+def test_where_the_config_leaves_tying_open_the_weights_decide(folder):
+    change_config(folder, tie_word_embeddings=...)
+    model = read_model(folder)
+    assert model.head is not model.table
+    change_weights(folder, lambda w: w.pop("lm_head.weight"))
+    model = read_model(folder)
+    assert model.head is model.table
+
+
+def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
+    change_weights(
+        folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)})
+    )
+    read_model(folder)
+
+
+def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(folder):
+    assert Text(folder, V).end_tokens == {257}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
+    assert Text(folder, V).end_tokens == {257, 259}
+    change_config(folder, eos_token_id=[5])
+    assert Text(folder, V).end_tokens == {5, 257, 259}
+    change_config(folder, eos_token_id=...)
+    (folder / "generation_config.json").unlink()
+    assert Text(folder, V).end_tokens == frozenset()
+    for spelling in ("</s>", {"content": "</s>", "special": True}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelling}))
+        assert Text(folder, V).end_tokens == {257}
+
+
+@pytest.mark.parametrize("value", ["</s>", [[1]], 1.5])
+def test_an_end_token_that_is_no_id(folder, value):
+    change_config(folder, eos_token_id=value)
+    refused(folder, "config.json", "eos_token_id")
+
+
+def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, monkeypatch):
+    """A snapshot folder, laid out as huggingface_hub lays it out, is all that a cached model is."""
+    from huggingface_hub import constants
+
+    repo = tmp_path / "models--someone--tiny"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    shutil.copytree(whole, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with Engine.load("someone/tiny", slots=1, max_len=64) as engine:
+        assert len(engine.submit([1, 2], Sampling(max_tokens=3)).result().tokens) == 3
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(tmp_path):
+    refused("no-such-model", "no-such-model", "owner/name")
+    refused("./not/there", "./not/there", "folder")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "is a file")
+
+
+def test_a_hub_id_that_is_not_cached_while_the_network_is_down(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    refused("someone/absent", "someone/absent", "cache", "network")
+
+
+def test_a_config_for_more_or_fewer_layers_than_there_are(folder):
+    change_config(folder, num_hidden_layers=3)
+    refused(folder, "lacks", "model.layers.2")
+    change_config(folder, num_hidden_layers=3_000_000)
+    refused(folder, "lacks", "model.layers.2999999")
+    change_config(folder, num_hidden_layers=1)
+    refused(folder, "model.layers.1", "no place")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file(folder, file):
+    (folder / file).unlink()
+    refused(folder, file.replace("model.", "model*."))
+
+
+def test_a_missing_shard_and_an_index_that_lies(sharded, tmp_path):
+    folder = shutil.copytree(sharded, tmp_path / "a")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refused(folder, "model-00002-of-00003.safetensors", "missing", "index")
+    folder = shutil.copytree(sharded, tmp_path / "b")
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    table["weight_map"]["model.embed_tokens.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(table))
+    refused(folder, "stale")
+    index.write_text("{}")
+    refused(folder, "weight_map")
+    for place in ("../elsewhere.safetensors", "x" * 300, 7):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
+        refused(folder, "model.norm.weight", str(place)[:20])
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html><body>Not found</body></html>", "HTML"),
+        (b"", "cut off"),
+        (b"\x10", "cut off"),
+        (struct.pack("<Q", 10**15) + b"{}", "cut off"),
+        (struct.pack("<Q", 4) + b"[1]]", "header"),
+        (struct.pack("<Q", 2) + b"{}" + b"tail", "longer"),
+    ],
+)
+def test_what_lies_where_weights_should_be(folder, content, word):
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "model.safetensors", word)
+
+
+@pytest.mark.parametrize(
+    "content", ["<html>", "version https://git-lfs.github.com/spec/v1", "{", "[]", "\xff"]
+)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_what_lies_where_a_json_file_should_be(folder, file, content):
+    (folder / file).write_bytes(content.encode("latin-1"))
+    refused(folder, file)
+
+
+def test_a_file_that_is_cut_off_or_has_bytes_to_spare(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-100])
+    refused(folder, "cut off", f"{len(data):,}")
+    path.write_bytes(data + b"x")
+    refused(folder, "longer")
+
+
+def test_a_tail_of_zeros_where_a_download_stopped(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    path.write_bytes(data)
+    refused(folder, "model.safetensors", "zeros")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_number_that_is_not_finite(folder, number):
+    def spoil(weights):
+        values = np.array(weights["model.layers.1.mlp.up_proj.weight"])
+        values[3, 4] = number
+        weights["model.layers.1.mlp.up_proj.weight"] = mx.array(values)
+
+    change_weights(folder, spoil)
+    refused(folder, "model.layers.1.mlp.up_proj.weight", "NaN or infinity")
+
+
+def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(whole, tmp_path):
+    def broken(name, change):
+        folder = shutil.copytree(whole, tmp_path / name)
+        change_weights(folder, change)
+        return folder
+
+    name = "model.layers.0.self_attn.q_proj.weight"
+    refused(broken("zeros", lambda w: w.update({name: mx.zeros_like(w[name])})), name, "zeros")
+    refused(broken("missing", lambda w: w.pop(name)), name, "lacks")
+    refused(
+        broken("foreign", lambda w: w.update({"model.layers.9.x.weight": mx.ones(3)})),
+        "model.layers.9",
+        "no place",
+    )
+    refused(
+        broken("transposed", lambda w: w.update({name: w[name][:10]})), name, "(10, 64)", "(64, 64)"
+    )
+    refused(
+        broken("integers", lambda w: w.update({name: mx.ones((64, 64), mx.int32)})),
+        name,
+        "I32",
+        "BF16",
+    )
+    refused(
+        broken("packed", lambda w: w.update({name: mx.ones((64, 64), mx.uint32)})), name, "scales"
+    )
+    scales = name.replace("weight", "scales")
+    refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
+
+
+def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path):
+    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at
+    wrong rows."""
+    folder, name = (
+        make_checkpoint(tmp_path, model_type="phi3"),
+        "model.layers.1.self_attn.qkv_proj.weight",
+    )
+    change_weights(folder, lambda w: w.update({name: w[name][:100]}))
+    refused(folder, name, "(100, 64)", "128 rows")
+    change_config(folder, num_hidden_layers=1)
+    refused(folder, "model.layers.1", "no place")
+    change_config(folder, num_hidden_layers=2, model_type="llama")
+    refused(folder, "lacks", "q_proj")
+
+
+def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
+    """Each expert may be a tensor by itself. A gap among them would shift all that come after
+    it."""
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
+    read_model(folder)
+    change_config(folder, num_experts=5)
+    refused(folder, "4 experts", "implies 5")
+    change_config(folder, num_experts=4, num_experts_per_tok=5)
+    refused(folder, "num_experts_per_tok = 5", "1 to 4")
+    change_config(folder, num_experts_per_tok=2, decoder_sparse_step=2)
+    refused(folder, "decoder_sparse_step = 2")
+    change_config(folder, decoder_sparse_step=1, mlp_only_layers=[0])
+    refused(folder, "mlp_only_layers = [0]")
+    change_config(folder, mlp_only_layers=[])
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    change_weights(folder, lambda w: w.update({name: w[name].astype(mx.float16)}))
+    refused(folder, "experts.up_proj.weight", "2 shapes or types")
+    change_weights(folder, lambda w: w.update({name: w[name][:7].astype(mx.float32)}))
+    refused(folder, "experts.up_proj.weight", "2 shapes or types")
+    change_weights(folder, lambda w: w.pop(name))
+    refused(folder, "experts.up_proj.weight", "3 experts")
+
+
+def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
+    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for
+    it."""
+    folder, name = (
+        make_checkpoint(tmp_path, model_type="phi3"),
+        "model.layers.1.self_attn.qkv_proj.weight",
+    )
+    change_weights(folder, lambda w: w.pop(name))
+    refused(folder, "lacks", name)
+
+
+def test_quantized_shapes_that_no_quantization_has(tmp_path):
+    folder = make_checkpoint(
+        tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
+    )
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_weights(folder, lambda w: w.update({name: mx.ones((64, 7), mx.uint32)}))
+    refused(folder, name.removesuffix(".weight"), "Supported bits: 2, 3, 4, 5, 6, 8")
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("weight", mx.float16), ("scales", mx.uint32), ("biases", mx.bfloat16), ("biases", mx.uint32)],
+)
+def test_a_quantized_matrix_whose_parts_are_of_other_kinds_is_refused(tmp_path, part, dtype):
+    """Of the right shapes, it was read beyond its end, with scales of one kind taken for another."""
+    folder = make_checkpoint(
+        tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
+    )
+    name = f"model.layers.0.mlp.down_proj.{part}"
+    change_weights(folder, lambda w: w.update({name: mx.ones(w[name].shape, dtype)}))
+    refused(folder, "model.layers.0.mlp.down_proj", str(dtype).split(".")[-1], "download it again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_type": "gpt2"},
+            [
+                "gpt2",
+                "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2",
+            ],
+        ),
+        ({"model_type": ...}, ["model_type", "llama"]),
+        (
+            {"rope_scaling": {"rope_type": "mrope"}},
+            ["mrope", "default, linear, dynamic, llama3, yarn, longrope"],
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, ["short_factor", "8 planes"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}},
+            ["long_factor", "8"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}},
+            ["short_factor"],
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, ["truncate"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1}, ["rope_theta", "yarn"]),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.2},
+            ["partial_rotary_factor", "0.2", "even"],
+        ),
+        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
+        ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"quantization": [4]}, ["quantization", "object"]),
+        ({"quantization_config": "x"}, ["quantization_config", "object"]),
+        ({"layer_types": 5}, ["layer_types", "full_attention"]),
+        ({"layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
+        ({"head_dim": 2}, ["head_dim", "2"]),
+        ({"partial_rotary_factor": 0.5}, ["partial"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        (
+            {"model_type": "gemma2", "hidden_activation": "gelu"},
+            ["hidden_activation", "gelu_pytorch_tanh"],
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            ["use_bidirectional_attention"],
+        ),
+        ({"model_type": "smollm3", "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "affine"]),
+        ({"quantization": {"mode": "mxfp4", "bits": 4, "group_size": 32}}, ["mxfp4", "affine"]),
+        ({"hidden_size": ...}, ["hidden_size"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["64", "5"]),
+        ({"head_dim": 15}, ["15", "even"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "[1]", "2 layers"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 5]}, ["no_rope_layers", "[1, 5]"]),
+        ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
+        ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
+    ],
+)
+def test_a_config_that_is_not_supported_or_does_not_fit(folder, changes, words):
+    change_config(folder, **changes)
+    refused(folder, "config.json", *words)
+
+
+def test_a_tokenizer_larger_than_the_embedding(folder):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"extra{n}" for n in range(50)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    refused(folder, "tokenizer.json", "309", str(V - 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "whole"),
+    [
+        ({"model_type": "llama", "sliding_window": 64}, None, []),
+        (
+            {
+                "model_type": "llama",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            64,
+            [0],
+        ),
+        ({"model_type": "mistral"}, 4096, []),
+        ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None leaves the field out
+        ({"model_type": "qwen2", "sliding_window": 64}, None, []),
+        # From layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            64,
+            [0],
+        ),
+        ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None, []),
+        ({"model_type": "phi3"}, None, []),
+        ({"model_type": "phi3", "sliding_window": 64}, 64, []),
+        ({"model_type": "gemma2", "sliding_window": 64, "num_hidden_layers": 4}, 64, [1, 3]),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 7}, 64, [5]),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 1},
+            None,
+            [],
+        ),
+    ],
+)
+def test_each_familys_way_to_say_in_which_layers_attention_slides(
+    tmp_path, settings, window, whole
+):
+    config = configs.read_config(make_checkpoint(tmp_path, **settings), True)
+    assert config.window == window and [*config.whole] == whole
+
+
+# Others are code on the hub
+KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]
+
+
+def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
+    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for
+    another theta."""
+    assert len(KNOWN_TO_TRANSFORMERS) >= 12
+    for family in KNOWN_TO_TRANSFORMERS:
+        unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
+        folder = make_checkpoint(tmp_path / family, model_type=family, **unsaid)
+        ours = configs.read_config(folder, True)
+        given = json.loads((folder / "config.json").read_text())
+        theirs = AutoConfig.for_model(**given)
+        assert ours.norm_eps == theirs.rms_norm_eps, family
+        positions = theirs.rope_parameters
+        if family == "gemma3_text":
+            assert ours.near.theta == positions["sliding_attention"]["rope_theta"]
+            positions = positions["full_attention"]
+        assert ours.rope.theta == positions["rope_theta"], family
+        assert ours.cap == getattr(theirs, "attn_logit_softcapping", None), family
+        assert ours.head_cap == getattr(theirs, "final_logit_softcapping", None), family
+        assert ours.Dh == (getattr(theirs, "head_dim", None) or ours.D // ours.H), family
+        if family != "qwen2":  # its biases stand in the code
+            assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
+            assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)
+        turned = getattr(theirs, "no_rope_layers", [1, 1])
+        assert set(ours.unturned) == {i for i, value in enumerate(turned) if not value}
+
+
+OTHERS = """
+    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
+    granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
+"""
+
+
+@pytest.mark.parametrize("family", [*KNOWN_TO_TRANSFORMERS, *OTHERS.split()])
+def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(
+    tmp_path, family
+):
+    """Its spelling changes with its releases: since the fifth, rope's theta stands in
+    `rope_parameters`."""
+    config = AutoConfig.for_model(family).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if family in FAMILIES:
+        ours = configs.read_config(tmp_path, True)
+        assert (ours.D, ours.layers) == (config["hidden_size"], config["num_hidden_layers"])
+        return
+    with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
+        configs.read_config(tmp_path, True)
+
+
+def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
+    """A norm that has learnt nothing was called a broken download."""
+    folder = make_checkpoint(tmp_path, model_type="gemma2", head_dim=16)
+    name = "model.layers.0.input_layernorm.weight"
+    change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name])}))
+    assert np.array(read_model(folder).layers[0].attn_norm.weight).tolist() == [1.0] * 64
+
+
+def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
+    change_config(
+        folder,
+        rope_scaling={"type": "linear", "factor": 3.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    )
+    assert read_model(folder).config.rope.type == "linear"
+
+
+def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"shape":[64]', b'"shape":[63]', 1))
+    assert path.read_bytes() != data
+    refused(folder, "model.safetensors", "header", "63")
+
+
+def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
+    monkeypatch.setattr(device, "free_memory", lambda: 100_000)
+    refused(whole, "weights", "KiB")
+    model = None
+    monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
+    model, text = read_model(whole), Text(whole, V)
+    with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
+        Engine(model, text, slots=64, max_len=2048)
+    with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
+        assert engine.sched.slots >= 1 and "10" not in engine.summary.split(";")[0]
+        assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
+    monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
+    with Engine(model, text) as engine:
+        assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
+
+
+def test_an_engine_is_made_with_the_sizes_that_fitted_before_its_weights_were_read(
+    whole, monkeypatch
+):
+    """They were reckoned twice. So a program that took memory meanwhile refused a model whose
+    weights had just been read."""
+    read = ModelReader.read
+
+    def read_beside_a_neighbour(reader: ModelReader):
+        monkeypatch.setattr(device, "free_memory", lambda: 0)
+        return read(reader)
+
+    monkeypatch.setattr(ModelReader, "read", read_beside_a_neighbour)
+    monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
+    with Engine.load(whole) as engine:
+        assert device.free_memory() == 0
+        slab = engine.runner.slab
+        assert slab.slots > 1 and sum(array.nbytes for array in slab.arrays) <= 9_000_000
+
+
+def test_the_memory_that_a_slab_takes_is_what_was_reckoned(whole):
+    c = read_model(whole).config
+    shape = slab_shape(c, slots=3, max_len=100, chunk=32)
+    slab = Slab(*shape, mx.float16)
+    assert slab_nbytes(*shape, itemsize=2) == sum(array.nbytes for array in slab.arrays) > 0
+
+
+def test_an_unknown_dtype_is_refused(whole):
+    with pytest.raises(ValueError, match="float8"):
+        Engine.load(whole, dtype="float8")
+
+
+# --- attacks: what is not a file, and what is not a number --------------------------------------
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+FILES += ("model.safetensors", "model.safetensors.index.json", "chat_template.jinja")
+
+
+def tried(folder) -> str:
+    """ "loaded", or the one line of a ModelError. Everything that a folder holds is read; no other
+    error may come."""
+    try:
+        with Engine.load(folder, slots=1, max_len=64) as engine:
+            engine.text.ask("a question")
+        return "loaded"
+    except ModelError as error:
+        line = str(error)
+        assert "\n" not in line and len(line) < 500, line
+        return line
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "/dev/zero", "/dev/null", "loop"])
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kind, monkeypatch):
+    """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
+    path, said = folder / file, []
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # a socket's name must be short
+        socket.socket(socket.AF_UNIX).bind(file)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "loop" else kind)
+    thread = threading.Thread(target=lambda: said.append(tried(folder)), daemon=True)
+    thread.start()
+    thread.join(60)
+    if thread.is_alive() and kind == "pipe":
+        # Else the thread would hold the device's lock for ever
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    is_missing = kind == "loop" and file not in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    )
+    assert said and (said[0] == "loaded" if is_missing else str(path) in said[0]), said
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, file, monkeypatch):
+    """An index of two million entries was refused after 34 s. A file of nothing but a length stands
+    for such."""
+    path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
+    with path.open("wb") as large:
+        large.truncate(most + 1)
+    read, read_text = [], Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **how: read.append(self) or read_text(self, **how)
+    )
+    line = tried(folder)
+    assert path not in read
+    assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in line
+
+
+def test_an_index_is_refused_without_a_look_at_each_of_its_entries(folder, monkeypatch):
+    """A path for each entry took most of those 34 s."""
+    looked = []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: looked.append(self.name) or exists(self))
+    names = {f"tensor {number}": "model.safetensors" for number in range(10_000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ModelError, match="lacks tensor"):
+        weights.Weights(folder)
+    assert 0 < looked.count("model.safetensors") < 5
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
+)
+def test_a_file_that_must_not_be_read_is_refused(folder, file):
+    (folder / file).touch()
+    (folder / file).chmod(0)
+    assert str(folder / file) in tried(folder)
+
+
+STRANGE = [
+    10**400,
+    10**30,
+    2**63,
+    2**62,
+    2**31,
+    10**9,
+    0,
+    -1,
+    -(2**62),
+    1e308,
+    -1e308,
+    5e-324,
+    1.5,
+    True,
+    None,
+]
+STRANGE += [
+    math.nan,
+    math.inf,
+    -math.inf,
+    "x" * 5000,
+    "NaN",
+    "\ud800",
+    "",
+    [],
+    {},
+    [1] * 5000,
+    {"a": {"b": 1}},
+]
+FIELDS = """
+    head_dim rope_scaling rope_parameters sliding_window layer_types attention_bias mlp_bias quantization hidden_act
+    quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window hidden_activation
+    query_pre_attn_scalar attn_logit_softcapping sliding_window_pattern rope_local_base_freq no_rope_layer_interval
+"""
+SCALING = """
+    rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type short_factor
+    long_factor beta_fast beta_slow mscale mscale_all_dim attention_factor
+"""
+
+
+def strange(rng: random.Random, config: dict) -> dict:
+    """A good config with one to three values replaced, in it or in its rope scaling."""
+    config = config | {"model_type": rng.choice([*families.FAMILIES])}
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        value = rng.choice(STRANGE)
+        if rng.random() < 0.3:
+            usual = {"rope_type": rng.choice(configs.ROPE_TYPES), "factor": 2.0}
+            usual |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+            config["rope_scaling"] = usual | {rng.choice(SCALING.split()): value}
+        else:
+            config[rng.choice([*config, *FIELDS.split()])] = value
+    return config
+
+
+def test_of_hundreds_of_strange_configs_each_loads_or_is_refused_in_one_line(folder):
+    """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another
+    error."""
+    rng, config, count = (
+        random.Random(11),
+        json.loads((folder / "config.json").read_text()),
+        Counter(),
+    )
+    for _ in range(300):
+        (folder / "config.json").write_text(json.dumps(strange(rng, config)))
+        count[tried(folder) == "loaded"] += 1
+    assert count[True] > 30 and count[False] > 150, count
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": ' * 100_000,
+        "[" * 100_000,
+        '{"vocab_size": 1' + "0" * 5000 + "}",
+        '{"model_type": "' + "x" * 5000 + '"}',
+    ],
+    ids=["nested objects", "nested lists", "5,000 digits", "5,000 characters"],
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_json_that_python_cannot_read_is_refused(folder, file, text):
+    (folder / file).write_text(text)
+    line = tried(folder)
+    assert file in line or (line == "loaded" and file != "config.json" and "model_type" in text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", {"eos_token_id": "x" * 5000}),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}),
+        ("tokenizer_config.json", {"bos_token": "\ud800"}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": [], "template": "x"}, {"name": {}}, 5]},
+        ),
+        ("tokenizer_config.json", {"chat_template": "{{ 1"}),
+        ("model.safetensors.index.json", {"weight_map": {"x" * 5000: "model.safetensors"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "x" * 5000}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "\ud800"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "a\0b"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": ".."}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": ""}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "config.json"}}),
+    ],
+    ids=lambda value: str(value)[:60].encode("ascii", "backslashreplace").decode(),
+)
+def test_strange_values_beside_the_config_are_harmless_or_refused(folder, file, content):
+    (folder / file).write_text(json.dumps(content))
+    line = tried(folder)
+    assert (
+        line == "loaded"
+        if file == "tokenizer_config.json" and "{{ 1" not in str(content)
+        else str(folder) in line
+    )
+
+
+def spoilt(rng: random.Random, data: bytes) -> bytes:
+    """A file with weights that has been cut off, or has other bytes, in its header or behind, or
+    strange values."""
+    data, end = bytearray(data), 8 + struct.unpack("<Q", data[:8])[0]
+    how = rng.choice(("cut", "length", "header", "header", "values", "values", "numbers"))
+    if how == "cut":
+        return data[: rng.randrange(len(data))]
+    if how == "values":
+        header = json.loads(data[8:end])
+        entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+        others = [
+            ["F64"],
+            ["a", "b"],
+            [0, 2**62],
+            [-5, 0],
+            [True, 4],
+            [[0], [1]],
+            [math.nan, 0],
+            "BF16",
+            "U32",
+        ]
+        entry[rng.choice([*entry])] = rng.choice(STRANGE + others)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[end:]
+    first, last = {"length": (0, 8), "header": (8, end), "numbers": (end, len(data))}[how]
+    for _ in range(rng.randint(1, 3)):
+        data[rng.randrange(first, last)] = rng.randrange(256)
+    return bytes(data)
+
+
+def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line(folder):
+    """MLX itself checks little: it reads beyond the end, and aborts."""
+    rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
+    data = path.read_bytes()
+    for _ in range(300):
+        path.write_bytes(spoilt(rng, data))
+        count[tried(folder) == "loaded"] += 1
+    assert count[True] > 20 and count[False] > 150, count
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "file"),
+    [
+        (Path, "read_text", "config.json"),
+        (weights.struct, "unpack", "model.safetensors"),
+        (text, "Tokenizer", "tokenizer.json"),
+        (mx, "load", "model.safetensors"),
+    ],
+)
+def test_an_error_that_says_nothing_is_called_by_its_name(
+    folder, monkeypatch, owner, function, file
+):
+    """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught
+    it at all."""
+
+    def full(*arguments, **options):
+        raise MemoryError
+
+    full.from_file = full
+    monkeypatch.setattr(owner, function, full)
+    refused(folder, file, "(MemoryError)")

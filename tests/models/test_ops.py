@@ -1,0 +1,458 @@
+"""Each operation, in the form that this device runs fastest, against its formula: in float64, or as
+MLX has it."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+
+import sampling
+from kernels import mlx as device
+from kernels import row_ops
+from kernels.mlx import mx
+from kernels.packed import Matrix, joined
+from kv import Slab, Window
+from llama import attention, heads
+from models.config import read_config
+from models.layers import Norm, SideBySide
+from models.load import read_model
+from models.ops import capped, geglu, softmax, swiglu
+from models.rope import Kind, Rope, both_of_a_plane, rope_frequencies, rotate, turning
+
+PLAIN = Kind(rope=None, span=None, cap=None, frequencies=None, periods=None)
+HALF = [(mx.float16, 2e-3), (mx.bfloat16, 2e-2)]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def wide(x: mx.array) -> np.ndarray:
+    """As float64: numpy knows no bfloat16."""
+    return np.array(x.astype(mx.float32), dtype=np.float64)
+
+
+# --- one number at a time -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["matmul.c", "MLX"])
+def form(request, monkeypatch) -> str:
+    """Who computes: our own product, or MLX where that does not run."""
+    if request.param == "MLX":
+        monkeypatch.setattr(row_ops, "take", lambda x: False)
+    elif not device.is_exact():
+        pytest.skip("our own product does not run here")
+    return request.param
+
+
+def places_off(y: mx.array, wanted: np.ndarray) -> float:
+    """How far the worst number is off, in units in the last place of what is wanted."""
+    return (np.abs(wide(y) - wanted) / np.spacing(np.abs(wanted).astype(np.float32))).max()
+
+
+@pytest.mark.parametrize("D", [1, 7, 64, 288, 5000])
+@pytest.mark.parametrize("size", [4.0, 4e-4, 1e25])
+def test_rms_norm_is_its_formula(form, D, size):
+    """Also where eps counts, and where MLX's squares are larger than a float32 can be."""
+    x, weight = normal(15, D, scale=size), normal(D, seed=1)
+    mean = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
+    wanted = x / np.sqrt(mean + 1e-5) * weight
+    y = Norm.of(mx.array(weight), 1e-5)(mx.array(x))
+    if form == "matmul.c":
+        assert places_off(y, wanted) < 4
+    elif size < 1e20:
+        assert np.abs(wide(y) - wanted).max() < 2e-5
+
+
+def alone(gated, x: mx.array) -> mx.array:
+    """What the gate makes of these numbers, times 1."""
+    return gated(mx.concatenate([x, mx.ones_like(x)], axis=-1))
+
+
+def test_silu_is_its_formula_from_far_below_zero_to_far_above(form):
+    x = np.concatenate([np.linspace(-91, 91, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    wanted = x / (1 + np.exp(-x.astype(np.float64)))
+    y = alone(swiglu, mx.array(x))
+    if form == "matmul.c":
+        assert places_off(y, wanted) < 4
+    assert (np.abs(wide(y) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    # No inf, no NaN
+    extremes = mx.array([-200.0, -1e4, -1e38, 200.0, 1e4, 1e38])
+    right = [0.0, 0.0, 0.0, 200.0, 1e4, wide(extremes)[-1]]
+    assert wide(alone(swiglu, extremes)).tolist() == right
+
+
+def test_gelu_is_its_formula_from_far_below_zero_to_far_above(form):
+    x = np.concatenate([np.linspace(-12, 12, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    wide_x = x.astype(np.float64)
+    wanted = wide_x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide_x + 0.044715 * wide_x**3)))
+    y = alone(geglu, mx.array(x))
+    assert (np.abs(wide(y) - wanted) <= 2**-22 * np.maximum(1, np.abs(wanted))).all()
+    # No inf, no NaN
+    extremes = mx.array([-200.0, -1e4, -1e38, 200.0, 1e4, 1e38])
+    right = [0.0, 0.0, 0.0, 200.0, 1e4, wide(extremes)[-1]]
+    assert wide(alone(geglu, extremes)).tolist() == right
+    half = alone(geglu, mx.array(x[::100]).astype(mx.float16))
+    assert half.dtype == mx.float16 and np.abs(wide(half) - wanted[::100]).max() < 0.02
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
+def test_the_cap_is_its_formula(form, cap):
+    x = np.concatenate([cap * np.linspace(-20, 20, 20_000), [-1e-6, 1e-30]]).astype(np.float32)
+    wanted = cap * np.tanh(x.astype(np.float64) / cap)
+    y = capped(mx.array(x), cap)
+    if form == "matmul.c":
+        assert places_off(y, wanted) < 4
+    assert (np.abs(wide(y) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    extremes = mx.array([-math.inf, -1e38, 0.0, 1e38, math.inf])
+    assert wide(capped(extremes, cap)).tolist() == [-cap, -cap, 0, cap, cap]
+
+
+@pytest.mark.parametrize("gated", [swiglu, geglu])
+def test_a_gate_multiplies_the_second_half_of_a_row(form, gated):
+    gate, up = normal(3, 2, 21), normal(3, 2, 21, seed=1)
+    y = gated(mx.array(np.concatenate([gate, up], axis=-1)))
+    assert y.shape == gate.shape
+    assert np.abs(wide(y) - wide(alone(gated, mx.array(gate))) * up).max() < 1e-6
+
+
+@pytest.mark.parametrize("place", [0, 3, 16, 36])
+def test_a_number_that_is_none_stays_none(form, place):
+    """A poisoned key would be taken for a finite one, and never scrubbed."""
+    x = normal(3, 37)
+    x[1, place] = np.nan
+    lost = np.zeros((3, 37), bool)
+    lost[1] = True
+    assert np.array_equal(np.isnan(wide(softmax(mx.array(x)))), lost)
+    assert np.array_equal(np.isnan(wide(Norm.of(mx.ones(37), 1e-5)(mx.array(x)))), lost)
+    lost[1] = np.arange(37) == place
+    for gated in (swiglu, geglu):
+        assert np.array_equal(np.isnan(wide(alone(gated, mx.array(x)))), lost)
+    assert np.array_equal(np.isnan(wide(capped(mx.array(x), 30.0))), lost)
+
+
+@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
+    random = np.random.default_rng(V)
+    # Full of ties, within a block and among blocks
+    x = random.integers(-5, 5, (400, V)).astype(np.float32)
+    x[:100, :] = random.standard_normal((100, V))
+    x[100] = -np.inf
+    x[101] = 3.0
+    for row, place in enumerate(random.integers(0, V, 50)):
+        x[200 + row, place] = 7.0  # alone, at any place
+    best, place = (column[:, 0] for column in sampling.argmax(mx.array(x).astype(dtype)))
+    x = wide(mx.array(x).astype(dtype))
+    assert place.tolist() == x.argmax(axis=-1).tolist()
+    assert np.array_equal(wide(best), x.max(axis=-1))
+
+
+@pytest.mark.parametrize("place", [0, 5, 130, 255])
+def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
+    """NaN passes a comparison in silence. A row that holds one must not yield a token."""
+    x = normal(3, 256)
+    x[1, place] = np.nan
+    best, _ = sampling.argmax(mx.array(x))
+    assert np.isfinite(wide(best))[:, 0].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("L", [1, 5])
+def test_a_window_hides_the_rows_before_it_and_no_other(L):
+    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot
+    hides nothing."""
+    window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
+    (look,) = window.looks(10, lambda seen: seen)
+    assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, L, look.T)
+    seen = np.array(look.mask).reshape(L, look.T)
+    assert [np.flatnonzero(row).tolist() for row in seen] == [
+        list(range(31 + n, 41 + n)) for n in range(L)
+    ]
+    (whole,) = window.looks(None, lambda seen: seen)
+    (longer,) = window.looks(96, lambda seen: seen)
+    assert mx.array_equal(whole.mask, longer.mask)
+
+
+@pytest.mark.parametrize(
+    "slots, starts, L",
+    [
+        ([2], [0], 1),
+        ([-1], [0], 1),
+        ([0], [90], 8),
+        ([0], [-1], 1),
+        ([0, 0], [3, 4], 1),
+        ([0, 1], [3], 1),
+        ([0, 1], [3, 96], 1),
+    ],
+)
+def test_a_window_outside_the_slab_is_refused(slots, starts, L):
+    """MLX checks no bounds. Asserts did, which `python -O` removes."""
+    slab = Slab(1, 2, 2, 96, 16, mx.float32)
+    with pytest.raises(IndexError):
+        Window(slab, slots, starts, L)
+
+
+def test_each_sequence_of_a_look_has_a_mask_of_its_own():
+    """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
+    window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
+    near, far = window.looks(None, lambda seen: seen)
+    assert (near.slots, near.T, far.slots, far.T) == (slice(1, 3), 21, slice(4, 5), 61)
+    assert [row.sum() for row in np.array(near.mask)] == [21, 8]
+    assert np.array(far.mask).all()
+
+
+@pytest.mark.parametrize(("dtype", "close"), HALF)
+def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+    x = mx.array(np.linspace(-10, 10, 2_001).astype(np.float32)).astype(dtype)
+    y = alone(swiglu, x)
+    wanted = wide(x) / (1 + np.exp(-wide(x)))
+    assert (
+        y.dtype == dtype
+        and (np.abs(wide(y) - wanted) <= close * np.abs(wanted) + close * 0.1).all()
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+@pytest.mark.parametrize("T", [1, 2, 32, 224, 3001])
+def test_softmax_is_its_formula(form, rows, T, scale):
+    """With large numbers, and masked ones."""
+    x = normal(rows, T, scale=30.0) + 500
+    x[:, 1:][normal(rows, T - 1, seed=2) > 0.5] = -np.inf
+    y = wide(softmax(mx.array(x), scale))
+    powers = np.exp(scale * (x.astype(np.float64) - x.max(-1, keepdims=True)))
+    off = np.abs(y - powers / powers.sum(-1, keepdims=True)).max()
+    assert off < (2**-22 if form == "matmul.c" else 3e-5)
+    assert (y[np.isinf(x)] == 0).all(), "what is masked weighs exactly nothing"
+    if T == 1:
+        assert (y == 1).all()
+
+
+def test_a_row_has_the_same_softmax_among_any_number_of_rows(form):
+    """The form was chosen by how many rows there are, and that depends on the neighbours."""
+    x = mx.array(normal(40, 4, 96, scale=5.0))
+    whole = softmax(x)
+    for rows in (1, 2, 3, 4, 15, 16, 39):
+        assert mx.array_equal(softmax(x[:rows]), whole[:rows]), rows
+
+
+@pytest.mark.parametrize(("dtype", "close"), HALF)
+def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+    x = mx.array(normal(40, 64, scale=3.0)).astype(dtype)
+    powers = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
+    y = softmax(x)
+    assert (
+        y.dtype == dtype
+        and np.abs(wide(y) - powers / powers.sum(-1, keepdims=True)).max() < 2 * close
+    )
+
+
+# --- positions ----------------------------------------------------------------------------------
+
+
+def test_rotate_is_mx_fast_rope_at_every_position(tmp_path):
+    model = read_model(make_checkpoint(tmp_path, head_dim=24))
+    positions = [0, 1, 31, 100, 200]
+    x = mx.array(normal(5, 6, 24))
+    ours = np.array(turning(model.kinds[0], mx.array(positions))(x))
+    for row, position in enumerate(positions):
+        each = mx.fast.rope(
+            x[row][None, :, None], 24, traditional=False, base=10000.0, scale=1.0, offset=position
+        )
+        assert np.abs(ours[row] - np.array(each[0, :, 0])).max() < 2e-6, f"row {row} at {position}"
+
+
+def rope(**settings) -> Rope:
+    return Rope(**({"type": "default", "theta": 10_000.0} | settings))
+
+
+def test_frequencies_are_theta_to_the_minus_two_i_over_dh():
+    wanted = 10_000.0 ** (-2 * np.arange(16) / 32)
+    assert np.abs(wide(rope_frequencies(rope(), 32)) / wanted - 1).max() < 2e-6
+
+
+def test_llama3_slows_what_turns_slowly_and_leaves_what_turns_fast():
+    settings = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_length": 8192,
+    }
+    ours = wide(rope_frequencies(rope(type="llama3", theta=500_000.0, **settings), 128))
+    plain = 500_000.0 ** (-2 * np.arange(64) / 128)
+    turns = 8192 * plain / (2 * math.pi)
+    keep = np.clip((turns - 1) / 3, 0, 1)
+    assert (keep == 0).any() and (keep == 1).any() and ((keep > 0) & (keep < 1)).any()
+    assert np.abs(ours / (plain * ((1 - keep) / 8 + keep)) - 1).max() < 5e-6
+
+
+def test_dynamic_raises_theta_beyond_the_trained_length_only():
+    settings = rope(type="dynamic", factor=2.0, original_length=100)
+    plain = wide(rope_frequencies(rope(), 32))
+    assert np.array_equal(wide(rope_frequencies(settings, 32, 100)), plain)
+    theta = 10_000.0 * (2 * 250 / 100 - 1) ** (32 / 30)
+    assert (
+        np.abs(
+            wide(rope_frequencies(settings, 32, 250)) / theta ** (-2 * np.arange(16) / 32) - 1
+        ).max()
+        < 5e-6
+    )
+
+
+@pytest.mark.parametrize("part", [None, 48])
+def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
+    """transformers' definition, written anew: a ramp from the plane that turns 32 times in the
+    trained length to the one that turns once, both taken to a whole plane outwards."""
+    settings = rope(
+        type="yarn", theta=1e6, factor=4.0, high_freq_factor=32.0, original_length=4096, turned=part
+    )
+    ours, R = wide(rope_frequencies(settings, 64)), part or 64
+    plain, i = 1e6 ** (-2 * np.arange(R // 2) / R), np.arange(R // 2)
+    first, last = (
+        R * math.log(4096 / (2 * math.pi * turns)) / (2 * math.log(1e6)) for turns in (32, 1)
+    )
+    ramp = np.clip((i - math.floor(first)) / (math.ceil(last) - math.floor(first)), 0, 1)
+    assert (ramp == 0).any() and (ramp == 1).any() and ((ramp > 0) & (ramp < 1)).sum() > 3
+    assert np.abs(ours[: R // 2] / (plain * ramp / 4 + plain * (1 - ramp)) - 1).max() < 5e-6
+    assert ours.shape == (32,) and (ours[R // 2 :] == 0).all()
+
+
+def test_longrope_has_other_factors_for_sequences_beyond_the_trained_length():
+    settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
+    assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
+    assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
+
+
+@pytest.mark.parametrize(
+    ("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)]
+)
+def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, interleaved):
+    """A part of each head that turns, and neighbours that are a plane, are made the usual case by
+    order alone."""
+    settings, Dh = rope(turned=turned, interleaved=interleaved), 10
+    x, order = mx.array(normal(1, 3, 5, Dh)), mx.array(settings.order(Dh))
+    angles = (mx.arange(5)[:, None] + 7) * rope_frequencies(settings, Dh)
+    ours = rotate(x[..., order], *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+    theirs = mx.fast.rope(
+        x, turned or Dh, traditional=interleaved, base=10_000.0, scale=1.0, offset=7
+    )
+    assert sorted(settings.order(Dh)) == list(range(Dh))
+    assert np.abs(wide(ours) - wide(theirs[..., order])).max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("scaling", "gain"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
+        ({"rope_type": "yarn", "factor": 0.5}, 1.0),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
+        # One alone says nothing
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 512},
+            0.1 * math.log(2048 / 512) + 1,
+        ),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 64},
+            math.sqrt(1 + math.log(32) / math.log(64)),
+        ),
+        ({"rope_type": "longrope", "factor": 8.0}, math.sqrt(1 + math.log(8) / math.log(2048))),
+        ({"rope_type": "longrope", "factor": 8.0, "attention_factor": 1.25}, 1.25),
+        ({"rope_type": "longrope"}, 1.0),
+    ],
+)
+def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
+    """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is
+    right."""
+    planes = (
+        {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
+        if scaling["rope_type"] == "longrope"
+        else {}
+    )
+    config = read_config(make_checkpoint(tmp_path, rope_scaling=scaling | planes), True)
+    assert config.rope.gain == pytest.approx(gain)
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("H", "Hkv", "L"), [(4, 4, 1), (4, 2, 1), (6, 1, 7), (8, 2, 5)])
+def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
+    q, k, v = (
+        mx.array(normal(*shape, seed=seed))
+        for seed, shape in enumerate(((2, L, H, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
+    )
+    # (2, L, 32)
+    visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]
+    mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (2, 1, L, 32)
+    ours = attention(q.flatten(0, 1), k, v, mask, PLAIN)
+    # (2, H, L, 16)
+    fast = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=16**-0.5, mask=mask)
+    assert ours.shape == (2 * L, H * 16)
+    assert (
+        np.abs(np.array(ours) - np.array(fast.swapaxes(1, 2).reshape(2 * L, H * 16))).max() < 1e-5
+    )
+
+
+def test_heads_stand_where_the_fused_projection_puts_them():
+    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a
+    turn."""
+    model = SimpleNamespace(config=SimpleNamespace(H=4, Hkv=2, Dh=6))
+    layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x)
+    x = normal(3, 8 * 6)
+    q, k, v = heads(model, layer, mx.array(x), lambda x: x)
+    apart = x.reshape(3, 8, 6)
+    for ours, wanted in ((q, apart[:, :4]), (k, apart[:, 4:6]), (v, apart[:, 6:])):
+        assert np.array_equal(np.array(ours), wanted)
+
+
+# --- products -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", [1, 16, 33, 1024, 2048])
+@pytest.mark.parametrize("biases", [(False,), (True,), (True, False), (False, False), (True, True)])
+def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
+    """One part as the checkpoint has it, or several side by side."""
+    weights = [normal(out + 5 * n, 24, seed=n) for n in range(len(biases))]
+    offsets = [
+        normal(len(weight), seed=9) if has else None
+        for weight, has in zip(weights, biases, strict=True)
+    ]
+    dense = joined(
+        [
+            Matrix(mx.array(weight), None if offset is None else mx.array(offset))
+            for weight, offset in zip(weights, offsets, strict=True)
+        ]
+    )
+    x = normal(5, 24, seed=8)
+    parts = [
+        x.astype(np.float64) @ weight.T + (0 if offset is None else offset)
+        for weight, offset in zip(weights, offsets, strict=True)
+    ]
+    wanted = np.concatenate(parts, axis=-1)
+    y = dense(mx.array(x))
+    assert y.shape == wanted.shape and np.abs(wide(y) - wanted).max() < 2e-5
+    assert dense(mx.array(x[:, None])).shape == (5, 1, wanted.shape[-1])
+    together = np.concatenate(weights)
+    ids = mx.array([[0, len(together) - 1], [0, 0]])
+    assert np.array_equal(np.array(dense.embed(ids)), together[np.array(ids)])
+
+
+def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
+    weight = normal(48, 64)
+    packed = mx.quantize(mx.array(weight), group_size=32, bits=4)
+    plain = wide(mx.dequantize(*packed, group_size=32, bits=4))
+    bias = normal(48, seed=2)
+    quantized = Matrix(packed[0], mx.array(bias), *packed[1:], bits=4, group=32)
+    x = normal(7, 64, seed=3)
+    wanted = x.astype(np.float64) @ plain.T + bias
+    assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4
+    assert np.array_equal(wide(quantized.embed(mx.array([3, 47]))), plain[[3, 47]])
+    dense = Matrix(mx.array(weight))
+    both = wide(SideBySide((quantized, dense))(mx.array(x)))
+    assert (
+        np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max()
+        < 1e-4
+    )

@@ -1,0 +1,308 @@
+"""What a pass reads and multiplies: counted by hand, and as a pass that runs does it."""
+
+from collections import Counter
+
+import pytest
+from checkpoints import make_checkpoint
+
+import llama
+import nanobatch
+from analysis import roofline
+from analysis.step_costs import Work, bill_of, expected
+from distributed.group import Ranks
+from kernels import mlx as device
+from kernels.mlx import device_lock, device_stream, mx
+from kernels.packed import Matrix
+from models.layers import Model
+from models.load import ModelReader, read_model
+from nanobatch import Engine, Sampling
+from runtime.handle import Handle
+from runtime.snapshot import Roof
+from screen.pages.step_cost import asked_of, parts_of
+from screen.step_columns import column
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
+
+
+def test_a_small_llama_is_counted_as_by_hand(tmp_path):
+    """D 64, 4 heads and 2 key heads of 16, 96 inside the MLP, 272 tokens, 2 layers."""
+    view = read_model(make_checkpoint(tmp_path)).view
+    qkv = (64 + 32 + 32) * 64
+    out = 64 * 64
+    mlp = 3 * 96 * 64
+    head = 272 * 64
+    assert view.body_products == (qkv + out + mlp) + qkv
+    assert view.tail_products == out + mlp + head
+    norms = 3 * 64, 2 * 64  # behind the last layer's attention: its second norm, and the last one
+    assert view.body_nbytes == 4 * (view.body_products + norms[0])
+    assert view.tail_nbytes == 4 * (view.tail_products + norms[1])
+    assert view.token_nbytes == 4 * 64
+    assert view.row_nbytes == 4 * 2 * 2 * 16
+    assert (view.form, view.layers, view.width) == ("float32", 2, 64)
+    assert (view.experts, view.taken, view.expert_nbytes, view.window) == (0, 0, 0, None)
+
+
+def test_a_tied_head_is_the_table_and_is_read_as_a_head(tmp_path):
+    tied = read_model(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)).view
+    assert tied == read_model(make_checkpoint(tmp_path / "own")).view
+
+
+def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
+    """Four bits a number, and a scale and an offset of two bytes each for 32 of them."""
+    folder = make_checkpoint(
+        tmp_path,
+        dtype=mx.float16,
+        hidden_size=128,
+        intermediate_size=256,
+        quantize=lambda module: (4, 32),
+    )
+    view = read_model(folder, "checkpoint").view
+    whole = read_model(folder, "float32").view
+    assert (view.form, whole.form) == ("4 bits in groups of 32", "float32, widened")
+    assert (view.body_products, view.tail_products) == (whole.body_products, whole.tail_products)
+    assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 128
+    assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 128
+    assert view.token_nbytes == 128 * 5 // 8
+    assert view.row_nbytes == whole.row_nbytes // 2
+    if device.is_exact():  # packed as well, but for norms and the slab
+        kept = read_model(folder).view
+        assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
+            row_nbytes=0, body_nbytes=0, tail_nbytes=0
+        )
+        assert kept.body_nbytes == view.body_nbytes + 2 * 3 * 128
+        assert kept.row_nbytes == whole.row_nbytes
+
+
+def test_weights_of_16_bits_are_read_as_such_and_each_row_has_a_scale(tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
+    view, whole = read_model(folder).view, read_model(folder, "float32").view
+    if device.is_exact():
+        rows = 2 * 128 + 64 + 2 * 96 + 64
+        assert view.form == "bfloat16"
+        assert view.body_nbytes == 2 * view.body_products + 4 * rows + 4 * 3 * 64
+        assert view.body_products == whole.body_products
+
+
+def test_experts_are_counted_apart(tmp_path):
+    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).view
+    assert (view.experts, view.taken) == (6, 2)
+    assert view.expert_products == 3 * 40 * 64
+    assert view.expert_nbytes == 4 * 3 * 40 * 64
+    router = 6 * 64
+    qkv = 128 * 64
+    assert view.body_products == (qkv + 64 * 64 + router) + qkv
+    assert view.tail_products == 64 * 64 + router + 272 * 64
+    norms = 64 + 2 * 16  # before attention, and of each query's and each key's head
+    assert view.body_nbytes == 4 * (view.body_products + norms + 64 + norms)
+    assert view.tail_nbytes == 4 * (view.tail_products + 2 * 64)
+    assert view.nbytes == view.body_nbytes + view.tail_nbytes + 2 * 6 * view.expert_nbytes
+
+
+def test_layers_with_a_window_are_counted(tmp_path):
+    changes = {"model_type": "gemma2", "head_dim": 16, "sliding_window": 50}
+    view = read_model(make_checkpoint(tmp_path, **changes, num_hidden_layers=4)).view
+    assert (view.window, view.windowed, view.layers) == (50, 2, 4)
+
+
+def test_each_rank_counts_its_share(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    whole = read_model(folder).view
+    first, second = (ModelReader(folder, "float32", Ranks(r, 2)).read().view for r in (0, 1))
+    assert first.body_products == second.body_products == whole.body_products // 2
+    head = 272 * 64
+    assert first.tail_products - head == second.tail_products == (whole.tail_products - head) // 2
+    assert first.row_nbytes == whole.row_nbytes // 2 and first.width == whole.width // 2
+
+
+def prompt(length: int) -> list[int]:
+    """No two begin alike, so no chunk copies another's rows."""
+    return [length, *range(1, length)]
+
+
+class EndsAfter:
+    """The tokens that end an answer: whichever comes at this place. The end is seen a step late."""
+
+    def __init__(self, handle: Handle, tokens: int):
+        self.handle = handle
+        self.tokens = tokens
+
+    def __contains__(self, token: int) -> bool:
+        return len(self.handle.tokens) >= self.tokens
+
+
+# --- as a pass does it --------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts what is multiplied and looked at, while a graph is built."""
+
+    def __init__(self, monkeypatch):
+        self.counts: Counter[str] = Counter()
+        self.attention = llama.attention
+        monkeypatch.setattr(Matrix, "__call__", self.metered(Matrix.__call__))
+        monkeypatch.setattr(llama, "attention", self.look)
+
+    def metered(self, call):
+        def multiply(matrix, x, *chosen):
+            y = call(matrix, x, *chosen)
+            self.counts["products"] += 2 * x.shape[-1] * y.size
+            return y
+
+        return multiply
+
+    def look(self, q, k, v, mask, kind):
+        tokens, heads, size = q.shape
+        rows = k.shape[2]
+        self.counts["attention"] += 4 * tokens * heads * size * rows
+        self.counts["keys"] += k.nbytes + v.nbytes
+        return self.attention(q, k, v, mask, kind)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, EXPERTS, {"quantize": lambda module: (4, 32)}],
+    ids=["llama", "tied", "experts", "packed"],
+)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, changes, slots):
+    """Prompts of several chunks, chunks that end no prompt, rows that decode beside them, and
+    ghosts. Alone, a sequence reads its own rows; neighbours may read as far as the longest."""
+    folder = make_checkpoint(tmp_path, **changes)
+    dtype = "checkpoint" if "quantize" in changes else "float32"
+    with Engine.load(folder, dtype=dtype, slots=slots, max_len=256, chunk=32, budget=34) as engine:
+        meter = Meter(monkeypatch)
+        for length in (70, 5, 40, 96):
+            handle = engine.submit(prompt(length), Sampling(max_tokens=8, ignore_eos=True))
+            handle._ends = EndsAfter(handle, tokens=length // 10)
+        seen = Counter()
+        before = None
+        metered = {}
+        while True:
+            meter.counts.clear()
+            worked = engine.step()
+            if meter.counts:
+                metered[engine.sched.steps] = Counter(meter.counts)
+            if not worked:
+                break
+        for step in engine.snapshot().steps:
+            before = column(step, slots, before)
+            compare(engine.model, before, metered[step.step], exact=slots == 1)
+            seen["steps"] += 1
+            seen["silent"] += not asked_of(step)
+            seen["both"] += bool(step.prefill and step.decode)
+            seen["ghosts"] += len(step.ghosts)
+    assert seen["steps"] > 15 and seen["silent"] >= 2 and seen["ghosts"] >= 1, seen
+    assert slots == 1 or seen["both"] > 2, seen
+
+
+def compare(model: Model, step, metered: Counter, exact: bool) -> None:
+    asked = asked_of(step.view)
+    bill = bill_of(model.view, Work.of(parts_of(step), asked))
+    assert bill.products == metered["products"]
+    # The last layer's attention is in the graph, and not computed if no token is asked
+    layers = model.view.layers
+    looked = {name: metered[name] * (1 if asked else (layers - 1) / layers) for name in metered}
+    assert 0 < bill.keys <= looked["keys"] and 0 < bill.attention <= looked["attention"]
+    if exact:
+        assert (bill.keys, bill.attention) == (looked["keys"], looked["attention"])
+
+
+def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
+    """Each of so many tokens takes two experts, in each layer; in the last, only those that are
+    asked go on. A step without any of those leaves nothing behind that would hold the slab."""
+    with Engine.load(
+        make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
+    ) as engine:
+        for length in (200, 5, 40):
+            engine.submit(prompt(length), Sampling(max_tokens=4, ignore_eos=True))
+        seen = Counter()
+        engine.run_ahead = False
+        while engine.step():
+            step = engine.snapshot().steps[-1]
+            found = engine.chosen()
+            assert found.step == step.step
+            tokens = sum(stop - start for *_, start, stop in step.prefill) + len(step.decode)
+            first, last = (sum(dict(layer).values()) for layer in found.layers)
+            assert (first, last) == (2 * tokens, 2 * asked_of(step))
+            assert all(0 <= expert < 6 for layer in found.layers for expert, _ in layer)
+            seen["silent"] += not asked_of(step)
+            seen["steps"] += 1
+            seen["distinct"] += len(found.layers[0])
+    assert seen["steps"] > 6 and seen["silent"] and seen["distinct"] > seen["steps"]
+
+
+def test_a_model_without_experts_takes_none(engine):
+    engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+    assert engine.chosen() == (engine.steps, ())
+
+
+def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
+    """Of a chunk that ends no prompt the last layer's choices are never computed. If they were
+    kept beyond the next pass, they would hold the slab, and a step would copy it."""
+    with Engine.load(
+        make_checkpoint(tmp_path, **EXPERTS), slots=2, max_len=16_384, chunk=32, budget=34
+    ) as engine:
+        for length in (200, 170):
+            engine.submit(prompt(length), Sampling(max_tokens=4, ignore_eos=True))
+        steps = copies = 0
+        before = mx.get_active_memory()
+        while True:
+            mx.reset_peak_memory()
+            if not engine.step():
+                break
+            copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
+            steps += 1
+        silent = sum(not asked_of(step) for step in engine.snapshot().steps)
+    assert copies == 0 and silent > 8 and steps > silent
+
+
+def test_so_many_experts_are_expected_as_drawing_them_yields(tmp_path):
+    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).view
+    assert expected(view, 0) == 0 and expected(view, 1) == pytest.approx(2)
+    # Two tokens: the second takes one of the four others with each of its two choices
+    assert expected(view, 2) == pytest.approx(2 + 2 * 4 / 6)
+    assert 5.99 < expected(view, 100) <= 6
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e12])
+def test_a_quick_machine_is_measured_with_more_and_no_piece_twice_in_a_row(monkeypatch, rate):
+    """A try of microseconds would measure how long it takes to start one, and a cache that holds a
+    piece would be measured instead of memory. Here a clock is told."""
+    sizes = []
+
+    def quickest(pairs):
+        sizes.append(pairs[0][1].nbytes)
+        assert len({id(weight) for _, weight in pairs}) == len(pairs) == 8
+        return sizes[-1] / rate
+
+    monkeypatch.setattr(roofline, "quickest", quickest)
+    with device_lock, device_stream():
+        assert roofline.reading(2**23, 2**27, piece=2**20) == pytest.approx(rate)
+    assert sizes == ([2**20] if rate == 1e9 else [2**n for n in range(20, 25)])
+
+
+def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
+    """A try beside other programs is slower than the machine is. What was measured first beside
+    none stays so."""
+    assert engine.snapshot().roof == Roof()
+    tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
+    monkeypatch.setattr(nanobatch, "measure", lambda nbytes, dtype: tries.pop(0))
+    for others, roof_then in (
+        (1.5, Roof(3.0, 5.0, 7.0, 1.5)),
+        (0.0, Roof(4.0, 5.0, 7.5, 0.0)),
+        (1.9, Roof(4.0, 5.0, 7.5, 0.0)),
+    ):
+        engine.measure_roof(others)
+        assert engine.snapshot().roof == roof_then
+
+
+def test_the_real_measurement_yields_three_figures(engine):
+    """The model here is small: it is read again and again from a cache."""
+    engine.measure_roof()
+    assert all(0 < figure < 1e16 for figure in engine.snapshot().roof[:3])

@@ -1,0 +1,285 @@
+"""A conversation in lines (`ask.py --chat`): what the model is shown, what is never cut in silence,
+and a terminal's keys."""
+
+import json
+import os
+import pty
+import re
+import select
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import run
+
+from nanobatch import Engine, Sampling
+from runtime.conversation import Conversation, Dialogue
+
+ROOT = Path(__file__).parents[2]
+SHORT = Sampling(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.load("demo", slots=1, max_len=160) as engine:
+        yield engine
+
+
+def talk(engine: Engine, *lines: str, sampling: Sampling = SHORT) -> tuple[Dialogue, str]:
+    """These lines, typed one after the other, and what was written."""
+    typed = iter(lines)
+    written = []
+
+    def read(asked: str) -> str:
+        written.append(asked)
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    dialogue = Dialogue(engine, sampling, read, written.append)
+    assert dialogue.run() == 0
+    return dialogue, "".join(written)
+
+
+def test_each_question_goes_on_with_all_that_was_said(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
+    first, second = dialogue.talk.turns[1]["content"], dialogue.talk.turns[3]["content"]
+    alone = [{"role": "user", "content": "Count from 3 to 5."}]
+    both = [
+        *alone,
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And back?"},
+    ]
+    for messages, answer in ((alone, first), (both, second)):
+        assert engine.submit(messages, SHORT).result().text == answer
+        assert answer in said
+
+
+def test_a_second_question_reads_only_what_is_new_and_the_line_says_so(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
+    read, prompt, kept = re.search(
+        r"read (\d+) of (\d+) tokens; (\d+) were still in the slot", said
+    ).groups()
+    assert int(read) + int(kept) == int(prompt) and int(kept) > 10
+    messages = dialogue.talk.messages()
+    assert int(prompt) == len(engine.text.encode_chat(messages[:3]))
+
+
+def test_a_system_message_leads_and_stays_when_a_new_conversation_begins(engine):
+    dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")
+    roles = [message["role"] for message in dialogue.talk.messages()]
+    assert roles == ["system", "user", "assistant"]
+    assert dialogue.talk.messages()[1]["content"] == "Who are you?"
+    dialogue, _ = talk(engine, "/system Be brief.", "/system")
+    assert dialogue.talk.messages() == []
+
+
+def test_what_does_not_fit_is_never_cut_and_drop_makes_room(engine):
+    """The question waits, and is asked again as soon as the oldest one is forgotten."""
+    long = "Count from 3 to 5. " * 11
+    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
+    assert "tokens are left: /drop and /new make room" in said
+    assert re.search(
+        r"the conversation has \d+ tokens, and a slot holds 160, answer included: /drop", said
+    )
+    assert "forgotten: 'Count from" in said
+    assert [turn["content"] for turn in dialogue.talk.turns][:1] == [long]
+    assert len(dialogue.talk.turns) == 2 and dialogue.waiting == ""
+
+
+def test_a_question_that_fits_no_slot_stays_a_question(engine):
+    dialogue, said = talk(engine, "word " * 400, "/drop", "Why batch?")
+    assert "a slot holds 160" in said and len(dialogue.talk.turns) == 2
+
+
+def test_several_lines_are_one_question(engine):
+    dialogue, said = talk(engine, '"""Count', "from 3", 'to 5."""', "", "   ")
+    assert dialogue.talk.turns[0]["content"] == "Count\nfrom 3\nto 5."
+    assert said.count("... ") == 2 and len(dialogue.talk.turns) == 2
+
+
+def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
+    file = tmp_path / "talk.json"
+    before, _ = talk(engine, "/system Be brief.", "Why batch?", f"/save {file}", "And then?")
+    messages = json.loads(file.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    after, said = talk(engine, f"/load {file}", "And then?")
+    assert after.talk.messages() == before.talk.messages()
+    assert "goes on after 1 question" in said
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        "",
+        "[1]",
+        '{"messages": 3}',
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "tool"}, {"content": "x"}]}',
+        '{"messages": ["x", "y"]}',
+        # It was loaded, and `/drop` ended the dialogue with a traceback
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
+        "[" * 100_000,
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused_in_one_line(engine, tmp_path, contents):
+    file = tmp_path / "talk.json"
+    file.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    dialogue, said = talk(engine, "Why batch?", f"/load {file}", "/save /no/such/folder/x")
+    (line,) = [line for line in said.splitlines() if "holds no conversation" in line]
+    assert line.startswith(">>> nanobatch: ") and "cannot be written" in said
+    assert len(dialogue.talk.turns) == 2  # what was said before is still there
+
+
+def test_a_command_that_is_wrong_is_named(engine):
+    """The help came, and did not say what was wrong."""
+    dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
+    assert "nanobatch: '/what' is no command; /help names them" in said
+    assert "nothing to forget" in said and "nothing to ask again" in said
+    assert "/save needs a file: /save FILE" in said
+    assert said.count("/system TEXT") == 1 and not dialogue.talk.turns
+
+
+def test_retry_asks_the_last_question_again(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?", "/set seed=4", "/retry")
+    questions = [turn["content"] for turn in dialogue.talk.turns[::2]]
+    assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
+
+
+def test_a_retry_that_fails_leaves_the_answer_as_it_was(engine, monkeypatch):
+    typed = iter(["Count from 3 to 5.", "/retry"])
+    dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
+    with engine.serving():
+        dialogue.take(next(typed))
+        before = dialogue.talk.messages()
+        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
+        with pytest.raises(ValueError, match="no"):
+            dialogue.take("/retry")
+    assert dialogue.talk.messages() == before
+
+
+def test_set_changes_how_answers_are_sampled(engine):
+    dialogue, said = talk(
+        engine, "/set temperature=0.7 seed=3 max_tokens=5", "/set", "/set seed=none"
+    )
+    assert dialogue.sampling.temperature == 0.7 and dialogue.sampling.seed is None
+    assert said.count("temperature=0.7 top_p=1.0 top_k=0 min_p=0.0") == 3
+    _, said = talk(engine, "/set heat=1", "/set seed", "/set temperature=hot", "/set top_p=0")
+    assert "/set 'heat=1': give NAME=NUMBER; the names are temperature, top_p" in said
+    assert "/set 'seed'" in said and "temperature = 'hot', but it must be a number" in said
+    assert "top_p = 0 keeps no token" in said and "temperature=0.0" not in said
+
+
+def test_a_thought_is_kept_apart_from_the_answer():
+    conversation = Conversation()
+    conversation.add("Why?", "So.", "Hmm.")
+    assert conversation.messages()[1] == {
+        "role": "assistant",
+        "content": "So.",
+        "reasoning_content": "Hmm.",
+    }
+
+
+class Terminal:
+    """`ask.py` in a terminal of its own."""
+
+    def __init__(self, home: Path, *options: str):
+        pid, self.file = pty.fork()
+        if not pid:
+            os.environ |= {"XDG_STATE_HOME": str(home), "TERM": "xterm"}
+            os.chdir(ROOT)
+            os.execv(sys.executable, [sys.executable, "ask.py", *options])
+        self.pid = pid
+        self.seen = ""
+
+    def more(self) -> bool:
+        """Take what comes next. False at the end."""
+        ready, _, _ = select.select([self.file], [], [], 60)
+        assert ready, self.seen
+        try:
+            self.seen += os.read(self.file, 4096).decode(errors="replace")
+        except OSError:
+            return False
+        return True
+
+    def until(self, text: str) -> str:
+        while text not in self.seen:
+            assert self.more(), self.seen
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+    def end(self) -> int:
+        while self.more():
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_in_a_terminal_one_talks_and_ctrl_c_stops_an_answer_alone(tmp_path):
+    """Without a prompt: a dialogue begins. Up brings the question back."""
+    terminal = Terminal(tmp_path, "--ignore-eos", "--max-len", "4096")
+    terminal.until(">>> ")
+    terminal.type("Tell me a story.\n")
+    terminal.until("story.\r\n")
+    while not terminal.seen.strip():
+        assert terminal.more()
+    terminal.type("\x03")
+    terminal.until("; stopped]")
+    terminal.until(">>> ")
+    while "(Ctrl-D ends)" not in terminal.seen:
+        # Python hears a Ctrl-C that comes before its line editor waits only with the next key
+        terminal.type("\x03")
+        if select.select([terminal.file], [], [], 1)[0]:
+            assert terminal.more()
+    terminal.until("(Ctrl-D ends)")
+    terminal.type("\x1b[A")  # Up
+    terminal.until("Tell me a story.")
+    terminal.type("\x15/bye\n")  # Ctrl-U takes it away
+    assert terminal.end() == 0
+    file = tmp_path / "nanobatch" / "history"
+    assert "Tell me a story." in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_history_file_with_zeros_is_read(tmp_path):
+    """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
+    file = tmp_path / "nanobatch" / "history"
+    file.parent.mkdir()
+    file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
+    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
+    terminal.until(">>> ")
+    terminal.type("\x1b[A")  # Up
+    terminal.until("What is a slot?")
+    terminal.type("\x15/bye\n")
+    assert terminal.end() == 0
+
+
+def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOBATCH_HISTORY", "off")
+    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
+    terminal.until(">>> ")
+    terminal.type("Why batch?\n")
+    terminal.until("[read ")
+    terminal.until(">>> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_can_hold_a_conversation_and_a_prompt_begins_it():
+    prompt = "Count from 3 to 5."
+    done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
+    assert done.returncode == 0, done
+    assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout
+
+
+def test_a_model_without_a_template_knows_no_turns(tmp_path):
+    done = run("ask.py", "--chat", "--model", make_checkpoint(tmp_path))
+    assert done.returncode == 2 and "no chat template" in done.stderr

@@ -1,0 +1,325 @@
+"""Files that are written are whole: all of the new one, or all of the one before."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import run
+from servers import COMPLETIONS, Server
+
+import bench
+from docs.make import page, plot, tables
+from runtime.files import check_writable, write_whole
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+OLD = "what was there before\n" * 100
+KILLS = int(os.environ.get("NANOBATCH_KILLS", 12))
+
+
+def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess[str]:
+    """Run a few lines that write files, in a process of their own. Root may write anywhere, so there
+    it becomes another user."""
+    drop = f"os.setgid({NOBODY}); os.setuid({NOBODY})" if os.geteuid() == 0 else ""
+    code = f"import os, sys, time\nfrom runtime.files import *\n{drop}\n{code}"
+    return run("-c", code, *arguments, **how)
+
+
+def limited() -> None:
+    """From here on, a file may have 4,000 bytes: the next write to a longer one is cut short."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that any user may reach."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777)
+    shutil.rmtree(folder)
+
+
+# --- write_whole --------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_and_written_anew_and_nothing_else_stays(tmp_path):
+    file = tmp_path / "file"
+    for text in ("one", "", "ü" * 100_000, "two"):
+        write_whole(file, text)
+        assert file.read_text() == text and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_link_stays_a_link_and_the_file_behind_it_is_written(tmp_path):
+    file, link, dangling = tmp_path / "a" / "file", tmp_path / "link", tmp_path / "dangling"
+    file.parent.mkdir()
+    file.write_text(OLD)
+    link.symlink_to(file)
+    dangling.symlink_to(Path("a", "other"))
+    for each in (link, dangling):
+        check_writable(str(each))
+        write_whole(each, "new")
+        assert each.is_symlink() and each.read_text() == "new"
+    assert file.read_text() == "new" and len([*file.parent.iterdir()]) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_an_error_names_the_file():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_whole("/dev/full", "text")
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path):
+    write_whole(tmp_path / "new", "text")
+    (tmp_path / "usual").write_text("text")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    """`--json /dev/stdout`, and `--json >(jq .)`: a pipe whose reader waits for one writer."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    check_writable(str(pipe))
+    write_whole(pipe, "x" * 100_000)
+    assert reader.communicate(timeout=60)[0] == b"x" * 100_000
+    code = "from runtime.files import *; check_writable('/dev/stdout'); write_whole('/dev/stdout', 'x')"
+    assert run("-c", code).stdout == "x"
+    write_whole("/dev/null", "text")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/closed/file", "file/inside", "none/file"])
+def test_what_cannot_be_written_is_refused_before(open_folder, name):
+    (open_folder / "folder" / "closed").mkdir(parents=True)
+    (open_folder / "folder" / "closed").chmod(0o555)
+    (open_folder / "file").write_text(OLD)
+    done = python("check_writable(sys.argv[1])", open_folder / name)
+    assert done.returncode == 1 and "Error: [Errno" in done.stderr
+
+
+@pytest.mark.parametrize("before", [None, OLD])
+def test_a_limit_that_is_met_in_the_middle_leaves_the_file_as_it_was(open_folder, before):
+    """It was empty or cut, and the exit code was 0."""
+    folder = open_folder / "folder"
+    folder.mkdir()
+    file = folder / "file"
+    if before is not None:
+        file.write_text(before)
+        file.chmod(0o666)
+    folder.chmod(0o777)
+    code = "write_whole(sys.argv[1], 'x' * 100_000)"
+    done = python(code, file, preexec_fn=limited)
+    assert done.returncode == 1 and f"File too large: '{file}'" in done.stderr
+    assert (file.read_text() if file.exists() else None) == before
+    assert len([*folder.iterdir()]) == (before is not None)
+
+
+def test_a_program_that_is_killed_in_the_middle_leaves_one_of_the_two(tmp_path):
+    file = tmp_path / "file"
+    texts = ("a" * 3_000_000, "b" * 2_000_000)
+    write_whole(file, texts[0])
+    dice = random.Random(0)
+    code = """
+print("begins", flush=True)
+while True:
+    write_whole(sys.argv[1], "b" * 2_000_000)
+    write_whole(sys.argv[1], "a" * 3_000_000)
+"""
+    cut = 0
+    for _ in range(KILLS):
+        command = [sys.executable, "-c", f"import sys\nfrom runtime.files import *\n{code}", file]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+            process.stdout.readline()
+            time.sleep(dice.uniform(0, 0.03))
+            process.kill()
+        assert file.read_text() in texts
+        cut += len([path for path in tmp_path.iterdir() if path.name.startswith(".nanobatch-")])
+        for path in tmp_path.glob(".nanobatch-*"):
+            path.unlink()
+    assert cut, "no kill came in the middle of a write"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_a_server_goes_on_when_its_log_cannot_be_written():
+    with Server("--log-file", "/dev/full") as server:
+        body = {"prompt": "Hello", "max_tokens": 2}
+        assert [server.ask(COMPLETIONS, body).status for _ in range(3)] == [200, 200, 200]
+        said = server.says("/dev/full: No space left on device; serving goes on")
+        assert server.stop() == 0
+        assert server.log.read_text().count(said[0]) == 1
+
+
+# --- the programs -------------------------------------------------------------------------------
+
+
+def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_earlier_ones(
+    tmp_path,
+):
+    """It said that all was well, and 0, and the earlier files were gone."""
+    names = ("record.json", "picture.svg")
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.write_text(OLD)
+    record, picture = files
+    options = ("--script", "burst2", "--record", record, "--screenshot", picture)
+    # Python would keep what it compiles, cut short, and the next program would end of it
+    done = run("tui.py", *options, preexec_fn=limited, PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "File too large" in line]
+    assert len(said) == 2 and all(str(file) in done.stderr for file in files), done.stderr
+    assert " holds " not in done.stderr, "it says that it was written"
+    assert [file.read_text() for file in files] == [OLD] * 2
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_a_plain_log_on_a_full_disk_is_one_line_and_exit_code_1():
+    """It was a traceback."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "tui.py", "--plain", "--script", "burst2"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("nanobatch: standard output cannot be written: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+@pytest.mark.parametrize(
+    "command", ["ask.py --list", "tui.py --version", "bench.py --from docs/bench-open.json"]
+)
+def test_output_that_cannot_be_written_ends_every_program_alike(command):
+    """Python flushes at exit, too, and then it was a traceback, with the exit code 120."""
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    words = [sys.executable, *command.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, **how)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("nanobatch: standard output cannot be written: ")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, **how)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ask.py --json /dev/zero hi", "tui.py --plain --prompts /dev/zero", "ask.py --chat"],
+)
+def test_a_file_without_an_end_is_one_line(command):
+    """It was read until the memory was full."""
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        input="/load /dev/zero\n",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert "/dev/zero" in done.stdout + done.stderr
+    assert "characters" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """Nothing that is longer than 4,000 bytes can be written, and no module is compiled so far."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_page_that_finds_no_room_leaves_the_earlier_one(no_room, tmp_path, capsys):
+    out = tmp_path / "out.html"
+    out.write_text(OLD)
+    assert page.main([str(ROOT / "docs" / "index.html"), str(out)]) == 1
+    said = capsys.readouterr()
+    assert f"{out}: File too large" in said.err and not said.out
+    assert out.read_text() == OLD and [*tmp_path.iterdir()] == [out]
+
+
+def test_tables_that_find_no_room_leave_the_earlier_ones(no_room, tmp_path, capsys, monkeypatch):
+    stale = tmp_path / "docs" / "page.md"
+    stale.parent.mkdir()
+    text = f"<!-- made: long -->\n| an | old |\n{OLD}"
+    stale.write_text(text)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setitem(tables.MAKERS, "long", lambda: f"| {'x' * 5000} |\n")
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    with pytest.raises(SystemExit, match=f"{stale}: File too large"):
+        tables.main()
+    assert stale.read_text() == text and not capsys.readouterr().out
+    monkeypatch.setitem(tables.MAKERS, "long", lambda: "| x |\n")
+    assert tables.main() == 0 and "| x |" in stale.read_text()
+    assert capsys.readouterr().out == "docs/page.md\n"
+
+
+def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
+    no_room, tmp_path, capsys, monkeypatch
+):
+    record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
+    record |= {"figures": {"decode tokens/s": 1.0}}
+    measured = tmp_path / "run.json"
+    measured.write_text(OLD)
+
+    def take_all(plan, samples, records, report):
+        return (records.append(record) for _ in range(100))
+
+    monkeypatch.setattr(bench, "take_all", take_all)
+    options = ["--json", str(measured), "--parts", "decode"]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert bench.main(options) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capsys.readouterr().err
+    assert f"File too large: '{measured}'" in said
+    assert measured.read_text() != OLD, "what found room is kept"
+    assert 0 < len(json.loads(measured.read_text())["records"]) < 100
+
+
+def test_curves_that_find_no_room_leave_the_earlier_picture(no_room, tmp_path, capsys, monkeypatch):
+    picture = tmp_path / "bench.svg"
+    picture.write_text(OLD)
+    monkeypatch.setattr(plot, "draw", lambda records: "x" * 5000)
+    assert plot.main([str(ROOT / "docs" / "bench-open.json"), str(picture)]) == 1
+    assert f"File too large: '{picture}'" in capsys.readouterr().err
+    assert picture.read_text() == OLD
+
+
+def test_two_that_write_the_same_file_at_once_leave_one_of_the_two(tmp_path):
+    file = tmp_path / "file"
+    texts = ("a" * 300_000, "b" * 200_000)
+    threads = [
+        threading.Thread(target=lambda t=text: [write_whole(file, t) for _ in range(20)])
+        for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        if file.exists():
+            seen.add(file.read_text())
+    assert seen and seen <= {*texts} and [*tmp_path.iterdir()] == [file]

@@ -1,0 +1,327 @@
+"""The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of
+what others wish."""
+
+import sys
+import threading
+import time
+
+import pytest
+from waiting import wait_for
+
+from nanobatch import Engine, Sampling
+from runtime.loop import Loop, Stopwatch
+
+LONG = Sampling(max_tokens=60, ignore_eos=True)
+SHORT = Sampling(max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture
+def loop(engine):
+    loop = Loop(engine).start()
+    yield loop
+    assert loop.stop(patience=60)
+
+
+def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
+    loop.pause()
+    wait_for(lambda: loop.paused)
+    handle = engine.submit([1], LONG)
+    time.sleep(0.1)
+    assert engine.steps == 0 and handle.tokens == []
+    loop.resume()
+    assert handle.result(timeout=60).finish_reason == "length"
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_so_many_steps_by_hand_are_so_many_steps_that_can_be_seen(parts, run_ahead):
+    """The engine runs ahead, so the first call after a rest starts a step and finishes none."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+        loop = Loop(engine).start()
+        loop.pause()
+        handle = engine.submit([1], LONG)
+        for count, expected in ((1, 1), (1, 2), (3, 5)):
+            loop.step(count)
+            wait_for(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
+            time.sleep(0.05)
+            assert engine.steps == len(handle.tokens) == expected and loop.paused
+        loop.resume()
+        assert handle.result(timeout=60).finish_reason == "length"
+        assert loop.stop(patience=60)
+
+
+def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
+    loop.pause()
+    handle = engine.submit([1], SHORT)
+    loop.step(100)
+    assert handle.result(timeout=60).finish_reason == "length"
+    wait_for(lambda: loop.stepping == 0)
+    assert loop.paused
+    later = engine.submit([1], SHORT)
+    time.sleep(0.1)
+    assert later.tokens == []
+
+
+def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, loop):
+    """Never while a step is being run, though the wish comes at any moment."""
+    inside, seen = [], []
+    begin = engine.runner.begin
+
+    def watched(order):
+        inside.append(1)
+        try:
+            return begin(order)
+        finally:
+            inside.pop()
+
+    engine.runner.begin = watched
+    handle = engine.submit([1], Sampling(max_tokens=100, ignore_eos=True))
+    for _ in range(50):
+        loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
+        time.sleep(0.001)
+    handle.result(timeout=60)
+    wait_for(lambda: len(seen) == 50)
+    assert set(seen) == {(0, "nanobatch")}
+
+
+def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop):
+    done = threading.Event()
+    loop.wish(lambda: 1 / 0)
+    loop.wish(lambda: exit(3))
+    loop.wish(done.set)
+    assert done.wait(60)
+    faults = engine.snapshot().faults
+    assert len(faults) == 2 and "ZeroDivisionError" in faults[0] and "SystemExit" in faults[1]
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
+def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, how):
+    """The loop's thread waited for a step that only itself could take, and so did everybody from
+    then on."""
+    acts = {
+        "result": lambda: engine.submit([7], SHORT).result(),
+        "iterate": lambda: list(engine.submit([7], SHORT)),
+        "generate": lambda: engine.generate([[7]], SHORT),
+        "serve": lambda: engine.serving().start(),
+    }
+    loop.wish(acts[how])
+    wait_for(lambda: engine.snapshot().faults)
+    assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+
+
+def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
+        steps = []
+        loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
+        engine.submit([1], LONG).result(timeout=60)
+        wait_for(lambda: steps[-1] == 60)
+        assert set(range(1, 61)) <= set(steps)
+        count = len(steps)
+        time.sleep(0.2)
+        assert len(steps) == count, "it is called although nothing happens"
+        assert loop.stop(patience=60)
+        calls = []
+        loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
+        wait_for(lambda: len(calls) > 5)
+        assert engine.steps == 60
+        assert loop.stop(patience=60)
+
+
+def test_a_between_that_raises_is_noted_and_the_engine_is_served_on(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        loop = Loop(engine, between=lambda: {}["nothing"]).start()
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+        wait_for(lambda: any("KeyError" in fault for fault in engine.snapshot().faults))
+        assert loop.stop(patience=60)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_loop_stops_at_once_and_hands_the_engine_back(engine, paused):
+    loop = Loop(engine).start()
+    if paused:
+        loop.pause()
+        wait_for(lambda: loop.paused)
+    handle = engine.submit([1], LONG)
+    assert loop.stop(patience=60) and loop.stop()
+    assert handle.result(timeout=60).finish_reason == "length"  # stepped here
+
+
+def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
+    loop, reasons = Loop(engine).start(), []
+    loop.pause()
+    handle = engine.submit([1], LONG)
+    waiter = threading.Thread(
+        target=lambda: reasons.append(handle.result(timeout=60).finish_reason)
+    )
+    waiter.start()
+    time.sleep(0.1)
+    assert reasons == [] and loop.stop(patience=60)
+    waiter.join(60)
+    assert reasons == ["length"]
+
+
+def test_a_loop_that_a_wish_stops_ends_without_waiting_for_itself(engine):
+    loop = Loop(engine).start()
+    stopped = []
+    loop.wish(lambda: stopped.append(loop.stop()))
+    wait_for(lambda: stopped == [True])
+    assert loop.stop(patience=60)
+
+
+def test_an_engine_has_one_loop_at_a_time(engine, loop):
+    with pytest.raises(RuntimeError, match="already"):
+        Loop(engine).start()
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+
+
+def test_a_stopwatch_stands_still_while_it_is_stopped():
+    now = [10.0]
+    watch = Stopwatch(lambda: now[0])
+    readings = []
+    for act, seconds in (("go", 3.0), ("stop", 5.0), ("stop", 7.0), ("go", 2.0), ("go", 1.0)):
+        getattr(watch, act)()
+        now[0] += seconds
+        readings.append(watch())
+    assert readings == [3.0, 3.0, 3.0, 5.0, 6.0]
+
+
+def test_a_stopwatch_that_never_stood_says_so_exactly():
+    """Its clock was read twice, and /metrics told of less than no pause."""
+    watch = Stopwatch(iter(range(100)).__next__)
+    assert watch.stood == 0
+    watch.stop()
+    assert watch.stood > 0
+
+
+def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
+    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a
+    moment of the past."""
+    watch, wrong, readings = Stopwatch(), [], []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                readings.append(watch())
+        except TypeError as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        until = time.monotonic() + 0.3
+        while (time.monotonic() < until or len(readings) <= 1000) and not wrong:
+            watch.stop()
+            watch.go()
+        done.set()
+        reader.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and readings == sorted(readings)
+
+
+def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(
+    parts,
+):
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        engine.submit([1], SHORT).result()  # warm
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 2.0
+        loop.wish(lambda: None)
+        began, told, before = time.monotonic(), watch(), engine.steps
+        handle = engine.submit([1], Sampling(max_tokens=4, ignore_eos=True))
+        assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
+        took = time.monotonic() - began
+        counted = engine.snapshot().steps[-1].ended - told
+        assert took > 1.4, "four steps begin half a second apart"
+        assert took - counted > 0.2, "the clock went on while nothing ran"
+        assert loop.stop(patience=60)
+
+
+def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(parts):
+    """One step in a hundred seconds: whoever waits for the next step waits for ever."""
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 0.01
+        handle, heard = engine.submit([1], LONG), threading.Event()
+        wait_for(lambda: engine.steps == 1)
+        loop.wish(heard.set)
+        assert heard.wait(60) and engine.steps == 1
+        loop.step(1)  # a step by hand waits for its turn, too
+        loop.wish(lambda: setattr(loop, "slow", 0.0))
+        wait_for(lambda: engine.steps == 2)
+        assert loop.paused
+        loop.resume()
+        assert handle.result(timeout=60).finish_reason == "length"
+        assert loop.stop(patience=60)
+
+
+def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
+    watch, turns = Stopwatch(), []
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
+        loop.slow = 0.5
+        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=60)
+        count = len(turns)
+        time.sleep(0.2)
+        assert len(turns) <= count + 1
+        assert not watch.stands, "nothing is left to do, so the clock goes on"
+        assert loop.stop(patience=60)
+
+
+@pytest.mark.parametrize("who", ["between", "another thread"])
+def test_in_slow_motion_an_idle_loop_wakes_for_a_request_whose_step_is_not_due_yet(parts, who):
+    watch, turns, handles = Stopwatch(), [], []
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+
+        def fire() -> None:
+            handles.append(engine.submit([1], SHORT))
+
+        def between() -> None:
+            turns.append(1)
+            if who == "between" and not handles:
+                fire()
+
+        loop = Loop(engine, between=between, watch=watch)
+        loop.slow = 2.0
+        loop.start()
+        wait_for(lambda: turns)  # an idle turn; the next step is due half a second later
+        if who != "between":
+            fire()
+        wait_for(lambda: handles and handles[0].finish_reason == "length")
+        assert loop.stop(patience=60)
+
+
+def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handle = engine.submit([1], LONG)
+        for i in range(1, 9):
+            engine.step()
+            engine.step(plan=False)
+            look = engine.snapshot()
+            assert look.planned == engine.steps == len(handle.tokens) == i
+            assert not engine.step(plan=False)
+        alone = handle.result().tokens
+        assert engine.submit([1], LONG).result().tokens == alone
+
+
+def test_a_pause_stops_the_engines_clock(parts):
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, watch=watch).start()
+        loop.pause()
+        wait_for(lambda: loop.paused and watch() == watch())
+        began = time.monotonic()
+        handle = engine.submit([1], SHORT)
+        before = watch()
+        time.sleep(0.3)
+        assert watch() == before
+        loop.resume()
+        metrics = handle.result(timeout=60).metrics
+        assert metrics.queued_s <= metrics.ttft_s < time.monotonic() - began - 0.3
+        assert loop.stop(patience=60)

@@ -1,0 +1,309 @@
+"""`engine.on_commit`: one function that is called when there is news, with nothing locked; and what
+it may do."""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+import nanobatch
+from kernels.mlx import device_lock
+from nanobatch import Engine, Handle, Sampling
+from runtime.loop import Loop
+
+ROOT = Path(__file__).parents[2]
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+SHORT = Sampling(max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
+def engine(parts, request):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=request.param) as engine:
+        yield engine
+
+
+class Hook:
+    """Writes down what can be seen in each call, and that another thread can take the engine's
+    locks meanwhile."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.calls, self.threads = engine, [], []
+        engine.on_commit = self
+
+    def __call__(self, handles) -> None:
+        taken = []
+
+        def take() -> None:
+            with device_lock:
+                taken.append(self.engine.snapshot())
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join(60)
+        (look,) = taken  # else the engine was locked
+        self.calls.append((look.output_tokens, [view.id for view in look.ended]))
+        self.threads.append(threading.current_thread().name)
+
+    @property
+    def ended(self) -> list[int]:
+        return self.calls[-1][1]
+
+
+def test_each_token_has_been_told_of_when_its_step_returns(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=False) as engine:
+        hook = Hook(engine)
+        handles = [engine.submit([n], SHORT) for n in (1, 2)]
+        seen = []
+        while engine.step():
+            seen.append(sum(len(handle.tokens) for handle in handles))
+        assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], (
+            "once a step, however many tokens it has"
+        )
+        assert hook.ended == [1, 2]
+
+
+def test_a_step_that_commits_nothing_calls_nothing(engine):
+    hook = Hook(engine)
+    engine.step()
+    engine.submit([1], LONG)
+    assert hook.calls == []
+
+
+@pytest.mark.parametrize(
+    "way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"]
+)
+def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
+    engine = Engine(*parts, slots=1, max_len=128, chunk=32)
+    stop = engine.submit([1, 2], LONG).result().tokens[3]
+    hook = Hook(engine)
+    first = engine.submit(
+        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ())
+    )
+    behind = engine.submit([3], SHORT)
+    engine.step()
+    if way in ("length", "stop"):
+        first.result()
+    elif way == "cancel in line":
+        behind.cancel()
+        first = behind
+    elif way == "cancel in a slot":
+        first.cancel()
+    elif way == "failed step":
+        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        engine.step()
+    else:
+        engine.close()
+        assert behind.id in hook.ended
+    assert first.finish_reason is not None and first.id in hook.ended
+    count = len(hook.calls)
+    first.cancel()
+    assert len(hook.calls) == count, "a second end is no news"
+    engine.close()
+
+
+def test_the_thread_that_steps_or_ends_a_request_is_the_one_that_tells(engine):
+    hook = Hook(engine)
+    with engine.serving():
+        handle = engine.submit([1], SHORT)
+        handle.result(timeout=60)
+    assert set(hook.threads) == {"nanobatch"}
+    engine.submit([1], SHORT).cancel()
+    assert hook.threads[-1] == threading.current_thread().name
+
+
+def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, caplog):
+    expected = engine.submit([1, 2], LONG).result().tokens
+    before = engine.snapshot()
+
+    def broken(handles) -> None:
+        raise KeyError("I do not want to hear it")
+
+    engine.on_commit = broken
+    assert engine.submit([1, 2], LONG).result().tokens == expected
+    engine.submit([1, 2], LONG).cancel()
+    faults = engine.snapshot(before).faults
+    assert len(faults) >= 30 and all("I do not want to hear it" in fault for fault in faults)
+    assert f'{__file__}", line' in caplog.text and "in broken" in caplog.text
+
+
+def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
+    engine.on_commit = lambda handles: sys.exit(3)
+    with engine.serving():
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+
+
+def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engine):
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(handles) -> None:
+        inside.set()
+        go.wait(60)
+
+    engine.on_commit = slow
+    with engine.serving():
+        first = engine.submit([1], LONG)
+        assert inside.wait(60)
+        second = engine.submit([2], LONG)
+        assert engine.snapshot().submitted == 2 and len(first.tokens) >= 1
+        engine.on_commit = None
+        second.cancel()
+        assert (
+            second.result(timeout=60).finish_reason == "cancelled" and first.finish_reason is None
+        )
+        go.set()
+        assert first.result(timeout=60).finish_reason == "length"
+
+
+def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
+    expected, handles = engine.submit([5], LONG).result().tokens, []
+
+    def more(_) -> None:
+        if len(handles) < 4:
+            handles.append(engine.submit([5], LONG))
+            if len(handles) % 2:
+                handles[-1].cancel()
+
+    engine.on_commit = more
+    engine.submit([1], SHORT).result()
+    assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
+    assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
+    engine.check()
+
+
+def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
+    before = engine.snapshot()
+    with engine.serving():
+        handle = engine.submit([1], LONG)
+        engine.on_commit = lambda handles: handle.result()
+        assert handle.result(timeout=60).finish_reason == "length"
+    assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
+
+
+def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
+    engine = Engine(*parts, slots=2, max_len=128, chunk=32)
+    engine.on_commit = lambda handles: engine.close()
+    handles = [engine.submit([n], LONG) for n in range(4)]
+    with engine.serving():
+        assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)
+
+
+# --- a storm ------------------------------------------------------------------------------------
+
+STORM = int(os.environ.get("NANOBATCH_STORM", 400))  # requests
+THREADS = 16
+BRIEF = Sampling(max_tokens=2, ignore_eos=True)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+# What an `on_commit` of `engine` does, beside another served engine. These fail, and are noted as
+# faults:
+FAILS = {
+    "wait": lambda engine, other: engine.submit([7], BRIEF).result(),
+    "iterate": lambda engine, other: list(engine.submit([7], BRIEF)),
+    "generate": lambda engine, other: engine.generate([[1], [2]], BRIEF),
+    "serve": lambda engine, other: engine.serving().start(),
+    "raise": lambda engine, other: fail(ValueError("bad")),
+    "exit": lambda engine, other: sys.exit(3),
+    "end a generator": lambda engine, other: fail(GeneratorExit()),
+    "end an iterator": lambda engine, other: next(iter(())),
+    "press Ctrl-C": lambda engine, other: fail(KeyboardInterrupt()),
+}
+# And these do not:
+DOES = {
+    "nothing": lambda engine, other: None,
+    "step": lambda engine, other: engine.step(),
+    "step another engine": lambda engine, other: other.step(),
+    "look": lambda engine, other: engine.snapshot(other.snapshot() and engine.snapshot()),
+    "submit": lambda engine, other: engine.submit([7], BRIEF),
+    "submit to another engine": lambda engine, other: other.submit([7], BRIEF),
+    "submit to another engine and cancel": lambda engine, other: other.submit([7], BRIEF).cancel(),
+    "drain": lambda engine, other: engine.drain("continuous"),
+}
+ACTS = FAILS | DOES
+
+
+class Storm:
+    """One engine's `on_commit`. In one of four calls it does something, in the thread that
+    serves."""
+
+    def __init__(self, engine: Engine, loop: Loop, other: Engine, seed: str):
+        self.engine, self.loop, self.other = engine, loop, other
+        self.dice, self.acts = random.Random(seed), Counter()
+        engine.on_commit = self
+
+    def __call__(self, handles) -> None:
+        if not self.loop.is_here or self.dice.random() > 0.25:
+            return  # a thread that cancels, or serves the other engine, may wait, and would
+        name = self.dice.choice(list(ACTS))
+        self.acts[name] += 1
+        ACTS[name](self.engine, self.other)
+
+
+def check(handle: Handle, expected: list[int], was_cancelled: bool) -> str | None:
+    """What is wrong with how it ended, if anything is."""
+    result = handle.result(timeout=60)
+    reasons = {"length", "cancelled"} if was_cancelled else {"length"}
+    if result.finish_reason not in reasons:
+        return f"it ended by {result.finish_reason}, not {reasons}: {result.error}"
+    whole = expected if result.finish_reason == "length" else expected[: len(result.tokens)]
+    return None if result.tokens == whole else f"{result.tokens}, but alone {expected}"
+
+
+def test_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(parts):
+    """Each request gets what it gets alone, what hooks raise is noted, all slots become free, and
+    both loops stop. NANOBATCH_STORM=5000 is the long form."""
+    sizes = {"slots": 4, "max_len": 64, "chunk": 32}
+    with Engine(*parts, **sizes) as engine:
+        asks = [([n, 3], Sampling(max_tokens=4 + n, ignore_eos=True)) for n in range(9)]
+        alone = [engine.submit(*ask).result().tokens for ask in asks]
+    seen, wrong = [], []
+
+    def client(number: int) -> None:
+        dice = random.Random(number)
+        for n in range(number, STORM, THREADS):
+            case = n % len(asks)
+            handle = dice.choice(engines).submit(*asks[case])
+            cancels = dice.random() < 0.2
+            if cancels:
+                time.sleep(dice.random() * 0.02)
+                handle.cancel()
+            if line := check(handle, alone[case], cancels):
+                wrong.append(line)
+            seen.append(n)
+
+    with Engine(*parts, **sizes) as one, Engine(*parts, **sizes) as two:
+        engines, loops = [one, two], [one.serving().start(), two.serving().start()]
+        hooks = [Storm(one, loops[0], two, "one"), Storm(two, loops[1], one, "two")]
+        threads = [
+            threading.Thread(target=client, args=[number], daemon=True) for number in range(THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert not wrong and sorted(seen) == list(range(STORM))
+        one.on_commit = two.on_commit = None
+        wait_for(lambda: is_at_rest(one) and is_at_rest(two))
+        assert all(loop.stop(30) for loop in loops)
+    acts: Counter[str] = sum((hook.acts for hook in hooks), Counter())
+    assert set(acts) == set(ACTS)
+    faults = 0
+    for engine in engines:
+        engine.check()
+        faults += engine.snapshot().seen.faults
+    assert faults >= sum(acts[name] for name in FAILS if name != "serve")
+
+
+def is_at_rest(engine: Engine) -> bool:
+    look = engine.snapshot()
+    return all(slot.request is None for slot in look.slots) and look.submitted == look.finished

@@ -1,0 +1,116 @@
+"""How far a long prompt is, how fast it is read, and how long it will take."""
+
+import pytest
+from word_engine import Clock, word_engine
+
+from nanobatch import Engine, Sampling
+from runtime.progress import PrefillClock, PrefillProgress, work_of
+
+SHORT = Sampling(max_tokens=3, ignore_eos=True)
+
+
+def test_the_estimate_grows_with_the_depth_of_the_prompt():
+    """A prompt of 18,813 tokens whose tokens cost twice as much from row 3,500 on: from the mean
+    rate so far, the estimate in its middle was half of what the rest then took."""
+    total, far, speed = 18_813, 3_500, 1_000
+    clock = PrefillClock()
+    for start in range(0, total, 64):
+        stop = min(start + 64, total)
+        clock.take(start, stop, work_of(start, far) / speed, work_of(stop, far) / speed)
+        told = clock.look(total, 0, far, 0.0, work_of(stop, far) / speed)
+        left = (work_of(total, far) - work_of(stop, far)) / speed
+        assert told.left_s == pytest.approx(left) and told.done == stop
+        if start == 9_408:
+            naive = told.seconds * (total - stop) / stop
+            assert naive < 0.5 * left
+    assert told.done == told.total and not told.is_long
+
+
+def test_cached_tokens_are_in_no_rate():
+    clock = PrefillClock()
+    clock.take(900, 950, 10.0, 11.0)
+    told = clock.look(1_000, 900, 2**63, 10.0, 11.0)
+    assert told == PrefillProgress(950, 1_000, 900, 1.0, 50.0, 1.0)
+
+
+def test_the_estimate_counts_down_while_a_chunk_is_under_way():
+    clock = PrefillClock()
+    clock.take(0, 50, 0.0, 10.0)
+    assert clock.look(100, 0, 2**63, 0.0, 14.0).left_s == pytest.approx(6.0)
+    assert clock.look(100, 0, 2**63, 0.0, 99.0).left_s == 0.0
+
+
+def test_a_first_chunk_that_takes_long_is_shown_before_it_is_done():
+    told = PrefillClock().look(100, 0, 2**63, 5.0, 8.0)
+    assert told.is_long and told.words == "0 of 100 tokens"
+    assert not PrefillClock().look(100, 0, 2**63, 5.0, 6.0).is_long
+
+
+def test_a_prompt_that_begins_again_is_measured_again():
+    """After a failed step the rows are gone."""
+    clock = PrefillClock()
+    clock.take(0, 50, 0.0, 1.0)
+    clock.take(0, 10, 100.0, 101.0)
+    assert clock.look(100, 0, 2**63, 100.0, 101.0) == PrefillProgress(10, 100, 0, 1.0, 10.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    "left, words",
+    [
+        (0.0, "1 s"),
+        (7.4, "8 s"),
+        (38.0, "40 s"),
+        (88.0, "90 s"),
+        (91.0, "2 min"),
+        (360.0, "6 min"),
+        (5_400.0, "1.5 h"),
+        (None, ""),
+    ],
+)
+def test_the_time_left_is_as_coarse_as_the_estimate(left, words):
+    assert PrefillProgress(1, 2, left_s=left).left == words
+
+
+def test_words():
+    told = PrefillProgress(11_339, 18_813, 0, 100.0, 182.3, 355.0)
+    assert told.words == "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
+    assert PrefillProgress(0, 18_813).words == "0 of 18,813 tokens"
+    assert PrefillProgress(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
+
+
+def test_a_snapshot_tells_how_far_a_long_prompt_is():
+    """A chunk takes 5 ms, so 1,000 chunks of 64 tokens take 5 s."""
+    clock = Clock()
+    with word_engine(clock, clock, slots=2, max_len=70_000) as engine:
+        long = engine.submit([1] * 64_000, SHORT)
+        engine.submit([2] * 10, SHORT)
+        for _ in range(20):
+            engine.step()
+        look = engine.snapshot()
+        told = look.slots[long.request.slot].prefill
+        assert told == long.prefill and told.is_long and told.cached == 0
+        assert 0 < told.done < told.total == 64_000
+        read = sum(step.prompt_tokens for step in look.steps)
+        assert look.prompt_tokens == read == told.done + 10
+        assert look.prompt_tokens_per_s == told.tokens_per_s > 1_000
+        assert long.result().finish_reason == "length"
+        done = engine.snapshot()
+        assert done.prompt_tokens == 64_010 and done.prompt_tokens_per_s == 0.0
+
+
+def test_a_short_prompt_is_not_long(engine: Engine):
+    handle = engine.submit([1, 2, 3], SHORT)
+    assert not handle.prefill.is_long
+    handle.result()
+    assert handle.prefill.done == handle.prefill.total == 3 and not handle.prefill.is_long
+
+
+def test_a_second_turn_reads_only_what_is_new(engine: Engine):
+    prompt = [1 + n % 5 for n in range(80)]
+    engine.submit(prompt, SHORT).result()
+    before = engine.snapshot()
+    handle = engine.submit([*prompt, 7, 8], SHORT)
+    handle.result()
+    told = handle.prefill
+    assert told.cached > 0 and told.done == told.total == 82
+    assert engine.snapshot(before).prompt_tokens - before.prompt_tokens == 82 - told.cached

@@ -1,0 +1,362 @@
+"""Those who watch miss nothing, see nothing twice, and cost the engine little, however many
+wait."""
+
+import dataclasses
+import threading
+
+import pytest
+from word_engine import Clock, word_engine
+
+from nanobatch import Engine, Sampling
+from runtime.handle import Handle
+from runtime.registry import Ledger, Log
+
+SHORT = Sampling(max_tokens=3, ignore_eos=True)
+
+
+def settle(engine: Engine) -> None:
+    while engine.step():
+        pass
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+def test_between_two_looks_no_step_is_lost_or_seen_twice(engine):
+    seen, look = [], engine.snapshot()
+    for n in range(40):
+        engine.submit([n], Sampling(max_tokens=1 + n % 9, ignore_eos=True))
+    while engine.step():
+        if engine.steps % 7 == 0:
+            look = engine.snapshot(look)
+            seen += look.steps
+    look = engine.snapshot(look)
+    seen += look.steps
+    assert [step.step for step in seen] == list(range(1, engine.steps + 1)) and len(seen) > 90
+    assert look.missed == 0 and look.planned == engine.steps
+    again = engine.snapshot(look)
+    assert again.steps == () and again.ended == () and again.missed == 0 and again.seen == look.seen
+    assert sum(step.tokens for step in seen) == look.output_tokens
+
+
+def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_what_is_missed_beyond():
+    clock = Clock()
+    with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
+        first = engine.snapshot()
+        engine.submit([1], Sampling(max_tokens=3_900, ignore_eos=True)).result()
+        look = engine.snapshot(first)
+        assert look.missed == 0 and [step.step for step in look.steps] == list(range(1, 3_901))
+        engine.submit([1], Sampling(max_tokens=900, ignore_eos=True)).result()
+        late = engine.snapshot(first)
+        assert len(late.steps) == 4096 and late.missed == 4_800 - 4096
+        assert [late.steps[0].step, late.steps[-1].step] == [late.missed + 1, 4_800]
+        assert [step.step for step in engine.snapshot(look).steps] == list(range(3_901, 4_801))
+        assert engine.snapshot(look).missed == 0
+
+
+def test_a_step_says_who_did_what_and_what_it_cost(parts):
+    """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
+    the oldest, keeps 20. E waits in line."""
+    with Engine(
+        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
+    ) as engine:
+        a = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True))
+        engine.step()
+        b, c, d, e = (
+            engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1))
+        )
+        engine.step()
+        step = engine.snapshot().steps[-1]
+        assert (
+            step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
+        )
+        chunks = [(h.request.slot, h.id, 0, stop) for h, stop in ((d, 6), (c, 13), (b, 20))]
+        assert step.prefill == tuple(chunks)
+        assert step.decode == ((a.request.slot, a.id),) and step.held == ()
+        assert (step.tokens, step.cost) == (2, 40)
+        assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
+        settle(engine)
+        assert e.result().finish_reason == "length"
+
+
+def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
+    with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
+        token = engine.submit([1, 2], SHORT).result().tokens[1]
+        before = engine.snapshot()
+        engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[token])).result()
+        settle(engine)
+        steps = engine.snapshot(before).steps
+        assert [step.ghosts for step in steps][-1] == (0,) and steps[-1].tokens == 0
+        assert not any(step.ghosts for step in steps[:-1])
+
+
+# --- requests that ended ------------------------------------------------------------------------
+
+
+def test_of_ended_requests_so_many_are_kept_as_their_texts_have_room(parts, monkeypatch):
+    """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
+    monkeypatch.setattr(Ledger, "TEXTS", 1000)
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        for number in range(10):
+            engine.submit(str(number) * 100, SHORT).result()
+        look = engine.snapshot()
+        kept = [view.prompt[0] for view in look.ended]
+        assert kept == list("0123456789")[-len(kept) :] and look.missed_ends == 10 - len(kept) > 0
+        assert 500 < sum(view.size for view in look.ended) <= 1000
+
+
+def test_a_log_keeps_its_newest_entry_however_much_it_takes():
+    log = Log(3, room=10, size=len)
+    for word in ("one", "two", "three", "four"):
+        log.add(word)
+    assert (log.since(0), log.since(3), log.count) == (("three", "four"), ("four",), 4)
+    log.add("x" * 100)
+    assert log.since(0) == ("x" * 100,)
+    for word in "abcde":
+        log.add(word)
+    assert log.since(0) == ("c", "d", "e") and log.since(9) == ("e",)
+
+
+def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engine):
+    start = engine.snapshot()
+    origins = [{"client": n} for n in range(4)]
+    stop = engine.submit([1, 2], SHORT).result().tokens[1]
+    length = engine.submit([1, 2], SHORT, origin=origins[0])
+    stopped = engine.submit(
+        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1]
+    )
+    error = engine.submit([1, 2], SHORT, origin=origins[2])
+    error._stream.push = lambda token: 1 / 0
+    settle(engine)
+    cancelled = engine.submit("never admitted", SHORT, origin=origins[3])
+    cancelled.cancel()
+    look = engine.snapshot(start)
+    views = {view.id: view for view in look.ended}
+    assert [view.id for view in look.ended][-1] == cancelled.id and len(views) == len(
+        look.ended
+    ) == 5
+    for handle, reason, origin in zip(
+        (length, stopped, error, cancelled),
+        ("length", "stop", "error", "cancelled"),
+        origins,
+        strict=True,
+    ):
+        view, result = views[handle.id], handle.result()
+        assert (view.text, view.metrics, view.reason, view.error) == (
+            result.text,
+            result.metrics,
+            reason,
+            result.error,
+        )
+        assert (
+            view.origin is origin
+            and view.prompt == handle.prompt
+            and view.arrived == handle.request.arrived
+        )
+        assert view.ended >= view.arrived
+    assert views[cancelled.id].slot is None and views[cancelled.id].policy == ""
+    assert views[length.id].policy == "continuous" and views[length.id].slot is not None
+    assert "ZeroDivisionError" in views[error.id].error
+    assert engine.snapshot(look).ended == ()
+
+
+def test_ends_that_are_no_longer_kept_when_a_watcher_looks_are_counted(engine):
+    """The newest 500 are kept; those before were lost between two looks without a sign."""
+    start = engine.snapshot()
+    for n in range(501):
+        engine.submit([n % 256], SHORT).cancel()
+    look = engine.snapshot(start)
+    assert look.missed_ends == 1 and [view.id for view in look.ended] == list(range(2, 502))
+    for _ in range(700):
+        engine.submit([1], SHORT).cancel()
+    assert engine.snapshot(look).missed_ends == 200 and engine.snapshot(start).missed_ends == 701
+    assert engine.snapshot(engine.snapshot(look)).missed_ends == 0 == start.missed_ends
+
+
+def test_two_watchers_do_not_take_from_each_other(engine):
+    one = other = engine.snapshot()
+    ended = [], []
+    for n in range(12):
+        engine.submit([n], SHORT).result()
+        one = engine.snapshot(one)
+        ended[0].extend(view.id for view in one.ended)
+        if n % 5 == 4:
+            other = engine.snapshot(other)
+            ended[1].extend(view.id for view in other.ended)
+    assert ended[0] == list(range(1, 13)) and ended[1] == list(range(1, 11))
+
+
+# --- the line -----------------------------------------------------------------------------------
+
+
+def test_with_five_thousand_in_line_a_look_shows_the_head_and_costs_little(parts, monkeypatch):
+    """Of those in line 32 are described; of those that came since the last look all, and each
+    once."""
+    described = []
+    view_of = Handle.view
+    monkeypatch.setattr(
+        Handle, "view", lambda handle: described.append(handle.id) or view_of(handle)
+    )
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handles = [engine.submit([n % 256], SHORT) for n in range(5_000)]
+        engine.step()
+        look = engine.snapshot()
+        assert look.waiting == 4_998 and len(look.queue) == 32
+        assert [id for id, _ in look.queue] == list(range(3, 35)) and all(
+            waited >= 0 for _, waited in look.queue
+        )
+        assert [view.id for view in look.requests] == list(range(1, 35)) and len(described) == 34
+        described.clear()
+        look = engine.snapshot(look)
+        assert [view.id for view in look.requests] == [1, 2] and len(described) == 2
+        new = [engine.submit([7], SHORT).id for _ in range(3)]
+        described.clear()
+        look = engine.snapshot(look)
+        assert [view.id for view in look.requests] == [1, 2, *new] and len(described) == 5
+        assert look.waiting == 5_001 and (look.submitted, look.finished) == (5_003, 0)
+        for handle in handles:
+            handle.cancel()
+
+
+def test_a_newcomer_in_line_is_seen_exactly_once_while_it_waits(parts):
+    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
+        look, seen = engine.snapshot(), {}
+        for n in range(60):
+            for _ in range(n % 3):
+                engine.submit([n], SHORT)
+            engine.step()
+            look = engine.snapshot(look)
+            for view in look.requests:
+                if view.slot is None:
+                    seen[view.id] = seen.get(view.id, 0) + 1
+            assert len([view for view in look.requests if view.slot is not None]) <= 1
+        assert len(seen) > 40 and set(seen.values()) == {1}
+
+
+def test_a_running_request_is_described_anew_in_each_look(engine):
+    handle = engine.submit([1], Sampling(max_tokens=20, ignore_eos=True))
+    look, texts = engine.snapshot(), []
+    while handle.finish_reason is None:
+        engine.step()
+        look = engine.snapshot(look)
+        texts += [(view.text, view.metrics.output_tokens) for view in look.requests]
+    assert len(texts) > 15 and texts == sorted(texts, key=lambda each: each[1])
+    assert all(handle.text.startswith(text) for text, _ in texts)
+
+
+# --- slots --------------------------------------------------------------------------------------
+
+
+def phases(engine: Engine) -> list[str]:
+    return [slot.phase for slot in engine.snapshot().slots]
+
+
+def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
+    """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
+    may become a stop string, or are half a character, come later than their token."""
+    engine = Engine(*parts, slots=2, max_len=128)
+    stops = [engine.generate(["a prompt"], Sampling(max_tokens=40, ignore_eos=True))[0].text[20:23]]
+    handles = [
+        engine.submit("a prompt", Sampling(max_tokens=40, ignore_eos=True, stop=stop))
+        for stop in ([], stops)
+    ]
+    seen = {handle.id: {} for handle in handles}
+    while engine.step():
+        for handle in handles:
+            seen[handle.id][len(handle.tokens)] = handle.text
+    for request in engine.snapshot().ended[-2:]:
+        texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
+        texts[request.metrics.output_tokens] = request.text  # what was held back comes at the end
+        assert texts == seen[request.id] and len(texts) > 3, request
+
+
+def test_a_slot_is_blocked_only_as_long_as_somebody_waits(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static", run_ahead=False) as engine:
+        engine.submit([2], Sampling(max_tokens=20, ignore_eos=True))
+        engine.step()
+        assert phases(engine) == ["decode", "free"]
+        waiting = engine.submit([3], SHORT)
+        engine.step()
+        assert phases(engine) == ["decode", "blocked"]
+        waiting.cancel()
+        assert phases(engine) == ["decode", "free"]
+
+
+def test_a_snapshot_says_which_policy_comes_when_all_that_runs_has_ended(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        running, waiting = engine.submit([1] * 40, SHORT), None
+        engine.step()
+        engine.drain("serial")
+        waiting = engine.submit([2], SHORT)
+        look = engine.snapshot()
+        assert (look.policy, look.draining_to) == ("continuous", "serial")
+        engine.step()
+        assert phases(engine)[1] == "blocked"
+        running.result()
+        look = engine.snapshot()
+        assert (look.policy, look.draining_to, waiting.finish_reason) == ("serial", None, None)
+        assert [slot.remembered for slot in look.slots] == [0, 0]
+        waiting.result()
+        views = {view.id: view.policy for view in engine.snapshot().ended}
+        assert views == {running.id: "continuous", waiting.id: "serial"}
+        with pytest.raises(ValueError, match="magic"):
+            engine.drain("magic")
+
+
+def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine, engine.serving():
+        handles = [engine.submit([n], Sampling(max_tokens=20, ignore_eos=True)) for n in range(5)]
+        engine.drain("static")
+        assert all(handle.result(timeout=60).finish_reason == "length" for handle in handles)
+        assert engine.snapshot().policy == "static"
+
+
+# --- what a snapshot is -------------------------------------------------------------------------
+
+
+def test_a_snapshot_does_not_change_while_the_engine_goes_on(engine):
+    handle = engine.submit([1], Sampling(max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    look = engine.snapshot()
+    before = repr(look)
+    handle.result()
+    assert repr(look) == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        look.waiting = 7
+
+
+def test_looking_from_another_thread_while_the_engine_works_is_always_consistent(engine):
+    wrong, looks, done = [], 0, threading.Event()
+
+    def watch():
+        nonlocal looks
+        look = engine.snapshot()
+        while not done.is_set():
+            look = engine.snapshot(look)
+            looks += 1
+            busy = [slot.request for slot in look.slots if slot.request is not None]
+            described = [view.id for view in look.requests if view.slot is not None]
+            if sorted(busy) != sorted(
+                described
+            ) or look.submitted != look.finished + look.waiting + len(busy):
+                wrong.append(look)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for n in range(30):
+        engine.submit([n], Sampling(max_tokens=10, ignore_eos=True))
+    settle(engine)
+    done.set()
+    watcher.join(60)
+    assert looks > 10 and not wrong
+
+
+def test_what_a_watcher_is_told_outside_of_any_request_is_told_once(engine):
+    start = engine.snapshot()
+    engine.note("a wish could not be fulfilled", KeyError("red"))
+    look = engine.snapshot(start)
+    assert (
+        look.faults == ("a wish could not be fulfilled: KeyError: 'red'",)
+        and engine.snapshot(look).faults == ()
+    )

@@ -1,0 +1,316 @@
+"""A conversation on the screen: what the model is shown, what is seen of it, and what is never lost."""
+
+import re
+
+from screen_stage import Show, Stage, at_every_size, show
+from word_engine import WordText
+
+from screen.draw import style
+from screen.draw.markdown import blocks, lines_of
+from screen.engine_client import Settings
+
+
+class TurnText(WordText):
+    """Words with a chat template: each message behind the first letter of its role."""
+
+    has_template = True
+
+    def encode_chat(self, messages) -> list[int]:
+        said = "".join(f"{message['role'][0]}:{message['content']};" for message in messages)
+        self.shown.append(said)
+        return [ord(letter) for letter in said]
+
+
+class Talking(Stage):
+    """A model that can be shown a conversation. Its answers are short, for quick tests."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.state.settings = Settings(max_tokens=24)
+
+    def _load(self, report, clock, options):
+        engine = super()._load(report, clock, options)
+        engine.text.__class__ = TurnText
+        engine.text.shown = self.shown = []  # each conversation, as the model saw it
+        return engine
+
+
+async def ended(it: Show) -> None:
+    """Until nothing is left to do."""
+    for _ in range(400):
+        await it.turns(40)
+        if it.stage.session.settled:
+            return
+    raise AssertionError("this never ends")
+
+
+async def ask(it: Show, question: str) -> None:
+    it.app.prompt.put(question)
+    await it.press("enter", turns=0)
+    await ended(it)
+
+
+def seen(it: Show) -> str:
+    """What is on the screen, without its line ends."""
+    return " ".join(it.text().split())
+
+
+def test_typing_leads_to_the_conversation_and_a_question_goes_on_with_what_was_said():
+    """Told a name and asked for it, the model said another."""
+
+    async def scenario(it):
+        await it.press("m", "y", turns=0)
+        assert "Type a question" in it.text() and it.app.prompt.value == "my"
+        await ask(it, 'Say "Ada".')
+        await ask(it, "Who?")
+        assert it.stage.shown == ['u:Say "Ada".;', 'u:Say "Ada".;a:Ada;u:Who?;']
+        assert '❯ Say "Ada".' in it.text() and "❯ Who?" in it.text()
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_on_the_panes_and_without_a_template_each_prompt_stands_alone():
+    async def scenario(it):
+        await it.press("i", *"one", "enter", *"two", "enter", turns=2)
+        assert len(it.stage.state.talks.all) == 2 and "Slots" in it.text()
+        await ended(it)
+        await it.press("escape", "o", "i", *"three", "enter", turns=2)
+        assert it.stage.prompt(3) == "three"
+        assert "each question stands alone" in it.text() and "❯ two" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_question_waits_for_the_answer_before_and_escape_stops_that_and_gives_it_back():
+    async def scenario(it):
+        await it.press("i", *"one", "enter", turns=4)
+        await it.press(*"two", "enter", turns=1)
+        assert it.stage.engine.sched.submitted == 1
+        assert "❯ two" in it.text() and "waits for the answer above" in it.text()
+        await it.press(*"three", "enter", turns=0)
+        assert it.app.prompt.value == "three", "a refused prompt stays in the box"
+        await it.press("ctrl+u", "escape", turns=3)
+        assert it.stage.state.ended[-1].reason == "cancelled" and "; stopped" in it.text()
+        assert it.app.prompt.value == "two" and it.app.focused is it.app.prompt
+        await it.press("enter", turns=4)
+        assert it.stage.shown[-1].startswith("u:one;a:once upon")
+        assert it.stage.shown[-1].endswith(";u:two;")
+        await it.press(*"last", "enter", turns=0)
+        await ended(it)
+        assert it.stage.shown[-1].endswith(";u:last;"), "it is asked when its turn has come"
+        await it.press("escape", turns=0)
+        assert it.app.focused is None and it.stage.state.talking
+        await it.press("escape", turns=0)
+        assert not it.stage.state.talking
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_while_paused_escape_leaves_the_box_and_the_question_stays():
+    """The footer offered space to go on, and Esc, the way to that key, threw the question away."""
+
+    async def scenario(it):
+        await it.press("space", "i", *"one", "enter", "escape", turns=2)
+        assert it.app.focused is None and not it.stage.state.ended
+        await it.press("space", turns=0)
+        await ended(it)
+        assert it.stage.state.ended[-1].reason != "cancelled"
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_several_conversations_run_at_once_and_a_key_leads_from_one_to_the_next():
+    async def scenario(it):
+        await it.press("i", *"one", "enter", turns=4)
+        await it.press(*"/new", "enter", *"two", "enter", turns=4)
+        slots = it.stage.state.view.engine.slots
+        assert [slot.request for slot in slots[:2]] == [1, 2]
+        assert "Conversation 2 of 2: two" in it.text() and it.stage.state.selected == 1
+        await it.press("ctrl+n", turns=1)
+        assert "Conversation 1 of 2: one" in it.text() and it.stage.state.selected == 0
+        await it.press("escape", "escape", "n", turns=1)
+        assert "Conversation 2 of 2: two" in it.text()
+        await it.press("slash", *"next", "enter", turns=1)
+        assert "Conversation 1 of 2: one" in it.text() and it.app.focused is None
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_a_system_message_leads_and_stays_and_the_last_question_is_asked_again():
+    async def scenario(it):
+        await it.press("i", *"/system Be brief.", "enter", turns=0)
+        await ask(it, 'Say "x".')
+        await it.press(*"/new", "enter", turns=0)
+        await ask(it, 'Say "y".')
+        await it.press("ctrl+r", turns=0)
+        await ended(it)
+        assert it.stage.shown == ['s:Be brief.;u:Say "x".;'] + 2 * ['s:Be brief.;u:Say "y".;']
+        assert len(it.stage.state.talks.open.turns) == 1 and "system: Be brief." in it.text()
+        copied = []
+        it.app.copy_to_clipboard = copied.append
+        await it.press("escape", "y", turns=0)
+        assert copied == ["y"]
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
+    """Nothing is cut in silence, and what is forgotten is marked."""
+    filler = "x" * 70
+
+    async def scenario(it):
+        it.stage.session.obey("/set max=16")
+        await it.press("i", turns=0)
+        for letter in "ab":
+            await ask(it, letter + filler)
+        assert "tokens are left: /drop and /new make room" in seen(it)
+        await ask(it, "c" + filler)
+        assert "a slot holds 256, answer included: /drop forgets" in seen(it)
+        assert it.app.prompt.value == "" and it.stage.state.talks.open.waiting == "c" + filler
+        await it.press(*"/drop", "enter", turns=0)
+        await ended(it)
+        assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
+        mark = "left out: the model is not told this question and its answer any more"
+        before, _, behind = it.text().partition(mark)
+        assert "❯ b" not in before and "╌" not in it.text(), "no divider"
+        assert behind.strip(" │\n").startswith("❯ a") and mark not in behind
+        it.app.prompt.put("d" + filler)
+        await it.press("enter", *"more", "enter", turns=0)
+        await ended(it)
+        assert it.stage.state.talks.open.waiting == f"d{filler}\nmore", "no question is lost"
+        await it.press(*"/new", "enter", turns=0)
+        await ended(it)
+        assert it.stage.shown[-1] == f"u:d{filler}\nmore;" and "2 of 2: dxx" in it.text()
+
+    show(scenario, Talking(max_len=256), size=(120, 40))
+
+
+def test_what_is_typed_while_the_model_loads_begins_the_conversation():
+    async def scenario(it):
+        await it.pilot.press("i", "ctrl+u", *"one", "enter", *"two", "enter")
+        it.stage.room.load()
+        it.app.look()
+        await ended(it)
+        assert it.stage.shown[0] == "u:one;" and it.stage.state.talking
+
+    show(scenario, Talking(), size=(120, 40), load=False)
+
+
+@at_every_size
+def test_a_conversation_is_drawn_large_with_a_strip_of_the_engine(size):
+    async def scenario(it):
+        await it.press("i", turns=0)
+        await ask(it, 'Say "**Three** things:\n\n1. one\n2. `two`".')
+        await it.press(*"And?", "enter", turns=2)
+        text = it.text()
+        assert " 1 one" in text and " 2 two" in text and "❯ And?" in text
+        assert re.search(r"read \d+ tokens; first token after", text)
+        assert "Slots" in text and "Timeline" in text and "tok/s" in text
+        talk = it.app.query_one("#talk").region
+        assert talk.height >= 15 and talk.width >= 80
+        await ended(it)
+        read, all_, kept = re.search(
+            r"read (\d+) of (\d+) tokens; (\d+) were still in slot 0", seen(it)
+        ).groups()
+        assert int(read) + int(kept) == int(all_) and int(kept) > 40
+
+    show(scenario, Talking(), size=size)
+
+
+def test_thoughts_are_dim_and_folded_when_they_are_over():
+    """The pane's title has the question, too, so only the lines below the question count."""
+
+    async def scenario(it):
+        def below() -> str:
+            return it.text().split("❯")[1].partition("\n")[2]
+
+        await it.press("i", turns=0)
+        await ask(it, 'Say "<think>It is a sum.</think>Four."')
+        assert "▸ thought: 4 words" in below() and "It is a sum." not in below()
+        it.app.action_command("/thoughts")
+        await it.pilot.pause()
+        assert below().count("It is a sum.") == 1
+        await ask(it, "And?")
+        assert "a:Four.;" in it.stage.shown[-1]
+
+    show(scenario, Talking(), size=(120, 40))
+
+
+def test_the_conversation_goes_back_in_time_and_is_scrolled():
+    async def scenario(it):
+        it.stage.session.obey("/set max=240")
+        await it.press("i", turns=0)
+        await ask(it, "one")
+        await ask(it, "two")
+        assert "❯ one" not in it.text()
+        await it.press(*["pageup"] * 9, turns=0)
+        assert "❯ one" in it.text() and " 0 lines above, " in it.text()
+        await it.press(*["pagedown"] * 9, "escape", "left", turns=0)
+        assert it.stage.state.cursor and it.stage.state.talking
+        for _ in range(300):
+            it.stage.state.move(-1)
+        it.app.paint()
+        await it.pilot.pause()
+        now = it.stage.state.talks.open.turns[-1].request.text
+        assert now[-40:] not in " ".join(it.text().split())
+        await it.press("escape", turns=0)
+        assert it.stage.state.cursor is None and it.stage.state.talking
+
+    show(scenario, Talking(), size=(80, 24))
+
+
+# --- Markdown -----------------------------------------------------------------------------------
+
+HOSTILE = [
+    "<script>alert(1)</script> <b>x</b>",
+    "[a](javascript:alert(1)) [b](http://x.y/z) ![i](http://z.z/p.png) <http://a.b>",
+    "&#27;[31m &#x202e;abc \x1b]8;;http://x\x07y \u202e",
+    "[ref]: http://hidden.example",
+    "```\nunclosed",
+    "> " * 60 + "deep",
+    "".join("  " * i + "* x\n" for i in range(60)),
+    "x" * 100_000,
+    "| a | b |\n|---|---|\n| 1 |\n" * 50,
+    "#" * 90,
+    "*" * 5_000,
+    "`" * 5_001,
+    "[" * 3_000,
+    "1. " * 500,
+    "```python\n" + "((((" * 500,
+    "",
+    "\n\n \n",
+]
+
+
+def written(text: str, width: int = 60, grows: bool = False) -> list[str]:
+    lines = lines_of(text, width, style.DARK, style.DARK.text, grows)
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]
+
+
+def test_no_link_of_an_answer_opens_and_no_word_of_it_is_hidden():
+    seen = 0
+    for text in HOSTILE:
+        for line in lines_of(text, 40, style.LIGHT, style.LIGHT.text, False):
+            for segment in line:
+                assert style.clean(segment.text) == segment.text
+                assert not (segment.style and (segment.style.link or segment.style.meta))
+                seen += 1
+    assert seen > 1000
+    text = " ".join(written(" ".join(HOSTILE[:4])))
+    for part in ("<script>alert(1)</script>", "<b>x</b>", "b (http://x.y/z)", "p.png"):
+        assert part in text, text
+    assert "".join(written(HOSTILE[5])).endswith("deep")
+    assert sum("x" in line for line in written(HOSTILE[6], 200)) == 60
+    assert written(HOSTILE[3]) == [" [ref]: http://hidden.example"]
+
+
+def test_an_answer_that_grows_is_drawn_as_the_whole_of_it_but_for_its_last_block():
+    text = "# Head\n\nTwo\nlines.\n\n* a\n* b\n\n  more of b\n\n```python\nx = 1\n\ny = 2\n```\n\n1. one\n\n2. two"
+    whole = written(text)
+    assert [line.strip() for line in whole if line.strip()] == (
+        ["Head", "Two", "lines.", "• a", "• b", "more of b", "x = 1", "y = 2", "1 one", "2 two"]
+    )
+    assert blocks(text)[3].startswith("```python") and len(blocks(text)) == 6
+    for end in range(len(text)):
+        complete = blocks(text[:end])[:-1]
+        assert complete == blocks(text)[: len(complete)], text[:end]

@@ -1,0 +1,404 @@
+"""The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing
+runs."""
+
+import random
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+from screen_stage import Stage, at_every_size, drawn, plain, show
+from textual import events
+
+from screen import commands, engine_client, keys
+from screen.draw import panes
+from screen.experiment import Trial
+from screen.pages import race
+
+
+@pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
+def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_steps(wish):
+    """A template that took long held up the steps of all."""
+    stage, read = Stage().load(), []
+    ask = stage.engine.text.ask
+    stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
+    stage.session.obey(wish)
+    before = list(read)
+    assert before
+    for _ in range(200):
+        stage.time.now += 0.01
+        stage.turns()
+    assert stage.state.requests and read == before
+
+
+def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_prefill():
+    """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
+    prefill."""
+    stage = Stage().load()
+    stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
+    stage.session.obey("/burst 20")
+    stage.turns(3)
+    stage.session.obey("/pause")
+    stage.turns()
+    seen = Counter()
+    for _ in range(40):
+        assert stage.engine.steps == stage.state.view.engine.planned == stage.state.history[-1].step
+        step, slots = stage.state.step, stage.state.view.engine.slots
+        did = {slot: "prefill" for slot, *_ in step.prefill} | {
+            slot: "decode" for slot, _ in step.decode
+        }
+        did |= {slot: "held" for slot, _ in step.held}
+        lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))[2:-1]
+        for slot, line in zip(slots, lines, strict=True):
+            if slot.request is not None:
+                assert line[4:12].strip() == did[slot.slot], (line, step)
+                seen[did[slot.slot]] += 1
+        stage.session.obey("/step")
+        stage.turns()
+    assert min(seen["prefill"], seen["decode"], seen["held"]) > 10
+
+
+def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
+    """That step has taken its time, too."""
+    stage = Stage().load()
+    stage.session.obey("/burst 4")
+    stage.turns(9)
+    assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
+    stage.session.obey("/pause")
+    stage.turns()
+    newest, before = stage.state.history[-1], stage.state.history[-2]
+    assert (
+        newest.step == stage.state.view.engine.planned
+        and newest.ended - before.ended >= 0.01 - 1e-9
+    )
+    assert stage.state.view.engine.now == newest.ended
+
+
+def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake():
+    """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.turns()
+    stage.session.obey("/pause")
+    stage.turns()
+    assert stage.room.loop.turn() is None
+    stage.session.obey("/resume")
+    stage.turns()
+    assert stage.room.loop.turn() is not None
+    stage.session.obey("a request")
+    stage.session.obey("/slow 4")
+    stage.turns()
+    assert 0 < stage.room.loop.turn() <= 0.25
+
+
+def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_ones_do_not():
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == commands.SLOW
+        assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
+        assert "0 Full speed" in it.text().splitlines()[-1]
+        while not it.stage.session.settled:
+            it.stage.time.now += it.stage.room.loop.turn() or 0
+            it.stage.session.look()
+        assert it.stage.state.view.slow == 0
+        await it.press("b", turns=3)
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("leave", ["0", "r", "plus"])
+def test_the_first_bursts_slow_motion_can_be_left(leave):
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        await it.press(*[leave] * (4 if leave == "plus" else 1), turns=2)
+        assert it.stage.state.view.slow == 0 and "slow" not in it.text().splitlines()[0]
+
+    show(scenario)
+
+
+@at_every_size
+def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
+    async def scenario(it):
+        await it.press("minus")
+        assert it.stage.state.view.slow == 16
+        await it.press("minus", "minus", "minus", "plus")  # faster than views come
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        assert "Full speed" in it.text().splitlines()[-1]
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        await it.press("space", turns=2)
+        assert "paused" in it.text() and it.stage.state.view.slow == 4
+        await it.press("space", "0")
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+        it.app.action_command("/slow 0.05")
+        await it.sees("slow = '0.05'")
+
+    show(scenario, size=size)
+
+
+def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then():
+    """Pause, View and Slower gave way to Policy, Compare and Race."""
+    stage = Stage().load()
+    stage.session.obey("/slow 16")
+    stage.turns()
+    (footer,) = plain(drawn(keys.draw_keys, stage.state, 80, 1))
+    for key in ("space Pause", "- Slower", "0 Full speed", "v View", "b Burst", "? Help", "q Quit"):
+        assert key in footer
+
+
+def test_a_steady_load_comes_at_its_rate_and_stops():
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.room.loop.turn()
+    for _ in range(400):  # 20 seconds
+        stage.time.now += 0.05
+        stage.turns()
+    assert 60 < stage.engine.sched.submitted < 140
+    stage.session.obey("/load off")
+    stage.turns()
+    count = stage.engine.sched.submitted
+    stage.time.now += 100
+    stage.turns(10)
+    assert stage.engine.sched.submitted == count and count > 0
+
+
+def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
+    async def scenario(it):
+        await it.press("i", *"xyz", turns=0)
+        it.app.prompt.put("x" * 2600)
+        await it.press("enter", turns=2)
+        assert it.app.prompt.value == "x" * 2600
+        await it.sees("not fired: the prompt has 2,600")
+        said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
+        # It told of a max_tokens that no user had set
+        assert it.stage.state.faults[-1].message.startswith(said)
+        # The cursor stood at the beginning, so this took nothing away
+        await it.press("ctrl+u", turns=0)
+        assert it.app.prompt.value == ""
+
+    show(scenario, size=(120, 40))
+
+
+def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
+    evil = '"\x1b]0;title\x07 \x1b[31mred\x9b2J [/foo] [b]x[/b] \u202eabc \r\x08 \x00"'
+
+    async def scenario(it):
+        it.stage.session.obey("/set max=30")
+        it.stage.session.obey(evil)
+        it.stage.room.loop.turn()
+        it.stage.room.fault("fault " + evil)
+        await it.turns(60)
+        texts = [it.text()]
+        await it.press("f")
+        texts.append(it.text())
+        it.app.post_message(events.Paste(evil))
+        await it.press("escape", "i")
+        await it.pilot.pause()
+        it.app.post_message(events.Paste(evil))
+        await it.pilot.pause()
+        texts.append(it.text())
+        for text in texts:
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text), repr(text)
+        assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
+
+    show(scenario, Stage(prompts=engine_client.BURST), size=(120, 40))
+
+
+class Seen(NamedTuple):
+    """What a trial of the tests finds: how many of its requests have ended."""
+
+    ended: int
+    lines: tuple[str, ...] = ()
+    name: str = "seen"
+
+
+class Tried(Trial):
+    """A trial of the tests, from its steps."""
+
+    def __init__(self, run):
+        super().__init__(Seen(0))
+        self.run = run
+
+
+def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_none():
+    stage, asks = Stage().load(), stage_asks(3)
+
+    def trial(engine_room):
+        handles = [engine_room.submit(ask) for ask in asks]
+        while not all(handle.finish_reason for handle in handles):
+            yield Seen(sum(handle.finish_reason is not None for handle in handles))
+        yield Seen(len(handles))
+
+    stage.session.try_out("trial", Tried(trial))
+    found = []
+    for _ in range(300):
+        stage.turns()
+        if (view := stage.state.view).trial and view.trial not in found:
+            found.append(view.trial)
+        if not view.trying and found:
+            break
+    assert found[0] == Seen(0) and found[-1] == Seen(3) and not view.trying and not view.busy
+
+
+@pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
+def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
+    stage = Stage().load()
+    budget = stage.engine.sched.budget
+
+    def trial(engine_room):
+        engine_room.engine.sched.budget = 1
+        try:
+            yield Seen(0)
+            if end == "wrong":
+                raise ValueError("this model has no room for it")
+            if end == "mistake":
+                raise KeyError("a mistake in a trial")
+            while True:
+                yield Seen(1)
+        finally:
+            engine_room.engine.sched.budget = budget
+
+    stage.session.try_out("trial", Tried(trial))
+    stage.turns(2)
+    if end == "cancel":
+        assert stage.engine.sched.budget == 1 and stage.state.view.trying
+        stage.session.obey("/cancel all")
+    stage.turns(3)
+    assert stage.engine.sched.budget == budget and not stage.state.view.trying
+    faults = " ".join(fault.message for fault in stage.state.faults)
+    assert {"cancel": "", "wrong": "no room for it", "mistake": "a mistake in a trial"}[
+        end
+    ] in faults
+    stage.session.obey("/burst 2")
+    stage.finish()
+
+
+def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
+    stage = Stage().load()
+
+    def trial(engine_room):
+        while True:
+            yield Seen(0)
+
+    stage.session.try_out("trial", Tried(trial))
+    stage.turns(2)
+    stage.session.try_out("trial", Tried(trial))
+    stage.turns(2)
+    assert "a trial runs already" in stage.state.faults[-1].message
+    for view in (stage.state.view._replace(watches=True), stage.state.view._replace(door=object())):
+        stage.state.view = view
+        with pytest.raises(ValueError, match="its clients would suffer"):
+            stage.session.try_out("trial", Tried(trial))
+
+
+def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
+    stage, written = Stage().load(), []
+    log = commands.PlainLog(stage.session, written.append)
+    asks = [ask._replace(mute=True) for ask in stage_asks(20)]
+
+    def trial(engine_room):
+        handles = [engine_room.submit(ask) for ask in asks]
+        yield Seen(0, ("20 are fired",))
+        while not all(handle.finish_reason for handle in handles):
+            yield Seen(0, ("20 are fired",))
+        yield Seen(20, ("20 are fired", "all have ended"))
+
+    for _ in range(2):
+        log.obey("something of a user's")
+        stage.session.try_out("trial", Tried(trial))
+        while not stage.session.settled:
+            stage.room.loop.turn()
+            log.look()
+    log.flush()
+    words = ("waits: something of a user's", "20 are fired", "all have ended")
+    told = [word for line in written for word in words if line.endswith(word)]
+    assert told == [*words] * 2
+    assert sum("waits" in line for line in written) == 2
+    assert sum("admitted" in line for line in written) == 2
+
+
+def stage_asks(count: int) -> list[engine_client.Ask]:
+    return [engine_client.Settings().ask(f"prompt {i}", 8) for i in range(count)]
+
+
+def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
+    """Each prompt that found no room was a fault of its own, for as long as the load went on."""
+    stage = Stage().load()
+    stage.engine.sched.max_queue = 20
+    stage.session.obey("/load 1000")
+    for _ in range(100):
+        stage.time.now += 0.05
+        stage.turns()
+    assert [fault.message for fault in stage.state.faults] == [
+        "the steady load is off: the line is full (20)"
+    ]
+    assert stage.state.view.load == 0 and len(stage.state.requests) == 20
+    stage.finish()
+
+
+@pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
+def test_a_steady_load_rests_while_a_trial_runs_and_makes_up_for_nothing(order):
+    """Some trials were refused under a load. And behind a race came all that would have come
+    meanwhile, at once."""
+    stage = Stage().load()
+    stage.session.obey("/load 2")
+    stage.turns()
+    stage.session.obey(order)
+    stage.turns(2)
+    while stage.state.view.trying:
+        stage.time.now += 1
+        stage.turns()
+    assert not stage.state.faults and stage.state.view.load == 2
+    before = stage.engine.sched.submitted
+    stage.turns(3)
+    assert stage.engine.sched.submitted - before < 3
+    for _ in range(30):
+        stage.time.now += 0.2
+        stage.turns()
+    assert stage.engine.sched.submitted - before > 4
+
+
+def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
+    """After each step all of them were asked, and a step took a millisecond more."""
+    stage = Stage().load()
+    dice = random.Random(5)
+    stage.session.obey("/burst 300")
+    ended = 0
+    for turn in range(400):
+        stage.turns()
+        if turn % 20 == 10:
+            stage.session.obey(f"/cancel {dice.choice(list(stage.room.own))}")
+        if turn == 200:
+            stage.engine.runner.fail = RuntimeError("the device is on fire")
+        open_ = {r.id for r in stage.state.requests.values() if r.reason is None}
+        waiting = set(stage.engine.sched.waiting)
+        assert set(stage.room.own) == open_ | waiting, turn
+        ended = len(stage.state.ended)
+    assert 40 < ended < 300
+    stage.finish()
+    assert not stage.room.own
+
+
+def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
+    """A server's page and a screen elsewhere were told "5 token ids"."""
+    stage = Stage().load()
+    stage.session.obey("Hello")
+    stage.turns()
+    (request,) = stage.engine.snapshot().requests
+    assert request.prompt == "Hello"
+
+
+def test_a_race_whose_prompts_cannot_be_read_is_refused_at_once():
+    """It was announced, and ended before its first step."""
+    stage = Stage().load()
+
+    def refuse(text: str) -> list[int]:
+        raise ValueError("the model knows no character of it")
+
+    stage.engine.text.ask = refuse
+    with pytest.raises(ValueError, match="knows no character"):
+        stage.session.obey("/race 4")
+    assert stage.session.heard and race.shown_in(stage.state).contest is race.NO_RACE

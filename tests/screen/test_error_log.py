@@ -1,0 +1,162 @@
+"""What fails is shown: tracebacks on a page of their own, and a pane that raises in its own
+place."""
+
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from screen_stage import Stage, at_every_size, drawn, plain, show
+
+from nanobatch import Sampling
+from runtime.errors import show_fault
+from screen import app, engine_client
+from screen.pages import error_log
+from screen.state import State
+
+
+def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(5)
+        it.stage.engine.runner.fail = RuntimeError("the device is on fire")
+        await it.turns(2)
+        await it.sees("failed; E shows")
+        await it.press("E")
+        await it.sees("Traceback (most recent call last):")
+        text = it.text()
+        assert (
+            "Errors" in text
+            and 'word_engine.py", line' in text
+            and "RuntimeError: the device is on fire" in text
+        )
+        await it.press("escape")
+        assert it.app.page is None
+
+    show(scenario, size=(120, 40))
+
+
+def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
+    """Each was a toast of its own, and with some thousand of them Textual stood still."""
+
+    async def scenario(it):
+        it.stage.room.fault("the first")
+        await it.turns()
+        await it.sees("the first")
+        it.stage.state.faults += [engine_client.Fault(f"r{i} failed") for i in range(10_000)]
+        await it.turns()
+        await it.sees("other faults)")
+        assert 1 <= len(it.app._notifications) <= app.WARNINGS
+        await it.press("question_mark")
+        assert it.app.page.name == "help"
+
+    show(scenario, size=(120, 40))
+
+
+def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
+    """All were kept, for as long as the screen was open."""
+
+    told = []
+
+    async def scenario(it):
+        it.app.warn = told.extend
+        for number in range(app.TRACEBACKS + 20):
+            show_fault(f"fault {number} came", ValueError("x"))
+            if number % 30 == 0:
+                await it.turns()
+        await it.turns()
+        await it.press("E")
+        await it.sees(f"fault {number} came")
+        kept = it.stage.state.tracebacks
+        assert len(kept) == app.TRACEBACKS and f"fault {number} came" in kept[-1]
+        assert [line.split()[1] for line in told] == [str(i) for i in range(number + 1)]
+
+    show(scenario, size=(120, 40))
+
+
+def test_without_a_failure_the_page_of_tracebacks_says_so():
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.press("E")
+        await it.sees("Nothing has failed.")
+
+    show(scenario)
+
+
+@at_every_size
+def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monkeypatch, caplog):
+    def broken(state, on):
+        on.pen().put("?", on.no_such_colour)
+
+    monkeypatch.setitem(app.PANES, "slots", broken)
+
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(40)
+        assert "✗ slots: AttributeError" in it.text() and "step" in it.text()
+        assert len(it.stage.state.tracebacks) == 1, "once, however often it is painted"
+        await it.press("E", turns=3)
+        await it.sees("the pane 'slots' cannot be drawn")
+        assert (
+            "in broken" in it.stage.state.tracebacks[0]
+            and "test_errors.py" in it.stage.state.tracebacks[0]
+        )
+
+    stage = show(scenario, size=size)
+    assert stage.engine.steps > 10
+    assert len(caplog.records) == 1
+
+
+def test_tracebacks_go_to_the_terminal_again_when_the_screen_is_left(caplog):
+    async def scenario(it):
+        await it.turns()
+
+    stage = show(scenario)
+    show_fault("a test failed", ValueError("after the end"))
+    assert stage.state.tracebacks == [] and "a test failed" in caplog.text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_traceback_of_any_width_fits_its_page(width):
+    block = (
+        "step 3 failed\nTraceback:\n"
+        + " " * 90
+        + "deep = inside\n    "
+        + "x" * 300
+        + "\n  "
+        + "文" * 90
+    )
+    state = State(tracebacks=[block, "another\nTraceback:"])
+    lines = drawn(error_log.draw, state, width, 20)
+    assert all(cell_len(line) <= width for line in plain(lines))
+    text = "".join(plain(lines))
+    assert (
+        text.index("another") < text.index("step 3 failed")
+        and text.count("x") >= 300
+        and text.count("文") == 90
+    )
+
+
+def test_a_notice_whose_time_is_over_when_the_screen_has_gone_is_no_fault():
+    """Its timer may come while the program ends: a traceback instead of a clean end."""
+    apps = []
+
+    async def scenario(it):
+        await it.press("b")
+        apps.append(it.app)
+
+    stage = show(scenario)
+    assert not apps[0].screen_stack
+    apps[0].hush(stage.state.said)
+
+
+def test_a_request_that_has_failed_without_a_traceback_is_on_the_page_of_errors():
+    """After a NaN the page said that nothing had failed."""
+    stage = Stage().load()
+    stage.session.obey("one")
+    handle = stage.engine.submit([97], Sampling(max_tokens=9))
+    stage.turns(2)
+    ended = replace(handle.view(), reason="error", error="the model computed no number", ended=1.0)
+    stage.state.ended.append(ended)
+    text = "".join(plain(drawn(error_log.draw, stage.state, 80, 24)))
+    assert f"r{handle.id} failed: the model computed no number" in text
+    assert "Nothing has failed" not in text

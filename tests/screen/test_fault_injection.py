@@ -1,0 +1,297 @@
+"""Breaking the engine on purpose: who ends, who goes on, whose bits change, and what is put back."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from rich.cells import cell_len
+from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
+from word_engine import WordRunner
+
+import kv
+from nanobatch import Engine, Runner
+from screen import commands, keys
+from screen.draw import panes, step, style
+from screen.pages import step_cost
+from screen.pages.fault_injection import BREAKS, Breakage
+
+
+def broken(stage: Stage, what: str) -> Breakage:
+    stage.session.obey(f"/break {what}")
+    stage.turns()
+    stage.finish()
+    found = stage.state.view.trial
+    assert found.stage == "over" and found.what == what, stage.state.faults
+    assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
+    return found
+
+
+@cache
+def demo_stage() -> Stage:
+    stage = Stage()
+    stage.room._load = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
+    return stage.load()
+
+
+@pytest.fixture
+def demo() -> Stage:
+    stage = demo_stage()
+    stage.state.faults.clear()
+    return stage
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
+    found = broken(demo, what)
+    in_slots = [each for each in found.witnesses if each.where.startswith("slot")]
+    ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1]}[what]
+    assert len(in_slots) == 4 and len(found.witnesses) == 8
+    assert len(found.ended) == len(ended) and {*found.ended} <= {*in_slots}
+    assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
+    assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
+    if demo.engine.exact:
+        assert not found.changed and "no bit changed" in found.so_far
+    assert type(demo.engine.runner) is Runner
+    errors = {each.error for each in found.ended}
+    said = {
+        "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
+        "nan": "the model computed a number that is not finite",
+        "client": "",
+    }
+    assert errors == ({said[what]} if what in said else set())
+
+
+def test_nan_is_written_over_nothing_that_another_prompt_may_take_over(demo):
+    """Rows of a prompt are given to others that begin alike: these would be NaN, too, and
+    rightly."""
+    found = broken(demo, "nan")
+    first, last = map(int, found.did.split("rows ")[1].split(" of ")[0].split(" to "))
+    (victim,) = found.ended
+    prompts = {r.id: r.metrics.prompt_tokens for r in demo.state.ended}
+    assert first == prompts[victim.id] <= last < first + victim.tokens
+
+
+def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
+    """With a window that looks into all slots, whoever decodes ends."""
+    read = kv.Window.read
+
+    def nosy(self, layer, look):
+        k, v = read(self, layer, look)
+        return k, v + 0 * self.slab.v[layer].sum()
+
+    monkeypatch.setattr(kv.Window, "read", nosy)
+    found = broken(demo, "nan")
+    assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
+
+
+# --- with an engine of words --------------------------------------------------------------------
+
+
+def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
+    stage = Stage().load()
+    found = broken(stage, "step")
+    assert len(found.witnesses) == 12
+    assert [each.id for each in found.ended] == [1, 2, 3, 4, 5, 7, 8]
+    half_read = found.witnesses[5]
+    assert half_read.where == "slot 5" and half_read.went_on, "it went back to the line"
+    assert found.so_far == "7 ended by it, 5 went on to the end of their answers; no bit changed"
+    assert found.did.startswith("step ") and type(stage.engine.runner) is WordRunner
+
+
+def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
+    async def scenario(it):
+        await it.press("K")
+        assert "an exception in the next step" in it.text()
+        await it.press("1", turns=60)
+        assert "ended by it" in it.text()
+        await it.press("E")
+        await it.sees("screen.pages.fault_injection.Planted: planted by /break step")
+        assert "breakage.py" in it.text()
+        assert not it.stage.state.faults, "what is meant needs no notices over the page"
+
+    show(scenario, size=(120, 40))
+
+
+def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
+    stage = Stage().load()
+    stage.session.obey("/set max=60 temperature=0.9")
+    for i in range(10):
+        stage.session.obey(f"prompt {i}")
+    stage.turns(6)
+    found = broken(stage, "client")
+    assert [each.id for each in found.witnesses] == [*range(1, 11)]
+    assert len(found.ended) == 1 and found.ended[0].reason == "cancelled"
+    assert all(each.covers == 0 for each in found.witnesses) and not found.changed, "tokens alone"
+    again = [stage.prompt(request.id) for request in stage.state.ended[-10:]]
+    assert sorted(again) == sorted(f"prompt {i}" for i in range(10)), "they were “token ids”"
+    page = " ".join(plain(draw(stage, 80, 24)))
+    assert "✓ all tokens" in page
+
+
+@pytest.mark.parametrize(("wrong", "words"), [("bits", "✗ other bits"), ("token", "✗ other words")])
+def test_answers_that_change_with_their_company_are_reported(wrong, words):
+    stage = Stage().load()
+    stage.engine.exact = False
+    turned_by_company(stage, 5, wrong)
+    found = broken(stage, "client")
+    changed = found.changed
+    assert changed and f"{len(changed)} changed in a bit" in found.so_far
+    assert found.lines[-1].startswith(f"changed: r{changed[0].id}")
+    assert "promises no bits in company" in found.lines[-1]
+    page = " ".join(plain(draw(stage, 120, 40)))
+    assert page.count(words) == len(changed)
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("turns", [2, 8, 40])
+def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
+    stage = with_slab(Stage().load())
+    runner = stage.engine.runner
+    stage.session.obey(f"/break {what}")
+    stage.turns(turns)
+    assert stage.state.view.trying
+    stage.session.obey("/cancel all")
+    stage.turns(3)
+    assert not stage.engine.has_work and stage.engine.runner is runner
+    assert not stage.state.view.trying
+    stage.session.obey("a request")
+    stage.finish()
+    assert stage.state.ended[-1].reason == "length"
+
+
+def with_slab(stage: Stage) -> Stage:
+    """A runner of words with a slab into which NaN can be written: then the slot's next token is
+    none."""
+    runner = stage.engine.runner
+    poisoned = set()
+
+    class Rows:
+        def __setitem__(self, where, number):
+            assert number != number
+
+    finish = runner.finish
+
+    def sick(flight, picks):
+        flight = finish(flight, picks)
+        for slot in poisoned & {slot for slot, (pick,) in picks.items() if pick.index}:
+            flight.tokens[slot] = [-1]
+            poisoned.discard(slot)
+        return flight
+
+    runner.slab = SimpleNamespace(
+        prefix=lambda slot, rows: [Rows()],
+        fill=lambda slot, rows: poisoned.add(slot),
+        check=lambda: None,
+    )
+    runner.finish = sick
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        (["/break"], "what shall break? /break step, nan, client"),
+        (["/break it"], "break = 'it'; choose one of step, nan, client"),
+        (["/break nan"], "this engine has no slab"),
+    ],
+)
+def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
+    stage = Stage().load()
+    lines = []
+    log = commands.PlainLog(stage.session, lines.append)
+    for order in orders:
+        log.obey(order)
+        stage.turns(30)
+    said = " ".join([*lines, *(fault.message for fault in stage.state.faults)])
+    assert words in said and not stage.state.view.trying
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(stage: Stage, width: int, height: int) -> list[style.Line]:
+    return drawn(keys.PAGES["break"].draw, stage.state, width, height)
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_the_page_is_as_drawn(what):
+    async def scenario(it):
+        if what == "nan":
+            with_slab(it.stage)
+        it.stage.engine.exact = True
+        await it.press("K", str([*BREAKS].index(what) + 1))
+        it.stage.finish()
+        await it.turns(1)
+        like_golden(f"break-{what}-120x40", it.text())
+
+    show(scenario, size=(120, 40))
+
+
+def test_before_anything_was_broken_the_page_says_what_it_does():
+    async def scenario(it):
+        await it.press("K")
+        text = it.text()
+        for title, _ in BREAKS.values():
+            assert title in text
+        assert "1 to 3 break it" in text
+        row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
+        await it.pilot.click("#sheet", offset=(8, row))
+        await it.turns(30)
+        assert it.stage.state.view.trial.what == "client"
+        await it.press("K")
+        assert "Slots" in it.text(), "its own key closes it, and does not end the trial"
+        assert it.stage.state.view.trying
+        await it.press("K", "2", turns=2)
+        assert "a trial runs already" in it.stage.state.faults[-1].message
+        await it.press("X", turns=3)
+        assert not it.stage.state.view.busy
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("width", [60, 80, 97, 200])
+def test_no_line_of_the_page_is_longer_than_the_page(width):
+    stage = Stage().load()
+    seen = 0
+    for what in ("step", "client"):
+        stage.session.obey(f"/break {what}")
+        stage.turns()
+        while not stage.session.settled:
+            stage.turns(40)
+            for line in plain(draw(stage, width, 24)):
+                assert cell_len(line) <= width, line
+                seen += 1
+    assert seen > 200
+
+
+def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
+    stage, lines = Stage().load(), []
+    log = commands.PlainLog(stage.session, lines.append)
+    log.obey("/break client")
+    while not stage.session.settled:
+        stage.room.loop.turn()
+        log.look()
+    log.flush()
+    told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
+    assert told[1:] == [
+        "break it: a client that vanishes",
+        "r1 was cancelled after 3 tokens",
+        "ended: r1: cancelled",
+        "1 ended by it, 11 went on to the end of their answers; no bit changed",
+        "compared: 531 tokens and 1,062 log probabilities with those of the same requests alone, all bits",
+    ]
+
+
+def test_a_failed_step_stands_in_all_lanes_of_the_timeline_and_says_so():
+    """The numbers went from 7 to 9, and nothing told that a step had failed between them."""
+    stage = Stage().load()
+    broken(stage, "step")
+    failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
+    assert len(failed) == 1 and failed[0].step in range(2, 30)
+    stage.state.look_at(stage.state.index_of(failed[0].step))
+    text = "\n".join(plain(drawn(panes.draw_timeline, stage.state, 100, 10)))
+    assert sum("✗" in line for line in text.splitlines()[1:-1]) == 8 and "✗failed" in text
+    assert "This step failed" in "".join(plain(drawn(step.draw_step, stage.state, 80, 10)))
+    assert "This step failed" in "".join(plain(drawn(step_cost.draw, stage.state, 80, 24)))
+    steps_seen = [column.step for column in stage.state.history]
+    assert steps_seen == [*range(steps_seen[0], steps_seen[-1] + 1)], "no number is left out"

@@ -1,0 +1,511 @@
+"""The budget that is turned while the engine runs, and the elephant that shows what it trades."""
+
+import pytest
+from rich.cells import cell_len
+from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
+
+from runtime.snapshot import WIDEST
+from sched import NARROWEST
+from screen.commands import PlainLog, orders_of
+from screen.draw.style import span
+from screen.pages import long_prompt, race, request_latency, totals
+
+
+def costs(stage: Stage, first: int) -> list[int]:
+    """What each step from this one on has cost, if it reads a prompt."""
+    steps = [column.view for column in stage.state.history if column.step >= first]
+    return [step.cost for step in steps if step.prefill]
+
+
+@pytest.mark.parametrize("budget", [24, 40, 100])
+def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_then_on(budget):
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.turns(2)
+    stage.session.obey(f"/budget {budget}")
+    stage.turns(1)
+    first = stage.state.view.turns[-1][0]
+    for i in range(12):
+        stage.session.obey("x" * 300 + str(i))
+    stage.finish()
+    after = costs(stage, first)
+    assert len(after) > 10 and budget - 8 <= max(after) <= budget
+    assert stage.state.view.engine.limits.budget == budget
+    stage.session.obey("/budget off")
+    stage.turns()
+    assert stage.state.view.engine.limits == stage.state.view.made_with
+
+
+def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_limits():
+    stage = Stage().load()
+    least, most = stage.state.view.made_with.budgets
+    assert (least, most) == (8 + NARROWEST, 8 + WIDEST * 16)
+    for wrong in (least - 1, most + 1):
+        with pytest.raises(ValueError, match=rf"budget = {wrong}, .* {least} to {most}: a row"):
+            stage.session.obey(f"/budget {wrong}")
+    for right in (least, most):
+        stage.session.obey(f"/budget {right}")
+    with pytest.raises(ValueError, match="budget = 'many'"):
+        stage.session.obey("/budget many")
+
+
+def test_the_keys_halve_and_double_the_chunk_and_lead_back_to_the_engines_own_budget():
+    async def scenario(it):
+        engine = it.stage.engine
+        engine.sched.chunk, engine.sched.budget = 64, 104
+        await it.turns()
+        seen = []
+        keys = ["left_square_bracket"] * 4 + ["right_square_bracket"] * 7
+        for key in keys:
+            await it.press(key)
+            seen.append((engine.sched.budget, engine.sched.chunk))
+        assert seen[:4] == [(40, 32), (24, 16), (24, 16), (24, 16)]
+        assert seen[4:] == [(40, 32), (104, 64), (136, 128), (264, 256), *[(520, 512)] * 3]
+        assert "budget 520" in it.text().splitlines()[0]
+        await it.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
+        assert engine.sched.budget == 104 and "budget" not in it.text().splitlines()[0]
+
+    show(scenario, size=(200, 50))
+
+
+def turned_run(turn: str) -> Stage:
+    """A run in whose middle the budget is turned, or before it."""
+    stage = Stage().load()
+    if turn == "before":
+        stage.session.obey("/budget 130")
+        stage.turns()
+    stage.session.obey("/burst 20")
+    stage.turns(30)
+    if turn == "meanwhile":
+        stage.session.obey("/budget 130")
+    return stage.finish()
+
+
+def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
+    stage = turned_run("meanwhile")
+    step = stage.state.view.turns[-1][0]
+    words = f"the budget was turned to 130 in step {step:,}: a replay has only one"
+    with pytest.raises(ValueError, match=words):
+        stage.session.obey("/compare")
+    stage.session.obey("/why p95")
+    assert stage.state.kept["why"][1] == words
+
+
+def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_now():
+    """With today's limits the replay had other steps than what ran."""
+    replays = {}
+    for turn in ("before", "never"):
+        stage = turned_run(turn)
+        for now in ("/budget 60", "/budget off"):
+            stage.session.obey(now)
+            stage.turns()
+            compared = 0
+            for request in stage.state.ended[::4]:
+                request_latency.look_into(stage.state, request)
+                found = {each.name: each.steps for each in stage.state.kept["why"][1]}
+                assert found["measured"] == found["continuous"]
+                compared += 1
+            assert compared == 5
+            replays[turn, now] = len(race.compare(stage.state).runs[0].columns)
+        assert len({steps for (each, _), steps in replays.items() if each == turn}) == 1
+        assert replays[turn, "/budget off"] == len(stage.state.history)
+    assert replays["before", "/budget off"] != replays["never", "/budget off"]
+
+
+def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turned_with_none():
+    """The makespan of an earlier period changed when the budget was turned after it."""
+    stage = like_a_cpu(Stage().load())
+
+    def makespans(count: int) -> list[str]:
+        title, *rows = plain(drawn(totals.draw, stage.state, 120, 40))[1 : count + 2]
+        end = title.index("makespan") + len("makespan")
+        return [row[end - 10 : end].strip() for row in reversed(rows)]
+
+    seen = []
+    for order in ("/budget off", "/budget 24", "/budget off"):
+        stage.session.obey(order)
+        stage.time.now += 1
+        stage.session.obey("/burst 12")
+        stage.turns(10)
+        if len(seen) == 2:
+            stage.session.obey("/budget 40")
+        stage.finish()
+        seen.append(makespans(len(seen) + 1))
+    assert seen[2] == [*seen[1], "–"] and seen[1][0] == seen[0][0] != "–" != seen[1][1]
+
+
+def test_a_race_and_clients_keep_their_budget():
+    stage = Stage().load()
+    stage.session.obey("/race 8")
+    stage.turns(5)
+    stage.session.obey("/budget 100")
+    stage.turns()
+    assert "its legs have one budget" in stage.state.faults[-1].message
+    assert not stage.state.view.turns
+    view = stage.state.view
+    for others in (view._replace(watches=True), view._replace(door=object())):
+        stage.state.view = others
+        with pytest.raises(ValueError, match=r"no other budget .* clients would suffer"):
+            stage.session.obey("/budget 100")
+        with pytest.raises(ValueError, match=r"no elephant .* clients would suffer"):
+            stage.session.obey("/elephant")
+
+
+def like_a_cpu(stage: Stage) -> Stage:
+    """Python stands still until the device has done a step: 10 ms for what decodes, and 0.1 ms for
+    each token of a prompt."""
+    runner = stage.engine.runner
+    begin = runner.begin
+
+    def begin_and_wait(order):
+        flight = begin(order)
+        tokens = sum(len(prefill.ids) for prefill in order.prefills)
+        flight.cost = 0.01 * bool(order.decodes) + 0.0001 * tokens
+        flight.read()
+        flight.build_s = 0.0
+        flight.device_s += flight.cost
+        return flight
+
+    runner.begin = begin_and_wait
+    stage.engine.sched.chunk = 64
+    stage.engine.sched.budget = 104
+    return stage.turns()
+
+
+def finish(stage: Stage) -> Stage:
+    """Until the trial is over."""
+    for _ in range(3000):
+        stage.turns()
+        if stage.session.settled:
+            return stage
+    raise AssertionError("this trial never ends")
+
+
+def until_read(stage: Stage) -> None:
+    while not (stage.state.view.trial and stage.state.view.trial.newest):
+        stage.turns()
+    stage.turns(2)
+
+
+def drops(stage: Stage) -> tuple[long_prompt.Drop, ...]:
+    return stage.state.found[long_prompt.NAME].drops
+
+
+def computed(stage: Stage, drop: long_prompt.Drop) -> int:
+    """Tokens of the prompt."""
+    metrics = stage.state.requests[drop.request].metrics
+    return metrics.prompt_tokens - metrics.cached_tokens
+
+
+def widest_read(stage: Stage, drop: long_prompt.Drop) -> int:
+    """The most tokens of prompts in a step that reads the elephant."""
+    steps = [column.view for column in stage.state.history]
+    reads = [step for step in steps if long_prompt.read_of(step, drop.request)]
+    return max(step.cost - len(step.decode) for step in reads)
+
+
+def chats(stage: Stage, drop: long_prompt.Drop) -> int:
+    """How many decoded when its first chunk was read."""
+    steps = [column.view for column in stage.state.history]
+    return len(next(step for step in steps if long_prompt.read_of(step, drop.request)).decode)
+
+
+def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_came():
+    """16 tokens in a step: 1.6 ms more for each chat, and 33 steps until the first token."""
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24 104 520")
+    finish(stage)
+    found = drops(stage)
+    assert [drop.budget for drop in found] == ["24", "104", "520"]
+    assert [drop.widest for drop in found] == [16, 64, computed(stage, found[2])]
+    for drop in found:
+        tokens = computed(stage, drop)
+        short = drop.short.tokens if drop.short else 0
+        assert 480 < tokens <= 510 and chats(stage, drop) == 6 and drop.steps_between == 1
+        assert -(-tokens // drop.widest) <= drop.steps <= -(-(tokens + short) // drop.widest)
+        assert drop.quiet_gap == drop.quiet_longest == pytest.approx(0.01)
+        assert drop.gap == pytest.approx(0.01 + drop.widest * 0.0001, rel=0.1)
+        assert drop.longest == pytest.approx(0.01 + widest_read(stage, drop) * 0.0001)
+        in_flight = 0.01  # the step that ran when it came
+        assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + (tokens + short) * 0.0001)
+
+
+@pytest.mark.parametrize("first", ["shortest", "oldest"])
+def test_the_steps_of_a_short_prompt_next_to_the_elephant_are_counted(first):
+    """No short prompt came while the elephant was read, so nothing showed that it does not wait."""
+    stage = like_a_cpu(Stage().load())
+    if first == "oldest":
+        stage.engine.sched._rest = lambda request: request.id
+    stage.session.obey("/elephant 24")
+    (drop,) = drops(finish(stage))
+    short = drop.short
+    steps = [column.view for column in stage.state.history]
+    reads = [step.step for step in steps if long_prompt.read_of(step, short.request)]
+    last = max(step.step for step in steps if long_prompt.read_of(step, drop.request))
+    assert len(reads) == short.steps and last - reads[0] + 1 == short.elephant_steps
+    assert short.steps == {"shortest": 3, "oldest": 13}[first]
+    ends = f"r{drop.request}'s after {short.elephant_steps}."
+    said = f"its first token came after {short.steps} steps, {ends}"
+    assert said in stage.state.view.trial.lines[-1] and said in " ".join(page(stage).split())
+    (lane,) = [line for line in page(stage).splitlines() if line.endswith(" short")]
+    assert f"r{short.request} " in lane and lane.count("▒") == short.steps
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
+def test_where_no_short_prompt_comes_next_to_the_elephant_it_says_so(slots, budget):
+    """Two slots are for a chat and the elephant, and an elephant in one step has no middle."""
+    stage = like_a_cpu(Stage(slots=slots).load())
+    stage.session.obey(f"/elephant {budget}")
+    (drop,) = drops(finish(stage))
+    assert drop.short is None
+    assert f"No short prompt was counted next to r{drop.request}: " in " ".join(page(stage).split())
+
+
+def test_a_last_chunk_of_a_few_tokens_is_not_the_median():
+    """Of two gaps, one with 460 tokens and one with the rest, the shorter one was told."""
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 468")
+    (drop,) = drops(finish(stage))
+    assert drop.steps == 2 and computed(stage, drop) - drop.widest < drop.widest / 5
+    assert drop.gap == drop.longest == pytest.approx(0.01 + 460 * 0.0001)
+
+
+def test_no_elephant_takes_over_rows_of_another():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 40 40 40 40")
+    finish(stage)
+    elephants = [stage.state.requests[drop.request] for drop in drops(stage)]
+    assert len(elephants) == 4
+    assert [request.metrics.cached_tokens for request in elephants] == [0] * 4
+
+
+def test_chats_that_run_already_are_used_and_go_on_after_it():
+    stage = like_a_cpu(Stage().load())
+    for i in range(3):
+        stage.session.obey(f"a chat of mine {i}")
+    stage.turns(8)
+    stage.session.obey("/elephant")
+    stage.turns(60)
+    assert not stage.state.view.trying and chats(stage, drops(stage)[0]) == 3
+    assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 5
+    finish(stage)
+    assert [request.reason for request in stage.state.ended[-3:]] == ["length"] * 3
+
+
+def test_where_no_slot_is_free_it_says_so_and_waits():
+    stage = like_a_cpu(Stage(slots=3).load())
+    for i in range(3):
+        stage.session.obey(f"/set max={50 + 80 * i}")
+        stage.session.obey(f"a chat {i}")
+    stage.turns(8)
+    stage.session.obey("/elephant")
+    stage.turns(5)
+    assert "3 chats decode; an elephant waits until a slot is free" in page(stage)
+    finish(stage)
+    assert chats(stage, drops(stage)[0]) == 2
+
+
+def page(stage: Stage, width: int = 120, height: int = 40) -> str:
+    lines = drawn(long_prompt.draw, stage.state, width, height)
+    assert len(lines) <= height
+    assert all(cell_len(line) <= width for line in plain(lines))
+    return "\n".join(plain(lines))
+
+
+@pytest.mark.parametrize("end", ["cancel", "page", "itself"])
+def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_too(end):
+    stage = like_a_cpu(Stage().load())
+    own = stage.engine.sched.budget
+    stage.session.obey("/budget 60")
+    stage.session.stays = end != "itself"
+    stage.session.obey("/elephant")
+    until_read(stage)
+    stage.session.obey("/budget 200")
+    stage.turns(3)
+    assert stage.engine.sched.budget == 200 and stage.state.view.trying
+    if end == "cancel":
+        stage.session.obey("/cancel all")
+    if end == "page":
+        long_prompt.PAGE.leave(stage.session)
+    finish(stage)
+    assert stage.engine.sched.budget == 60 and not stage.engine.sched.running
+    stage.session.obey("/budget off")
+    stage.turns()
+    assert stage.engine.sched.budget == own
+
+
+def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24")
+    until_read(stage)
+    stage.turns(5)
+    stage.session.obey("/budget 264")
+    finish(stage)
+    (drop,) = drops(stage)
+    assert drop.budget == "24→264" and drop.widest == 256 and drop.steps < 10
+
+
+@pytest.mark.parametrize("policy", ["static", "serial"])
+def test_a_policy_that_lets_nothing_in_while_others_run_is_refused_in_a_line(policy):
+    stage = like_a_cpu(Stage(policy=policy).load())
+    stage.session.obey("/elephant")
+    finish(stage)
+    assert f"{policy} keeps a free slot shut" in stage.state.faults[-1].message
+    assert not stage.engine.sched.running and "no elephant has been read yet" in page(stage)
+
+
+def test_an_engine_of_one_slot_is_refused_in_a_line():
+    stage = Stage(slots=1).load()
+    stage.session.obey("/elephant")
+    finish(stage)
+    assert "no room for chats beside an elephant; --slots 8" in stage.state.faults[-1].message
+
+
+def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_chunks():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24")
+    finish(stage)
+    first = stage.state.view.trial.lines[-1]
+    assert first.startswith(
+        "budget 24 (16 of the elephant's tokens in a step): a chat's gap was 11.6 ms"
+    )
+    assert "instead of 10.0 ms" in first and "and drop another" in first
+    stage.session.obey("/elephant 264")
+    finish(stage)
+    assert drops(stage)[0].budget == "24"  # the drop of the trial before is kept
+    second = stage.state.view.trial.lines[-1]
+    for width, height in ((60, 20), (80, 24), (200, 50)):
+        page(stage, width, height)
+    assert second.startswith(
+        "budget 264 (256 of the elephant's tokens in a step): a chat's gap was 35.4 ms"
+    )
+    assert "; with 24 (16 in a step) it was 11.6 ms" in second
+
+
+def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
+    stage, written = like_a_cpu(Stage().load()), []
+    log = PlainLog(stage.session, written.append)
+    assert orders_of("elephant elephant40 budget64", logged=True)
+    for budget in ("24", "104"):
+        log.obey(f"/elephant {budget}")
+        for _ in range(300):
+            stage.room.loop.turn()
+            log.look()
+    log.flush()
+    told = [line for line in written if "the elephant's first token came after" in line]
+    assert len(told) == 2 and "; with 24 " in told[1]
+    assert not any("waits: " in line or "admitted" in line for line in written)
+
+
+@at_every_size
+def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
+    async def scenario(it):
+        like_a_cpu(it.stage)
+        it.stage.session.stays = True
+        await it.press("L")
+        await it.turns(70)
+        await it.press("left_square_bracket", "left_square_bracket", "L")
+        await it.turns(40)
+        assert "tokens are read; budget 24, a chunk of 16 (made with 104)" in it.text()
+        like_golden(f"elephant-{size[0]}x{size[1]}", it.text())
+        await it.turns(60)
+        await it.press("right_square_bracket", "L")
+        await it.turns(70)
+        assert len(drops(it.stage)) == 3
+        like_golden(f"elephants-{size[0]}x{size[1]}", it.text())
+        await it.press("escape", turns=3)
+        assert it.stage.engine.sched.budget == 104 and not it.stage.state.view.trying
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
+    """It was dropped into the trial that was about to end."""
+    stage = like_a_cpu(Stage().load())
+    stage.session.stays = True
+    stage.session.obey("/elephant")
+    stage.turns(80)
+    long_prompt.PAGE.leave(stage.session)
+    stage.session.obey("/elephant")
+    stage.turns(80)
+    assert len(drops(stage)) == 2 and stage.state.view.trying
+
+
+def test_the_picture_stands_still_behind_the_newest_elephant():
+    stage = like_a_cpu(Stage().load())
+    stage.session.stays = True
+    stage.session.obey("/elephant")
+    stage.turns(130)
+    before = page(stage).splitlines()[2:]
+    assert any("▒▒▒▒" in line for line in before)
+    stage.turns(150)
+    assert page(stage).splitlines()[2:] == before
+
+
+def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others():
+    stage = like_a_cpu(Stage().load())
+    stage.session.stays = True
+    stage.session.obey("/elephant")
+    until_read(stage)
+    begin = stage.engine.runner.begin
+
+    def interrupted(order):
+        stage.time.now += 1.0
+        stage.engine.runner.begin = begin
+        return begin(order)
+
+    stage.turns(20)
+    stage.engine.runner.begin = interrupted
+    stage.turns(30)
+    lines = page(stage).splitlines()
+    assert sum("↑" in line for line in lines) == 7  # six chats, and the axis
+    assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)
+
+
+def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
+    """A chunk that was interrupted for a second was sold as the budget's doing."""
+    stage = like_a_cpu(Stage().load())
+    begin = stage.engine.runner.begin
+
+    def interrupted(order):
+        stage.time.now += 1.0 if stage.engine.sched.steps % 3 == 0 else 0.0
+        return begin(order)
+
+    stage.engine.runner.begin = interrupted
+    stage.session.obey("/elephant 520")
+    stage.turns(12)
+    finish(stage)
+    assert "Noisy: without the elephant, too, a gap was 1.01 s" in " ".join(page(stage).split())
+    stage.engine.runner.begin = begin
+    stage.session.obey("/elephant 520 520 520")
+    finish(stage)
+    found = drops(stage)
+    calmest = min(drop.gap for drop in found)
+    assert len(found) == 4 and calmest < found[-1].gap
+    (said,) = stage.state.view.trial.lines[-1:]
+    assert f"the calmest of 4 drops): a chat's gap was {span(calmest)}, the longest" in said
+    assert "Noisy" not in page(stage) and "; with" not in said
+
+
+def test_two_keys_before_the_engine_has_heard_one_drop_two_elephants_into_one_trial():
+    """The screen guessed whether the trial ran; now the engine's thread knows."""
+    stage = like_a_cpu(Stage().load())
+    for order in ("/elephant 24", "/elephant 264"):
+        stage.session.obey(order)
+    finish(stage)
+    assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
+
+
+def test_leaving_the_page_ends_no_other_trial():
+    stage = Stage().load()
+    stage.session.obey("/break client")
+    stage.turns(2)
+    long_prompt.PAGE.leave(stage.session)
+    stage.turns(2)
+    assert stage.state.view.trying
+    stage.session.obey("/elephant")
+    stage.turns(2)
+    assert "a trial runs already" in stage.state.faults[-1].message
+    stage.session.obey("/cancel all")
+    stage.finish()

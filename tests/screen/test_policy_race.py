@@ -1,0 +1,551 @@
+"""Comparing policies: a race, a replay without a model, and what a busy machine does to both."""
+
+import re
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from screen_stage import EndsAfter, Stage, disturb, drawn, like_golden, plain, show
+
+import ask
+import tui
+from analysis import step_times
+from nanobatch import Sampling
+from policies import POLICIES
+from screen import keys, state, step_columns
+from screen import policy_runs as runs
+from screen.draw import charts, panes, style
+from screen.draw.style import DECODE
+from screen.pages import race
+
+
+def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
+    """Under the other policy they go at the same moment, some of them before their first token."""
+    stage = Stage(slots=2).load()
+    stage.session.obey("/burst 10")
+    stage.turns(40)
+    cut = [r.id for r in stage.state.requests.values() if r.reason is None and r.slot is not None]
+    for id in cut:
+        stage.session.obey(f"/cancel r{id}")
+    stage.finish()
+    assert [stage.state.requests[id].reason for id in cut] == ["cancelled"] * 2
+    stage.session.obey("/compare serial")
+    ran, other = stage.state.kept["compare"].runs
+    assert len(ran.columns) == len(stage.state.history)
+    assert len(other.ttfts) < len(ran.ttfts) == 10
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("hurry", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
+    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for
+    cell.
+
+    The replay knows no text, only how much of each prompt was taken over. (So it does not know
+    which prompt waits until another one's rows are written. Under `short` this happens here, since
+    prompts that begin alike are of one length, and are admitted together.)
+    """
+    if policy == "short":
+        reuse = False
+    stage = Stage(policy=policy).load()
+    stage.engine.reuse = reuse
+    # Long prompts have narrow chunks
+    stage.engine.sched.chunk = 32
+    stage.engine.sched.budget = 64
+    stage.engine.sched.far = 20
+    stage.engine.hurries = hurry
+    stage.session.obey("/burst 20")
+    stage.turns(30)
+    for prompt in ("late", "and later " * 20):
+        stage.session.obey(prompt)
+        ids = stage.engine.text.ask(prompt[::-1])  # else the second waits for rows of the first
+        stage.engine.submit(ids, Sampling(max_tokens=9), client="other")
+    stage.finish()
+    limits = stage.state.view.engine.limits
+    requests = sorted(stage.state.requests.values(), key=lambda r: r.id)
+    costs = SimpleNamespace(of=lambda rows, chunks: 0.01 * bool(rows) + 0.005 * chunks)
+    run = runs.replay(limits, requests, policy, lambda at: at - requests[0].arrived, costs)
+    assert [column.cells for column in run.columns] == [
+        column.cells for column in stage.state.history
+    ]
+    assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
+    assert run.ttfts == pytest.approx([r.metrics.ttft_s for r in requests])
+
+
+def test_a_replay_drops_what_is_computed_behind_an_end():
+    """A token that ends an answer is seen a step late. The replay counted the ghost behind the end
+    as useful, and its token as delivered."""
+    stage = Stage(slots=4).load()
+    for most in (5, 9, 14, 20, 26):
+        handle = stage.engine.submit([96 + most] * 5, Sampling(max_tokens=100))
+        handle._ends = EndsAfter(handle, most)
+    stage.engine.submit([96] * 5, Sampling(max_tokens=31))
+    stage.finish()
+    stage.session.obey("/compare")
+    own, _ = stage.state.kept["compare"].runs
+    cells = [column.cells for column in stage.state.history]
+    assert [column.cells for column in own.columns] == cells
+    assert sum(cell.kind == style.GHOST for column in cells for cell in column) == 5
+    assert sum(column.tokens for column in own.columns) == 5 + 9 + 14 + 20 + 26 + 31
+
+
+def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
+    """A verdict that divided a measured time by a simulated one would tell of the simulation's
+    faults."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    assert stage.session.obey("/compare") == ""
+    ran, rival = stage.state.kept["compare"].runs
+    assert (ran.policy, ran.how, rival.policy, rival.how) == (
+        "continuous",
+        "simulated",
+        "static",
+        "simulated",
+    )
+    assert rival.makespan > 1.2 * ran.makespan and step_columns.useful_of(
+        rival.columns
+    ) < step_columns.useful_of(ran.columns)
+    assert rival.ttft_mean > ran.ttft_mean
+    assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
+    text = " ".join(" ".join(plain(drawn(race.draw_comparison, stage.state, 100, 30))).split())
+    for part in (
+        "static, simulated",
+        "continuous, simulated",
+        "makespan",
+        "TTFT p95",
+        "Compare: continuous and static, 20 requests",
+    ):
+        assert part in text, part
+    assert "What really ran (continuous) took" in text and "Not over" not in text
+
+
+def test_a_comparison_in_mid_burst_says_how_far_it_counts():
+    """Half of a burst was compared as if it were the whole."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(100)
+    engine = stage.state.view.engine
+    run = sum(slot.output_tokens > 0 for slot in engine.slots)
+    assert 0 < run < engine.submitted - engine.finished
+    stage.session.obey("/compare")
+    wait = engine.submitted - engine.finished - run
+    said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
+    assert stage.state.kept["compare"].note.startswith(said)
+    while stage.state.view.engine.waiting or any(
+        r.metrics.ttft_s is None for r in stage.state.requests.values()
+    ):
+        stage.turns()
+    stage.session.obey("/compare")
+    # "0 more have no token yet"
+    said = r"Not over: \d of them still run, and count as far as they are\. Simulated"
+    assert re.match(said, stage.state.kept["compare"].note)
+
+
+@pytest.mark.parametrize("order", ["/compare", "/race 8"])
+def test_if_there_are_no_more_requests_than_slots_it_says_why_the_policies_are_alike(order):
+    """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.finish()
+    stage.session.obey(order)
+    stage.finish()
+    kept = stage.state.kept
+    runs = (kept.get("compare") or race.shown_in(stage.state).last).runs
+    alike = r"(static|continuous) and (static|continuous) take [\d.]+ m?s each"
+    assert re.match(f"{alike}: there are no more requests than slots", race.verdict(runs))
+    more = runs[0]._replace(columns=[*runs[0].columns, runs[0].columns[-1]])
+    assert "each: there are no more" in race.verdict([more, runs[1]]), "a prompt came a step later"
+
+
+def test_a_run_that_changed_its_policy_says_so():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    stage.session.obey("/policy static")
+    stage.finish()
+    stage.session.obey("/compare")
+    assert "What really ran (continuous, then static) took" in stage.state.kept["compare"].note
+
+
+def test_after_a_race_its_second_leg_is_compared_and_not_both():
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(30)
+    stage.session.obey("/cancel all")  # while some still wait
+    stage.session.obey("/race 12")
+    stage.finish()
+    stage.session.obey("/compare")
+    assert stage.state.kept["compare"].title == "Compare: continuous and static, 12 requests"
+
+
+def test_there_is_nothing_to_compare_before_two_requests_ran_together():
+    stage = Stage().load()
+    with pytest.raises(ValueError, match="nothing has run yet"):
+        stage.session.obey("/compare")
+    stage.session.obey("alone")
+    stage.finish()
+    with pytest.raises(ValueError, match="one request alone"):
+        stage.session.obey("/compare")
+
+
+def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything():
+    stage = Stage(policy="serial").load()
+    stage.session.obey("a request that is served first")
+    stage.session.obey("/race 20")
+    stage.finish()
+    static, continuous = stage.state.view.legs
+    assert (static.policy, continuous.policy) == ("static", "continuous")
+    assert len(static.requests) == len(continuous.requests) == 20 and 1 not in static.requests
+    contest = race.race_in(stage.state)
+    slow, fast = contest.runs
+    assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
+    assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
+    assert "continuous takes" in race.verdict(contest.runs)
+    assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
+    assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "serial"
+    assert all(
+        c.view.policy == "static"
+        for c in stage.state.history
+        if static.first_step <= c.step <= static.last_step
+    )
+
+
+def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(20)
+    for order in ("/pause", "/policy static"):
+        stage.session.obey(order)
+        stage.turns()
+    status = plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
+    assert "▮▮ paused, draining → static" in status
+    assert "space: go on" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
+    assert "space Go on s Step" in plain(drawn(keys.draw_keys, stage.state, 80, 1))[0]
+    stage.session.obey("/race 12")
+    stage.finish()
+    assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
+    assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
+
+
+def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
+    """A race that had been cancelled said "running …" for ever."""
+    stage = Stage().load()
+    stage.session.obey("/race 20")
+    stage.turns(30)
+    assert stage.state.view.racing
+    stage.session.obey("/cancel all")
+    stage.finish()
+    assert not stage.state.view.racing and stage.engine.sched.policy.name == "continuous"
+    assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
+    assert [run.how for run in race.shown_in(stage.state).last.runs] == [
+        "cut short"
+    ] and not race.verdict(race.shown_in(stage.state).last.runs)
+
+
+def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_named():
+    """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
+    processor meanwhile."""
+    stage = Stage().load()
+    stage.session.obey("/set max=90")
+    stage.session.obey("/race 12")
+    quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
+    stage.state.history.clear()  # so that the quiet race tells the others nothing
+    disturb(stage, 0.1)
+    races = []
+    for _ in range(8):
+        stage.session.obey("/race 12")
+        races.append(race.shown_in(stage.finish().state).last)
+    for leg in (0, 1):
+        steps, spans, walls = zip(
+            *((r.columns, r.makespan, r.took) for r in (race.runs[leg] for race in races)),
+            strict=True,
+        )
+        assert len({len(columns) for columns in steps}) == 1
+        assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
+        assert min(walls) > 2 * max(spans)
+    assert all(race.note.count(", of it interruptions: ") == 2 for race in races)
+    words = race.verdict(races[0].runs)
+    assert (
+        f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}"
+        in words
+    )
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(policy):
+    """Compare's cost of a chunk came out as 1.9 to 249 ms."""
+    stage = Stage(policy=policy).load()
+    stage.engine.reuse = False
+    disturb(stage, 0.1)
+    stage.session.obey("/burst 20")
+    stage.turns(60)
+    stage.session.obey("/burst 6")  # in the middle: their arrival must be found on that clock
+    stage.finish()
+    stage.session.obey("/compare")
+    own, _ = stage.state.kept["compare"].runs
+    columns = stage.state.history
+    real = runs.measured(
+        policy, columns, list(stage.state.requests.values()), state.prices(stage.state)
+    )
+    assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.took > 3 * real.makespan
+    assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
+    assert (
+        f"{len(columns):,} steps, {style.span(real.makespan)} on that clock"
+        in stage.state.kept["compare"].note
+    )
+    assert "of it interruptions" in stage.state.kept["compare"].note
+
+
+def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were():
+    """A class of few steps had no price that could be trusted, and a policy that never ran had none
+    at all."""
+
+    def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
+
+    seen = (
+        [step(2, 0, 0.010)] * 9
+        + [step(6, 0, 0.018)] * 9
+        + [step(2, 1, 0.015)] * 2
+        + [step(6, 0, 9.0)] * 9
+    )
+    prices = step_times.Prices(seen)
+    wanted = {
+        (2, 0): 0.010,
+        (6, 0): 0.018,
+        (4, 0): 0.014,
+        (1, 0): 0.008,
+        (8, 0): 0.022,
+        (2, 2): 0.020,
+        (0, 1): 0.005,
+    }
+    assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
+    assert step_times.Prices([]).of(3, 1) > 0 and step_times.Prices([step(0, 2, 0.01)]).of(
+        0, 2
+    ) == pytest.approx(0.01)
+    # The more rows, the quicker: that was chance
+    odd = step_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
+    assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
+
+
+def test_the_last_race_can_be_opened_again():
+    """Escape closed the sheet, and with it the race was gone, though nothing had cleared it. And
+    after a minute its film was over at the first look."""
+
+    async def scenario(it):
+        await it.press("R")
+        await it.sees("no race has been run yet; r runs one")
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.turns()
+        await it.press("end", turns=0)
+        before = plain(drawn(race.draw, it.stage.state, 120, 40))
+        await it.press("escape", "b", turns=300)
+        it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
+        await it.turns(2)
+        await it.press("c")
+        assert "Compare" in it.text()
+        await it.press("escape")
+        assert "Slots" in it.text()
+        await it.press("R", turns=0)
+        assert race.shown_in(it.stage.state).film is not None
+        await it.press("end", turns=0)
+        assert plain(drawn(race.draw, it.stage.state, 120, 40)) == before
+        assert "continuous takes" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
+    """It admits one request a step. Only `policies.py` is told of it."""
+    shy = POLICIES["continuous"]._replace(
+        name="shy", does="one newcomer a step.", room=lambda free, running: min(free, 1)
+    )
+    monkeypatch.setitem(POLICIES, "shy", shy)
+    stage = Stage().load()
+    for _ in range(len(POLICIES) - 1):
+        stage.session.obey("/policy")  # the next one, again and again
+        stage.turns()
+    assert "shy" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
+    stage.session.obey("/burst 20")
+    stage.turns(4)
+    slots = plain(drawn(panes.draw_slots, stage.state, 80, 11))
+    assert any("blocked" in line for line in slots) and "(shy)" in slots[-1]
+    assert "╳" in "".join(plain(drawn(panes.draw_timeline, stage.state, 73, 10))[1:-1])
+    stage.finish()
+    assert "shy" in plain(drawn(charts.draw_ttft, stage.state, 40, 9))[1]
+    stage.session.obey("/compare")
+    assert stage.state.kept["compare"].title == "Compare: shy and continuous, 20 requests"
+    assert "one newcomer a step." in "".join(plain(drawn(keys.draw_help, stage.state, 120, 90)))
+    for program in (tui, ask):
+        with pytest.raises(SystemExit):
+            program.parse_arguments(["--help"])
+        assert "shy" in capsys.readouterr().out
+    assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
+
+
+def raced(size: int = 20) -> Stage:
+    stage = Stage().load()
+    stage.session.obey(f"/race {size}")
+    return stage.finish()
+
+
+def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock():
+    """Nothing of the second moved until the first had ended."""
+    stage = raced()
+    race.shown_in(stage.state).contest = race.shown_in(stage.state).last
+    longest = max(run.makespan for run in race.shown_in(stage.state).last.runs)
+    seen = []
+    for tenth in range(11):
+        race.shown_in(stage.state).film = tenth / 10 * longest
+        lines = plain(drawn(race.draw, stage.state, 120, 40))
+        seen.append(decoded(lines))
+        if tenth == 4:
+            like_golden("race-120x40", "\n".join(line.rstrip() for line in lines))
+    assert seen[0] == [0, 0] and seen[1][0] > 0 and seen[1][1] > 0
+    static, continuous = zip(*seen, strict=True)
+    assert sorted(static) == list(static) and sorted(continuous) == list(continuous)
+    assert static[10] > static[9] and continuous[10] == continuous[9], "continuous ends first"
+
+
+def decoded(lines: list[str]) -> list[int]:
+    """How many cells of the first timeline decode, and how many of the second."""
+    heads = [i for i, line in enumerate(lines) if line.startswith((" static,", " continuous,"))]
+    end = next(i for i, line in enumerate(lines) if line.strip().startswith("0 s"))
+    parts = (lines[heads[0] : heads[1]], lines[heads[1] : end])
+    return [sum(line.count(style.GLYPHS[DECODE]) for line in part) for part in parts]
+
+
+def test_beside_the_legs_stand_the_answers_as_far_as_they_had_come():
+    stage = raced(3)
+    for run in race.shown_in(stage.state).last.runs:
+        whole = run.requests[1]
+        seen = []
+        for step in run.columns:
+            found = runs.answer_in(runs.until(run, step.ended), 0)
+            if found and found[0] == 1:
+                seen.append(found[1])
+        assert seen[-1] == whole.text and len(set(seen)) > 20
+        assert all(late.startswith(early) for early, late in pairwise(seen))
+        assert runs.answer_in(runs.until(run, 0.0), 0) is None
+
+
+def test_while_the_first_leg_runs_nothing_is_blank():
+    stage = Stage().load()
+    stage.session.obey("/race 20")
+    stage.turns(60)
+    lines = plain(drawn(race.draw, stage.state, 120, 40))
+    like_golden("race-begins-120x40", "\n".join(line.rstrip() for line in lines))
+    text = "\n".join(lines)
+    assert "static, running …" in text and "continuous, runs next" in text
+    assert "answers, static" in text and len(lines) > 22
+
+
+def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
+    """The screen looks ten times a second. Escape and c came between two looks, and the race took
+    the place of the comparison."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.pilot.press("escape", "c")
+        for _ in range(3):
+            await it.turns(2)
+            assert "Compare: " in it.text()
+
+    show(scenario)
+
+
+def test_a_film_plays_although_the_engine_has_no_news():
+    """It stood still at its beginning for as long as nothing else happened."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.turns()
+        assert "of" in it.text() and race.shown_in(it.stage.state).film is not None
+        for _ in range(3):
+            seen = it.text()
+            race.shown_in(it.stage.state).began -= 1.0
+            it.app.look()
+            await it.pilot.pause()
+            assert it.text() != seen
+        race.shown_in(it.stage.state).began -= 60.0
+        it.app.look()
+        await it.pilot.pause()
+        assert "continuous takes" in it.text()
+
+    show(scenario)
+
+
+def test_a_race_that_was_cut_short_has_no_film():
+    async def scenario(it):
+        await it.press("r", turns=20)
+        await it.press("X", turns=0)
+        it.stage.session.obey("/cancel all")
+        it.stage.finish()
+        await it.turns(2)
+        assert race.shown_in(it.stage.state).film is None and "cut short" in it.text()
+
+    show(scenario)
+
+
+def test_a_picture_of_a_race_is_taken_when_both_legs_have_been_shown():
+    """It was the middle of the film, with half a leg and without a verdict."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.app.take_picture()
+        picture = it.app.picture.replace("\u00a0", " ")
+        assert "times as fast" in picture and "End leads to the result" not in picture
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins():
+    async def scenario(it):
+        await it.press("K", "3", turns=3)
+        await it.press("r", turns=2)
+        assert "a trial runs already" in it.stage.state.faults[-1].message
+        assert "No race while a trial runs" in it.text() and "The race begins" not in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_race_that_waits_names_its_own_policies_and_once_cancelled_does_not_say_that_it_begins():
+    """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
+    ever."""
+
+    async def scenario(it):
+        it.stage.session.obey("/burst 3")
+        await it.turns(3)
+        it.app.action_command("/race 3 serial fair")
+        await it.turns(3)
+        assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
+        await it.press("X", turns=3)
+        assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
+        it.app.action_command("/race 3")
+        await it.turns(3)
+        assert "static, running" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_race_whose_prompts_do_not_fit_a_slot_does_not_say_that_it_begins():
+    stage = Stage(max_len=24).load()
+    stage.session.obey("/race 3")
+    stage.finish()
+    assert "slot holds 24" in stage.state.faults[-1].message
+    assert race.NO_RACE.note in " ".join(plain(drawn(race.draw, stage.state, 120, 40)))
+
+
+def test_a_comparison_of_an_engine_that_is_gone_says_that_there_is_none():
+    """Another process had taken its place, and the page spoke of a race that begins."""
+    stage = raced(3)
+    stage.session.obey("/compare")
+    stage.state.absorb(stage.state.view._replace(life=9))
+    text = " ".join(plain(drawn(keys.PAGES["compare"].draw, stage.state, 120, 40)))
+    assert "Nothing has run yet" in text and "race" not in text

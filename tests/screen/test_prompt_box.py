@@ -1,0 +1,129 @@
+"""The prompt box: it stays open, grows with what is typed, and brings earlier prompts back."""
+
+import stat
+
+import pytest
+from screen_stage import Stage, show
+from textual import events
+
+from runtime.conversation import History
+
+
+def test_the_box_stays_open_after_enter_and_a_command_that_a_key_began_leaves_it():
+    """Each question needed `i` again, and what was typed without it was swallowed."""
+
+    async def scenario(it):
+        await it.press("i", *"one", "enter", *"two", "enter", turns=3)
+        assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]
+        await it.press(*"/pause", "enter", *"b", turns=1)
+        assert it.stage.state.view.paused and it.app.prompt.value == "b"
+        await it.press("ctrl+u", "escape", "slash", *"resume", "enter", turns=1)
+        assert not it.stage.state.view.paused and it.app.focused is None
+
+    show(scenario)
+
+
+def test_up_brings_earlier_prompts_back_and_down_what_was_being_typed():
+    async def scenario(it):
+        box = it.app.prompt
+        await it.press("i", *"one", "enter", *"two", "enter", *"dra", turns=0)
+        for key, value in (
+            ("up", "two"),
+            ("up", "one"),
+            ("up", "one"),
+            ("down", "two"),
+            ("down", "dra"),
+            ("down", "dra"),
+        ):
+            await it.press(key, turns=0)
+            assert box.value == value, key
+        await it.press("up", "enter", "up", turns=1)
+        assert it.stage.prompt(3) == box.value == "two"
+
+    show(scenario)
+
+
+@pytest.mark.parametrize(
+    "keys", [["ctrl+j"], ["shift+enter"], ["alt+enter"], ["backslash", "enter"]], ids="+".join
+)
+def test_a_key_or_a_backslash_before_enter_begins_another_line(keys):
+    async def scenario(it):
+        await it.press("i", "ctrl+u", *"one", *keys, *"two", turns=0)
+        assert it.app.prompt.value == "one\ntwo"
+        await it.press("up", "end", *keys, turns=0)
+        assert it.app.prompt.value == "one\n\ntwo"
+        await it.press("enter", turns=1)
+        assert it.stage.prompt(1) == "one\n\ntwo"
+
+    show(scenario)
+
+
+def test_a_prompt_of_several_lines_is_typed_is_all_in_sight_and_up_first_moves_in_it():
+    async def scenario(it):
+        before = it.app.prompt.region
+        await it.press("i", "ctrl+u", *"first", "ctrl+j", *"second", turns=0)
+        it.app.post_message(events.Paste(" x\r\n\x1b[31mthird"))
+        await it.pilot.pause()
+        assert it.app.prompt.region.height == 3 and it.app.prompt.region.bottom == before.bottom
+        assert all(line in it.text() for line in ("first ", "second x", "␛[31mthird"))
+        await it.press("up", "up", *"!", turns=0)
+        assert it.app.prompt.value.startswith("first!")
+        await it.press("escape", turns=0)
+        assert it.app.prompt.region == before, "it covers panes only while it is used"
+        await it.press("i", "enter", "up", turns=1)
+        assert it.stage.prompt(1) == it.app.prompt.value == "first!\nsecond x\n␛[31mthird"
+
+    show(scenario)
+
+
+def test_a_long_prompt_takes_a_third_of_the_screen_at_most():
+    async def scenario(it):
+        await it.press("i", turns=0)
+        it.app.prompt.put("word " * 400)
+        await it.pilot.pause()
+        assert it.app.prompt.region.height == 8
+
+    show(scenario)
+
+
+def test_a_history_is_the_users_alone_and_grows_by_each_question_at_once(tmp_path):
+    file = tmp_path / "state" / "history"
+    one = History(file)
+    other = History(file)
+    one.add("first")
+    other.add("second\nline")
+    other.add("second\nline")
+    one.add("  ")
+    assert History(file).questions == ["first", "second\nline"]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)] == [0o600, 0o700]
+
+
+def test_a_command_is_brought_back_today_and_is_no_question_of_tomorrow(tmp_path):
+    """The screen and `ask.py --chat` have one history, and neither knows the other's commands."""
+    history = History(tmp_path / "history")
+    for line in ("/burst 24", "Why?"):
+        history.add(line)
+    assert history.questions == ["/burst 24", "Why?"]
+    assert History(tmp_path / "history").questions == ["Why?"]
+
+
+def test_of_a_history_the_newest_thousand_are_kept_and_a_broken_one_does_no_harm(tmp_path):
+    file = tmp_path / "history"
+    file.write_bytes(b"".join(b"%d\n" % i for i in range(1500)) + b"\xff\n")
+    questions = History(file).questions
+    assert len(questions) == 1000 and questions[-2:] == ["1499", "�"]
+    assert file.read_bytes().count(b"\n") == 1000
+    History(tmp_path).add("a folder is no file")
+    History(None).add("kept nowhere")
+
+
+def test_the_prompts_of_an_earlier_day_come_back_into_the_box(tmp_path):
+    stage = Stage()
+    History(tmp_path / "history").add("of yesterday")
+    stage.earlier = History(tmp_path / "history")
+
+    async def scenario(it):
+        await it.press("i", "up", "enter", turns=2)
+        assert it.stage.prompt(1) == "of yesterday"
+
+    show(scenario, stage)

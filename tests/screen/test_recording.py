@@ -1,0 +1,209 @@
+"""A recording: what it holds, what it leaves out, and that nothing in it is made up."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+from screen_stage import Stage
+
+import tui
+from docs.make import page
+from nanobatch import Sampling
+from policies import POLICIES
+from runtime.snapshot import Limits, Metrics, RequestView, StepView
+from screen import recording as record
+from screen.state import prompt_of
+from web import simulate
+
+PRICE = {"step": 0.01, "row": 0.0, "token": 0.001}
+ABOUT = {"command": "python tui.py", "model": "words"}
+
+
+def ids_of(stage: Stage) -> record.Ids:
+    return lambda request: stage.engine.text.ask(prompt_of(request))
+
+
+def recorded(stage: Stage) -> dict:
+    """What a reader of the file gets."""
+    recording = record.record(stage.state, ABOUT, ids_of(stage))
+    return json.loads(record.as_text(recording))
+
+
+def steps_of(recording: dict, run: int = 0) -> list[dict]:
+    names = recording["fields"]["StepView"]
+    return [dict(zip(names, step, strict=True)) for step in recording["runs"][run]["steps"]]
+
+
+def requests_of(recording: dict, run: int = 0) -> list[dict]:
+    names = recording["fields"]["RequestView"]
+    out = [dict(zip(names, each, strict=True)) for each in recording["runs"][run]["requests"]]
+    for request in out:
+        metrics = recording["fields"]["Metrics"]
+        request["metrics"] = dict(zip(metrics, request["metrics"], strict=True))
+    return out
+
+
+def test_a_recording_holds_every_step_and_every_text_with_its_hash():
+    stage = Stage(policy="static").load()
+    stage.session.obey("/burst 12")
+    stage.finish()
+    recording = recorded(stage)
+    names = {"StepView": StepView, "RequestView": RequestView, "Metrics": Metrics}
+    assert all(recording["fields"][n] == list(k.__annotations__) for n, k in names.items())
+    assert recording["fields"]["Limits"] == list(Limits._fields)
+    steps = steps_of(recording)
+    assert len(steps) == len(stage.state.history) > 100
+    for step, column in zip(steps, stage.state.history, strict=True):
+        assert [s for s, *_ in step["decode"]] == [s for s, _ in column.view.decode]
+        assert step["waiting"] == column.view.waiting
+    requests = requests_of(recording)
+    assert len(requests) == 12
+    for request, known in zip(requests, stage.state.requests.values(), strict=True):
+        assert request["text"] == known.text and request["prompt"] == prompt_of(known)
+    hashes = [hashlib.sha256(r.text.encode()).hexdigest()[:16] for r in stage.state.ended]
+    assert sorted(hashes) == sorted(recording["runs"][0]["hashes"])
+
+
+def test_each_token_of_an_answer_stands_in_a_plan():
+    """So a page can say at every moment how much of an answer was there."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    recording = recorded(stage.finish())
+    got = dict.fromkeys(range(1, 13), 0)
+    lengths = {r["id"]: r["metrics"]["prompt_tokens"] for r in requests_of(recording)}
+    for step in steps_of(recording):
+        for _, request, _, stop in step["prefill"]:
+            got[request] += stop == lengths[request]
+        for slot, request in step["decode"]:
+            got[request] += slot not in step["ghosts"]
+    assert got == {r["id"]: r["metrics"]["output_tokens"] for r in requests_of(recording)}
+
+
+def test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers():
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    stage.session.obey("/race 12")
+    recording = recorded(stage.finish())
+    static, continuous = recording["runs"]
+    assert (static["policy"], continuous["policy"]) == ("static", "continuous")
+    assert static["hashes"] == continuous["hashes"] and len(static["hashes"]) == 12
+    for run in range(2):
+        assert [r["id"] for r in requests_of(recording, run)] == list(range(1, 13))
+        assert [step["step"] for step in steps_of(recording, run)][:3] == [1, 2, 3]
+    assert static["clock"][-1][1] > continuous["clock"][-1][1]
+
+
+def test_after_a_race_the_burst_that_ran_last_is_recorded():
+    stage = Stage().load()
+    stage.session.obey("/race 12")
+    stage.finish()
+    stage.session.obey("/burst 5")
+    recording = recorded(stage.finish())
+    assert [len(run["requests"]) for run in recording["runs"]] == [5]
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static", "serial"])
+@pytest.mark.parametrize("hurry", [False, True])
+def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
+    """Nothing of a plan is made up, and nothing is left out that the scheduler needs."""
+    stage = Stage(policy=policy).load()
+    stage.engine.hurries = hurry
+    stage.engine.sched.budget = 70
+    stage.session.obey("/burst 20")
+    recording = recorded(stage.finish())
+    run = recording["runs"][0]
+    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    wishes = simulate.sent_of(run, recording["fields"])
+    played = simulate.play(limits, POLICIES[policy], wishes, page.price_of(recording))
+    plans = json.loads(json.dumps(played["steps"]))
+    assert len(plans) > 100
+    for plan, step in zip(plans, steps_of(recording), strict=True):
+        assert plan == {name: step[name] for name in plan}
+
+
+def test_a_recording_names_no_client_and_tells_no_error():
+    """An error's words may hold a path, and the origin of a request at the door is an address."""
+    stage = Stage().load()
+    ids = stage.engine.text.ask("words")
+    stage.engine.submit(ids, Sampling(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
+    stage.session.obey("/burst 2")
+    stage.turns(2)
+    failed = next(iter(stage.state.requests.values()))
+    stage.state.requests[failed.id] = replace(failed, error="/home/ada: no such file")
+    recording = recorded(stage)
+    told = json.dumps(recording)
+    assert "10.9.8.7" not in told and "/home/ada" not in told
+    assert requests_of(recording)[0]["error"] == "error"
+    assert [r["client"] for r in requests_of(recording)] == ["client 1", "", ""]
+
+
+def test_a_recording_of_fair_still_knows_who_is_who():
+    """Else its plans could not be made again."""
+    stage = Stage(policy="fair", slots=2).load()
+    for number in range(12):
+        ids = stage.engine.text.ask(f"prompt {number}")
+        stage.engine.submit(ids, Sampling(max_tokens=9), client="ab"[number in (7, 9)])
+    recording = recorded(stage.finish())
+    run = recording["runs"][0]
+    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    wishes = simulate.sent_of(run, recording["fields"])
+    wishes = [wish._replace(prompt=(i,) * len(wish.prompt)) for i, wish in enumerate(wishes)]
+    played = simulate.play(limits, POLICIES["fair"], wishes, PRICE)
+    admitted = [r for step in played["steps"] for _, r in step["admitted"]]
+    assert admitted == [r for step in steps_of(recording) for _, r in step["admitted"]]
+    assert admitted != sorted(admitted)
+
+
+def test_a_recording_is_bounded(monkeypatch):
+    monkeypatch.setattr(record, "STEPS", 50)
+    monkeypatch.setattr(record, "REQUESTS", 4)
+    monkeypatch.setattr(record, "LETTERS", 30)
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    recording = recorded(stage.finish())
+    run = recording["runs"][0]
+    assert len(run["steps"]) == len(run["clock"]) == 50
+    assert len(run["requests"]) == len(run["hashes"]) == len(run["ids"]) == 4
+    texts = [text for r in requests_of(recording) for text in (r["prompt"], r["text"])]
+    assert max(map(len, texts)) == 30
+
+
+def test_what_a_recording_will_hold_is_said_in_the_help_and_what_it_holds_when_it_is_written(
+    capsys, tmp_path
+):
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    file = tmp_path / "run.json"
+    args = tui.parse_arguments(["--record", str(file)])
+    assert not file.exists(), "it would be empty, if the program ended in the middle"
+    assert tui.write_files(args, stage.session, "")
+    assert "1 run (continuous), 3 prompts and their answers" in capsys.readouterr().err
+    assert len(json.loads(file.read_text())["runs"]) == 1
+    assert "word for word" in record.HOLDS and record.HOLDS in tui.options().format_help().replace(
+        "\n" + " " * 24, " "
+    )
+
+
+def test_without_a_run_there_is_nothing_to_record_and_that_is_a_failure(capsys, tmp_path):
+    """The exit code was 0."""
+    file = tmp_path / "run.json"
+    file.write_text("an earlier one")
+    args = tui.parse_arguments(["--record", str(file)])
+    assert not tui.write_files(args, Stage().load().session, "")
+    assert "nothing has run" in capsys.readouterr().err
+    assert file.read_text() == "an earlier one"
+
+
+def test_the_command_of_a_recording_names_no_folder_and_no_key(tmp_path):
+    folder = tmp_path / "a" / "model"
+    folder.mkdir(parents=True)
+    options = ["--model", str(folder), "--seed", "3", "--api-key", "hush", "--script", "race12"]
+    command = tui.command_of(tui.parse_arguments(options))
+    assert command == "python tui.py --model model --seed 3 --script race12 --record run.json"
+    watching = tui.command_of(
+        tui.parse_arguments(["--watch", "http://10.9.8.7:80", "--key", "eye"])
+    )
+    assert watching == "python tui.py --watch URL --record run.json"

@@ -1,0 +1,306 @@
+"""Why a request waited: the parts of its life, whom it waited for, and the replays."""
+
+import os
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from screen_stage import EndsAfter, Stage, drawn, guess_at_random, like_golden, plain, show
+
+from nanobatch import Sampling
+from policies import POLICIES
+from screen import latency_breakdown as life
+from screen.commands import PlainLog, orders_of
+from screen.draw import style
+from screen.pages import request_latency
+from screen.state import State, life_in, prices
+
+REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
+
+
+EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
+
+
+def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = False) -> Stage:
+    """Some crowds of several clients, one behind the other, under each policy in turn."""
+    dice = random.Random(seed)
+    stage = Stage(policy=list(POLICIES)[seed % len(POLICIES)], slots=dice.randint(1, 5)).load()
+    engine = stage.engine
+    engine.reuse = shares
+    engine.sched.chunk = dice.choice([16, 32])
+    engine.sched.budget = dice.randint(1, 60)
+    engine.sched.far = dice.choice([20, 2**40])
+    engine.hurries = dice.random() < 0.5
+    if guesses:
+        guess_at_random(engine, dice)
+    clients = "abc"[: dice.randint(1, 3)]
+    handles = []
+    for _ in range(dice.randint(1, 2)):
+        for _ in range(dice.randint(1, 6)):
+            for _ in range(dice.randint(1, 6)):
+                prompt = [dice.randint(97, 122) for _ in range(dice.randint(1, 80))]
+                if shares:
+                    prompt = EVENINGS[dice.randint(0, 2)][: dice.randint(0, 80)] + prompt
+                most = Sampling(max_tokens=dice.randint(1, 25))
+                handle = engine.submit(prompt, most, client=dice.choice(clients))
+                if dice.random() < 0.5:
+                    handle._ends = EndsAfter(handle, dice.randint(1, 25))
+                handles.append(handle)
+            for _ in range(dice.randint(1, 12)):
+                stage.turns()
+                stage.time.now += 1e-4  # no prompt comes at the very moment of a plan
+            engine.run_ahead = dice.random() < 0.8
+            if cancels and dice.random() < 0.5:
+                dice.choice(handles).cancel()
+        stage.finish()
+    return stage
+
+
+def lives(stage: Stage) -> dict[int, life.Life]:
+    state = stage.state
+    return {r.id: life_in(state, r) for r in state.requests.values()}
+
+
+def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
+    """Each piece begins where the one before it ends. The line is as long as the engine says, and
+    only a ghost is behind the end."""
+    seen = 0
+    parts = Counter()
+    seed = 0
+    while seen < 1_000:
+        stage = random_run(seed, cancels=True)
+        for id, lived in lives(stage).items():
+            request = stage.state.requests[id]
+            pieces = lived.pieces
+            assert pieces[0].began == request.arrived
+            assert all(a.ended == b.began for a, b in pairwise(pieces))
+            assert all(piece.seconds >= 0 for piece in pieces)
+            last = [piece for piece in pieces if piece.part != "ghost"][-1]
+            assert last.ended == request.ended
+            sums = lived.parts()
+            assert sum(sums.values()) == pytest.approx(lived.seconds)
+            if request.metrics.queued_s is not None:
+                assert sums.get("line", 0.0) == pytest.approx(request.metrics.queued_s)
+            parts.update(dict.fromkeys(sums, 1))
+            seen += 1
+        seed += 1
+    assert {*life.PARTS} - {"unseen"} == {*parts}, parts
+    assert min(parts.values()) >= 5, parts
+
+
+def outcomes(state: State, id: int) -> list[life.Outcome]:
+    requests, limits = state.requests, state.view.engine.limits
+    return life.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
+@pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
+def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, guesses):
+    """To the step: in line, until the first token, and until the last. The clock of a replay does
+    not matter, since it is told before which plan each request came, and went. What was guessed is
+    guessed again: without that, each answer took a step for each token."""
+    compared = Counter()
+    for seed in range(REPLAYS):
+        stage = random_run(seed, cancels, shares, guesses)
+        state = stage.state
+        for request in state.requests.values():
+            if not request.metrics.output_tokens:
+                continue  # it was cancelled before: then there is no replay of it
+            ran = {each.name: each.steps for each in outcomes(state, request.id)}
+            assert ran["measured"] == ran[request.policy], (seed, request.id)
+            is_whole = request.reason != "cancelled"
+            assert ran["alone"][0] == 0 and (ran["alone"][2] == ran["measured"][2] or not is_whole)
+            compared[request.policy] += 1
+            compared["waited"] += ran["measured"][0] > 0
+            compared["shared"] += request.metrics.cached_tokens > 0
+            compared["guessed"] += request.metrics.right > 0
+            compared["cancelled"] += not is_whole
+    assert {*POLICIES} < {*compared} and compared["waited"] > 4 * REPLAYS, compared
+    assert (compared["shared"] > REPLAYS) == shares, compared
+    assert (compared["cancelled"] > REPLAYS / 10) == cancels, compared
+    assert (compared["guessed"] > REPLAYS) == guesses, compared
+
+
+def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
+    """It was left out. So its chunks took no time, and the first token of a request that was
+    cancelled beside it came 10.50 ms before the request."""
+    stage = Stage(slots=4, max_len=4_000).load()
+    stage.engine.submit([97] * 5, Sampling(max_tokens=600))
+    stage.turns(10)
+    stage.engine.submit([98] * 3_000, Sampling(max_tokens=5))
+    stage.turns(60)
+    late = stage.engine.submit([99] * 5, Sampling(max_tokens=200))
+    stage.turns(20)
+    late.cancel()
+    stage.turns(3)
+    found = {each.name: each for each in outcomes(stage.state, late.id)}
+    measured = found["measured"]
+    assert measured.steps == found["continuous"].steps
+    assert found["continuous"].ttft == pytest.approx(measured.ttft, rel=0.5)
+    assert all(0 < each.ttft <= each.life for each in found.values()), found
+
+
+def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
+    """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
+    stage = Stage(policy="fair", slots=2).load()
+    for id in range(1, 10):
+        stage.engine.submit([97] * 5, Sampling(max_tokens=6 + id % 2), client="many")
+    late = stage.engine.submit([98] * 5, Sampling(max_tokens=6), client="one")
+    stage.finish()
+    life = lives(stage)
+    assert late.id == 10
+    assert [id for id in life if 10 in life[id].overtakers] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert not any(set(life[id].overtakers) - {10} for id in life)
+    for request in stage.state.requests.values():
+        seconds = request.metrics.queued_s
+        # Both slots were taken, but for the steps between an end and the next admission
+        assert 1.5 * seconds <= sum(life[request.id].ahead.values()) <= 2 * seconds + 1e-9
+        slot = stage.cells(request.slot)
+        assert slot
+        if life[request.id].after is not None:
+            assert life[life[request.id].after].before == request.id
+    text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
+    assert "overtaken by r10, which came later" in text
+    assert "clients many " in text and " %, one " in text
+
+
+def page(stage: Stage, which: str, width: int = 80) -> list[style.Line]:
+    stage.session.obey(f"/why {which}")
+    return drawn(request_latency.draw, stage.state, width, 40)
+
+
+def test_under_static_it_says_how_long_a_free_slot_was_shut():
+    stage = Stage(slots=2, policy="static").load()
+    for most in (2, 30, 2):
+        stage.engine.submit([97] * 5, Sampling(max_tokens=most))
+    stage.finish()
+    life = lives(stage)[3]
+    assert life.shut == pytest.approx(0.27, abs=0.03)
+    assert "blocked " in "\n".join(plain(page(stage, "3")))
+
+
+def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
+    """r1 decodes, and the long prompt of r2 goes in beside it, in eight chunks of 16."""
+    stage = Stage(slots=2).load()
+    stage.engine.submit([97] * 5, Sampling(max_tokens=60))
+    stage.turns(20)
+    stage.engine.submit([98] * 128, Sampling(max_tokens=5))
+    stage.finish()
+    first, second = (lives(stage)[id] for id in (1, 2))
+    assert list(first.chunks) == [2] and not second.chunks
+    assert first.parts()["others' chunks"] == pytest.approx(first.chunks[2])
+    assert second.parts()["own chunks"] > 10 * second.parts().get("line", 0.0)
+
+
+@pytest.mark.parametrize("percent", [50, 95, 99])
+def test_a_percentile_leads_to_the_request_that_stands_there(percent):
+    stage = Stage().load()
+    stage.session.obey("/burst 40")
+    stage.finish()
+    stage.session.obey(f"/why p{percent}")
+    ttfts = sorted(r.metrics.ttft_s for r in stage.state.ended)
+    opened = stage.state.open.metrics.ttft_s
+    assert sum(ttft <= opened for ttft in ttfts) * 100 >= percent * len(ttfts)
+    assert sum(ttft < opened for ttft in ttfts) * 100 < percent * len(ttfts)
+
+
+def test_what_cannot_be_replayed_says_why():
+    stage = Stage(slots=1).load()
+    for _ in range(2):
+        stage.engine.submit([97] * 5, Sampling(max_tokens=9))
+    stage.turns(4)
+    assert "it has no token yet" in "\n".join(plain(page(stage, "2")))
+    stage.finish()
+    assert "measured" in "\n".join(plain(page(stage, "2")))
+    del stage.state.history[:3]
+    assert "not all steps of that time are remembered" in "\n".join(plain(page(stage, "2")))
+
+
+def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():
+    """The replay planned one token more than the slot holds, and was refused."""
+    stage = Stage(slots=1, max_len=40).load()
+    for _ in range(2):
+        handle = stage.engine.submit([97] * 10, Sampling(max_tokens=30))
+        handle._ends = EndsAfter(handle, 30)
+    stage.finish()
+    assert [r.reason for r in stage.state.ended] == ["stop", "stop"]
+    found = {each.name: each.steps for each in outcomes(stage.state, 2)}
+    assert found["measured"] == found["continuous"]
+
+
+def test_what_is_not_known_is_refused_in_a_line():
+    stage = Stage().load()
+    for order in ("/why", "/why p95", "/why 7"):
+        with pytest.raises(
+            ValueError, match=r"^(no request has ended yet|.* is not known here); b "
+        ):
+            stage.session.obey(order)
+    for order in ("/why x", "/why p101", "/why -1"):
+        with pytest.raises(ValueError, match="why = "):
+            stage.session.obey(order)
+    assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
+
+
+def test_the_plain_log_tells_a_life_in_a_line_on_demand():
+    lines = []
+    stage = Stage(slots=2).load()
+    log = PlainLog(stage.session, lines.append)
+    for _ in range(5):
+        stage.engine.submit([97] * 5, Sampling(max_tokens=9))
+    stage.finish()
+    log.obey("/why p95")
+    (line,) = lines
+    assert line.startswith("r5: ") and " = line " in line and "in line behind r" in line
+    assert "first token by replay: alone " in line and ", fair " in line
+    log.obey("/why 99")
+    assert lines[1].startswith("99 is not known here")
+
+
+def test_the_waterfall_is_as_drawn():
+    async def scenario(it):
+        it.stage.session.obey("/burst 24")
+        await it.turns(40)
+        it.stage.session.obey("/burst 6")
+        it.stage.finish()
+        await it.press("w", "tab")
+        assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
+        like_golden("why-120x40", it.text())
+
+    show(scenario, Stage(policy="short"), (120, 40))
+
+
+def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_others():
+    async def scenario(it):
+        await it.press("w")
+        await it.sees("no request has ended yet")
+        it.stage.session.obey("/burst 20")
+        await it.turns(30)
+        await it.press("down", "w")
+        request = it.stage.state.owner(1)
+        assert f"Why did r{request.id} wait? open, continuous" in it.text()
+        await it.press("w")
+        assert "Slots" in it.text()
+        it.stage.finish()
+        await it.turns()
+        order = life.ranked(it.stage.state.ended)
+        await it.press("f", "w")
+        assert f"Why did r{it.stage.state.open.id} wait?" in it.text()
+        seen = []
+        for key in ("tab", "tab", "tab", "tab", "right", "left"):
+            await it.press(key, turns=0)
+            seen.append(it.stage.state.open.id)
+        marks = [life.at_percent(mark, order).id for mark in request_latency.MARKS]
+        first, second, third, again, after, before = seen
+        assert {first, second, third} == {*marks} and again == first == before
+        assert after == order[[r.id for r in order].index(first) + 1].id
+        row = next(i for i, line in enumerate(it.text().split("\n")) if " p95 " in line)
+        column = it.text().split("\n")[row].index("p95")
+        await it.pilot.click("#sheet", offset=(column + 1, row))
+        await it.turns(0)
+        assert it.stage.state.open.id == marks[1]
+        await it.press("g")
+        assert it.stage.state.cursor is not None and "Slots" in it.text()
+
+    show(scenario, size=(120, 40))

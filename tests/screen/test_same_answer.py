@@ -1,0 +1,370 @@
+"""The same prompt alone and in company: what is counted, what is reported, what is put back."""
+
+import random
+from functools import cache
+
+import pytest
+from rich.cells import cell_len
+from screen_stage import (
+    Stage,
+    drawn,
+    guess_at_random,
+    like_golden,
+    plain,
+    show,
+    turned_by_company,
+)
+
+import llama
+from analysis.compare import Bits
+from nanobatch import Engine
+from screen import commands, engine_client, keys
+from screen.draw import style
+from screen.engine_client import BURST
+from screen.pages import same_answer
+from screen.pages.same_answer import Company
+
+SHORT = "Tell me a story about a fox."
+
+
+def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
+    stage.session.obey(order)
+    stage.turns()
+    stage.finish()
+    assert stage.state.faults == []
+    return stage.state.view.trial
+
+
+def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
+    stage = Stage().load()
+    found = gathered(stage)
+    assert found.stage == "over" and found.so_far == "30 runs, 1 answer"
+    assert [kind.count for kind in found.kinds] == [30] and found.unlike == 0
+    assert len({run.digest for run in found.runs} | {found.alone.digest}) == 1
+    assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same_answer.LONGEST
+
+
+def test_the_runs_have_company_that_comes_goes_and_is_cancelled():
+    stage = Stage().load()
+    found = gathered(stage, "/same 100")
+    assert found.came > 30 and found.cancelled > 5 and found.beside == 7
+    beside = [run.beside for run in found.runs]
+    assert min(beside) < 6 < max(beside) and min(run.met for run in found.runs) > 2
+    ended = {request.reason for request in stage.state.ended}
+    assert ended == {"length", "cancelled"}
+    at_work = max(len(column.view.decode) for column in stage.state.history)
+    assert at_work == 8
+
+
+def test_rows_of_the_prompt_are_computed_in_some_runs_and_taken_over_in_the_others():
+    """Else prefix reuse would make the runs trivial, or what reuse does would not be tried."""
+    found = gathered(Stage().load(), "/same 60")
+    taken = [run.reused for run in found.runs if run.reused]
+    assert 10 < len(taken) < 50
+    assert max(taken) < found.prompt_tokens == max(len(prompt) for prompt, _ in BURST)
+    assert f"{60 - len(taken)} runs computed all rows" in found.beginnings
+
+
+def test_half_of_the_runs_have_guesses_and_the_same_answer():
+    stage = Stage().load()
+    guess_at_random(stage.engine, random.Random(1))
+    found = gathered(stage, "/same 40")
+    guessed = [run for run in found.runs if run.guessed]
+    assert 8 <= len(guessed) <= 20 and found.so_far == "40 runs, 1 answer"
+    right = sum(run.right for run in guessed)
+    assert 0 < right < sum(run.guessed for run in guessed)
+    assert f"in {len(guessed)} of 40 runs: " in found.guesses
+    assert f"{right:,} of them right" in found.guesses
+
+
+@pytest.mark.parametrize("many", [6, 7])
+def test_a_runner_whose_tokens_depend_on_company_is_reported_with_two_answers(many):
+    stage = Stage().load()
+    turned = turned_by_company(stage, many, "token")
+    found = gathered(stage)
+    right, wrong = found.kinds
+    assert found.texts == found.bits == 2
+    assert wrong.count == len(turned) == found.unlike > 0 and right.count == 30 - len(turned)
+    assert wrong.difference.place == wrong.difference.parted == 5
+    assert wrong.difference.said == ("“ was”", "“ wolf”")
+    assert f"{wrong.count} unlike the run alone" in found.so_far
+    assert "token 6 is “ wolf”, alone it is “ was”" in found.lines[-1]
+
+
+def test_a_runner_whose_bits_alone_depend_on_company_is_reported_with_one_answer_by_tokens():
+    """The text is the same, so nobody would see it."""
+    stage = Stage().load()
+    turned = turned_by_company(stage, 4, "bits")
+    found = gathered(stage)
+    assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
+    (unlike,) = same_answer.unlike(found)
+    assert unlike.difference == same_answer.Difference(5, 2**-20, None, ("", ""))
+
+
+def test_a_run_alone_that_is_unlike_all_others_is_told_so_too():
+    stage = Stage().load()
+    finish = stage.engine.runner.finish
+
+    def bent(flight, picks):
+        flight = finish(flight, picks)
+        for slot, found in flight.logprobs.items():
+            flight.logprobs[slot] = found._replace(logprob=-0.5 * (1 + stage.engine.steps % 7))
+        return flight
+
+    stage.engine.runner.finish = bent
+    found = gathered(stage)
+    assert found.texts == 1 and found.bits > 5 and found.unlike >= 25
+
+
+def answer(*words: str, by: float = 0.0) -> Bits:
+    likely = tuple(((len(word), -0.5 - by * i), (99, -1.0)) for i, word in enumerate(words))
+    return Bits(f"{words}{by}", tuple(map(len, words)), likely, words)
+
+
+def test_a_difference_says_where_and_by_how_much_up_to_the_first_other_token():
+    right = answer("a", "bb", "ccc", "dddd")
+    assert same_answer.difference(right, right) is None
+    alike = same_answer.difference(right, answer("a", "bb", "ccc", "dddd", by=0.25))
+    assert alike == same_answer.Difference(1, 0.75, None, ("", ""))
+    other = same_answer.difference(right, answer("a", "bb", "xxxxx", "dddd", by=0.25))
+    assert other == same_answer.Difference(1, 0.25, 2, ("“ccc”", "“xxxxx”"))
+    shorter = same_answer.difference(right, answer("a", "bb"))
+    assert shorter == same_answer.Difference(2, 0.0, 2, ("“ccc”", "nothing more"))
+    assert same_answer.difference(answer("a", "bb"), right).said == ("nothing more", "“ccc”")
+
+
+# --- with a model -------------------------------------------------------------------------------
+
+
+@cache
+def demo_stage() -> Stage:
+    stage = Stage()
+    stage.room._load = lambda report, clock: Engine.load("demo", slots=8, max_len=400, chunk=64)
+    return stage.load()
+
+
+def test_the_demo_gives_one_answer_down_to_the_bits_if_its_product_promises_that():
+    stage = demo_stage()
+    found = gathered(stage, "/same 24 Tell me a story about a fox and a lantern. It is late.")
+    assert len(found.runs) == 24 and found.exact == stage.engine.exact
+    assert found.alone.numbers == 6 * len(found.alone.tokens) >= 60
+    assert len({value for place in found.alone.likely for _, value in place}) > 40
+    if found.exact:
+        assert found.so_far == "24 runs, 1 answer"
+
+
+def test_a_reach_that_shows_is_reported(monkeypatch):
+    attention = llama.attention
+
+    def a_reach_that_shows(q, k, *rest):
+        return attention(q, k, *rest) * (1 + k.shape[2] * 1e-5)
+
+    monkeypatch.setattr(llama, "attention", a_reach_that_shows)
+    found = gathered(demo_stage(), "/same 12 Tell me a story about a fox.")
+    assert found.unlike > 0 and max(kind.difference.by for kind in same_answer.unlike(found)) > 1e-7
+
+
+# --- beginning and ending -----------------------------------------------------------------------
+
+
+def test_it_begins_when_all_that_runs_has_ended_and_is_alone_again_if_somebody_came():
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.turns(5)
+    stage.session.obey(f"/same 10 {SHORT}")
+    stage.turns(3)
+    assert stage.state.view.trial.stage == "waits"
+    while stage.state.view.trial.stage == "waits":
+        stage.turns()
+    turned = turned_by_company(stage, 2, "token")
+    stage.session.obey("an intruder")
+    while stage.state.view.trial.stage == "alone":
+        stage.turns()
+    assert len(turned) == 1 and "wolf" not in stage.state.view.trial.alone.text
+    stage.session.obey("/cancel all")
+    stage.finish()
+
+
+@pytest.mark.parametrize("when", ["waits", "alone", "runs"])
+def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.turns(5)
+    stage.session.obey(f"/same 50 {SHORT}")
+    stage.turns()
+    while stage.state.view.trial is None or stage.state.view.trial.stage != when:
+        stage.turns()
+    stage.turns(20 if when == "runs" else 2)
+    stage.session.obey("/cancel all")
+    stage.turns(3)
+    assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
+    assert stage.state.view.trial.stage == when
+    assert gathered(stage).so_far == "30 runs, 1 answer"
+
+
+def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
+    """At sixteen steps a second, 200 runs took minutes."""
+    stage = Stage().load()
+    stage.session.eases = True
+    stage.session.obey("/burst 3")
+    stage.turns(2)
+    assert stage.state.view.slow
+    stage.session.obey(f"/same 5 {SHORT}")
+    stage.turns(2)
+    assert stage.state.view.slow == 0 and stage.state.view.trying
+
+
+def test_a_trial_is_one_busy_period_of_the_totals():
+    """Alone and in company, and each request that is compared: all were periods of their own."""
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    gathered(stage)
+    stage.session.obey("/break client")
+    stage.finish()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    ran = [period.requests for period in reversed(stage.state.periods)]
+    assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 60
+
+
+def test_a_run_that_is_cancelled_by_hand_is_run_again():
+    stage = Stage().load()
+    stage.session.obey(f"/same 10 {SHORT}")
+    cancelled = 0
+    while cancelled < 5:
+        stage.turns()
+        runs = [h for h in stage.room.own.values() if h.origin.prompt == SHORT]
+        if stage.state.view.trial.stage == "runs" and runs:
+            stage.session.obey(f"/cancel {runs[0].id}")
+            cancelled += 1
+    stage.finish()
+    assert stage.state.view.trial.so_far == "10 runs, 1 answer"
+
+
+def test_a_run_that_fails_ends_the_trial_with_a_reason():
+    stage = Stage().load()
+    stage.session.obey(f"/same 50 {SHORT}")
+    sched = stage.engine.sched
+    while len(sched.running) < sched.slots or not sched.waiting:
+        stage.turns()
+    stage.engine.runner.fail = RuntimeError("the device is on fire")
+    while stage.state.view.trying:
+        stage.turns()
+    stage.turns()
+    assert not sched.waiting and not sched.running
+    faults = " ".join(fault.message for fault in stage.state.faults)
+    assert "a run failed: RuntimeError: the device is on fire" in faults
+    assert not stage.state.view.trying and stage.engine.reuse
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"slots": 1}, "no company in one slot"),
+        ({"policy": "serial"}, "under serial each request runs alone"),
+    ],
+)
+def test_where_there_can_be_no_company_it_is_refused_in_a_line(options, words):
+    stage = Stage(**options).load()
+    stage.session.obey("/same 5")
+    stage.turns(2)
+    assert words in stage.state.faults[-1].message and not stage.state.view.trying
+
+
+@pytest.mark.parametrize("order", ["/same 0", "/same 1001", "/same 5x"])
+def test_a_wrong_number_of_runs_is_refused(order):
+    with pytest.raises(ValueError, match="same = "):
+        Stage().load().session.obey(order)
+
+
+def test_the_prompt_is_the_one_behind_the_number_or_one_that_was_typed_or_our_longest():
+    stage = Stage().load()
+    longest = max((prompt for prompt, _ in BURST), key=len)
+    asked = [gathered(stage, "/same 1").ask.prompt]
+    asked.append(gathered(stage, "/same 2 Why batch?").ask.prompt)
+    asked.append(gathered(stage, "/same Why batch so much?").ask.prompt)
+    stage.session.obey("What is a ghost?")
+    stage.finish()
+    stage.state.selected = stage.state.ended[-1].slot
+    asked.append(gathered(stage, "/same 1").ask.prompt)
+    assert asked == [longest, "Why batch?", "Why batch so much?", "What is a ghost?"]
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong, others", [("", "one"), ("token", "two")])
+def test_the_page_is_as_drawn(wrong, others):
+    async def scenario(it):
+        it.stage.engine.exact = not wrong
+        it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
+        if wrong:
+            turned_by_company(it.stage, 7, wrong)
+        await it.press("a")
+        while not it.stage.state.view.trial or len(it.stage.state.view.trial.runs) < 120:
+            it.stage.turns()
+        await it.turns(1)
+        like_golden(f"same-{others}-120x40", it.text())
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_opens_the_page_comes_back_to_it_and_X_ends_the_trial_there():
+    async def scenario(it):
+        assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
+        await it.press("a", turns=30)
+        assert "The same answer in company" in it.text() and "X ends it" in it.text()
+        await it.turns(300)
+        assert " of 200 runs, 1 answer" in it.text()
+        runs = len(it.stage.state.view.trial.runs)
+        await it.press("escape", turns=100)
+        assert "Slots" in it.text()
+        await it.press("a", turns=30)
+        assert "The same answer" in it.text() and len(it.stage.state.view.trial.runs) > runs
+        await it.press("X", turns=3)
+        assert "and then it was ended" in it.text() and not it.stage.state.view.busy
+        await it.press("escape")
+        it.app.action_command("/same last")
+        await it.sees("and then it was ended")
+
+    show(scenario)
+
+
+def page(stage: Stage, width: int, height: int) -> list[style.Line]:
+    return drawn(keys.PAGES["same"].draw, stage.state, width, height)
+
+
+@pytest.mark.parametrize("width", [60, 80, 97, 200])
+def test_no_line_of_the_page_is_longer_than_the_page(width):
+    stage = Stage().load()
+    turned_by_company(stage, 3, "token")
+    stage.session.obey(
+        "/same 150 日本語のテキスト and_a_very_long_word_that_has_no_blank_in_it_at_all"
+    )
+    seen = 0
+    while not stage.session.settled:
+        stage.turns(50)
+        for line in plain(page(stage, width, 24)):
+            assert cell_len(line) <= width, line
+            seen += 1
+    assert seen > 100
+
+
+def test_the_plain_log_tells_the_result_and_not_a_thousand_requests():
+    stage, lines = Stage().load(), []
+    log = commands.PlainLog(stage.session, lines.append)
+    turned_by_company(stage, 7, "token")
+    log.obey(f"/same 60 {SHORT}")
+    while not stage.session.settled:
+        stage.room.loop.turn()
+        log.look()
+    log.flush()
+    told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
+    assert told[1] == f"the same answer in company: {SHORT}"
+    assert told[2].startswith("50 of 60 runs: 2 answers by tokens")
+    assert told[3].startswith("60 runs: 2 answers by tokens, 2 by bits; ")
+    assert told[4].startswith("a hash covers 24 tokens")
+    assert "token 6 is “ wolf”, alone it is “ was”" in told[6]
+    assert not any("waits:" in line or "admitted" in line for line in lines)
+    assert engine_client.Settings().ask("x").mute is False

@@ -1,0 +1,78 @@
+"""Which characters reach the terminal as they are, and what stands for the others."""
+
+import sys
+import unicodedata
+
+import pytest
+
+from screen.draw.style import clean
+
+# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `ink.py` has it from
+# categories and names; this is the table that it is held against.
+IGNORABLE = (
+    (0xAD, 0xAD),
+    (0x34F, 0x34F),
+    (0x61C, 0x61C),
+    (0x115F, 0x1160),
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),
+    (0x200B, 0x200F),
+    (0x202A, 0x202E),
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),
+    (0xFE00, 0xFE0F),
+    (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFF8),
+    (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A),
+    (0xE0000, 0xE0FFF),
+)
+
+
+def test_what_draws_nothing_is_shown_as_such():
+    """U+E0100, U+061C, U+FFF9, U+115F and U+3164 reached the terminal: they were on no list."""
+    codes = [code for first, last in IGNORABLE for code in range(first, last + 1)]
+    codes += [0xFFF9, 0xFFFA, 0xFFFB, 0x2028, 0x2029, 0xD800, 0xDFFF, 0xFFFE, 0x1FFFF, 0x80, 0x9B]
+    for code in codes:
+        assert clean(f"a {chr(code)}b") == f"a <U+{code:04X}>b"
+    assert len(codes) > 4000
+
+
+def test_all_that_stays_draws_something_and_moves_no_cursor():
+    """Categories as Unicode has them: other and separators, but for blanks and what is not assigned
+    yet, which may be a younger emoji."""
+    kept = 0
+    for code in range(0x20, sys.maxunicode + 1, 7):
+        character = chr(code)
+        if clean(character) == character:
+            kind = unicodedata.category(character)
+            is_arabic_sign = unicodedata.bidirectional(character) == "AN"
+            assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp") or is_arabic_sign, hex(code)
+            kept += 1
+    assert kept > 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("\x1b[2J\x07\x7f", "␛[2J␇␡"),
+        ("a\tb\r\nc", "a    b\nc"),
+        ("👩‍👩‍👧 and 🏳️‍🌈", "👩👩👧 and 🏳🌈"),  # terminals disagree on their width when joined
+        ("❤️ 1️⃣ ☎︎", "❤ 1⃣ ☎"),
+        ("👋🏽 🇩🇪", "👋🏽 🇩🇪"),
+        ("\u0645\u06cc\u200c\u062e", "\u0645\u06cc\u062e"),  # Persian
+        ("\u0915\u094d\u200d\u0937", "\u0915\u094d\u0937"),  # Hindi
+        ("👩\u200d", "👩"),  # the rest is still to come
+        ("a\u200db", "a<U+200D>b"),
+        ("👩\u200d\u200d👩", "👩<U+200D><U+200D>👩"),
+        ("❤\ufe0f\ufe0f", "❤<U+FE0F>"),
+        ("\ufe0fx", "<U+FE0F>x"),
+        ("🏴\U000e0067\U000e007f", "🏴<U+E0067><U+E007F>"),  # letters that nobody sees
+        ("e\u0301 ü 日本 ן \u06dd", "e\u0301 ü 日本 ן \u06dd"),
+        ("\U0001fae8 \U0001fadf", "\U0001fae8 \U0001fadf"),  # younger than Python 3.11
+    ],
+)
+def test_ordinary_text_looks_as_it_should_and_nothing_hides_in_it(text, drawn):
+    assert clean(text) == drawn
+    assert clean(drawn) == drawn

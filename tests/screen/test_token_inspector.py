@@ -1,0 +1,55 @@
+"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for JSON."""
+
+import json
+
+from jsonschema import validate
+from rich.style import Style
+from screen_stage import plain
+
+from nanobatch import Engine, Sampling
+from runtime.snapshot import Metrics, RequestView
+from screen.draw import panes, style
+from screen.draw.canvas import Paper
+from screen.engine_client import SCHEMA, SEEN
+
+METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
+
+
+def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
+    seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
+    request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
+    (line,) = panes.draw_glass(request, Paper(style.DARK, 32, 1))
+    assert plain([line]) == ['✓" 100%  │ ✗␣go 79%  ✓\\n 6%  ']
+    struck = [
+        segment.text
+        for segment in line
+        if isinstance(segment.style, Style) and segment.style.strike
+    ]
+    assert struck == ["✗␣go 79%"]
+    assert panes.draw_glass(request, Paper(style.DARK, 5, 1)) == []
+
+
+def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
+    """Each view: the newest token first, allowed; the others are the likeliest of the model."""
+    with Engine.load("demo", slots=1, max_len=256, guesses=0) as engine:
+        wish = Sampling(max_tokens=150, grammar={"json": SCHEMA}, logprobs=SEEN)
+        handle = engine.submit(engine.text.ask("Tell me a story about a fox."), wish)
+        said, forbidden = "", 0
+        while handle.finish_reason is None:
+            before = len(handle.tokens)
+            engine.step()
+            glass = handle.view().glass
+            if handle.finish_reason is None and len(handle.tokens) == before + 1:
+                assert glass[0][2] and SEEN <= len(glass) <= SEEN + 1
+                said += glass[0][0]
+                forbidden += not all(allowed for _, _, allowed in glass)
+        assert handle.finish_reason == "stop" and handle.text.startswith(said) and len(said) > 20
+        assert forbidden > 10 and handle.view().glass == ()
+        validate(json.loads(handle.text), json.loads(SCHEMA))
+
+
+def test_without_a_grammar_there_is_no_glass():
+    with Engine.load("demo", slots=1, max_len=64) as engine:
+        handle = engine.submit([5, 6, 7], Sampling(max_tokens=5, logprobs=3))
+        engine.step()
+        assert handle.view().glass == ()

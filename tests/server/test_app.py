@@ -1,0 +1,1062 @@
+"""The door in this process, on a small random model: what a server that cannot be paused or broken
+would not show."""
+
+import asyncio
+import errno
+import gc
+import json
+import os
+import queue
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import fields
+from itertools import pairwise, takewhile
+from types import SimpleNamespace
+
+import pytest
+from servers import COMPLETIONS, Line, Server
+from waiting import wait_for
+
+from runtime import progress
+from runtime.handle import TokenLogprob
+from runtime.loop import Loop, Stopwatch
+from runtime.sampling_params import Sampling
+from server import adapter, completion, http, openai
+from server.access_log import AccessLog
+from server.adapter import Wish
+from server.anthropic import Message
+from server.app import Door
+from server.choice import Change, Choice, Item, Word, Words
+from server.completion import Answer, Served
+from server.http import LONG, Options
+from server.openai import ChatCompletion
+from server.responses import Response
+from text.grammar import Grammars
+from text.sandbox import BusyError, Trials
+from text.tokenizer import Text
+from text.tool_parser import FORMATS, Parser, Speech
+
+BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
+
+
+class Here(Server):
+    """A door in this process, spoken to like a server in another."""
+
+    def __init__(self, engine, **options):
+        self.door = Door(Options(port=0, **options)).start()
+        self.loop = Loop(engine, watch=Stopwatch()).start()
+        self.door.open(engine, self.loop, "small")
+        host, port = self.door.address.removeprefix("http://").split(":")
+        self.host, self.port = host, int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.door.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def here(engine):
+    with Here(engine) as here:
+        yield here
+
+
+def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
+    """Its only line came at its end: for ten minutes nobody knew what the server did."""
+    monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
+    lines = queue.Queue()
+    here.door.log = lines.put
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    told = lines.get(timeout=60)
+    assert re.search(r"request_id=cmpl-\d+-\w+ client=\S+ event=prefill prefilled=0", told), told
+    assert "prompt_tokens=" in told and "Hello" not in told
+    time.sleep(1.5)
+    assert lines.empty(), "one line in ten seconds"
+    here.loop.resume()
+    line.until(b"[DONE]")
+    assert "status=200" in lines.get(timeout=60)
+
+
+def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, monkeypatch):
+    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    hints = []
+    here.door.hint = hints.append
+    here.loop.pause()
+    for count, prompt in enumerate(("Hello", "Other", "Hello", "Hello"), 1):
+        line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
+        line.until(b": prompt 0/")
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
+        assert len(hints) == (count > 2), hints
+    assert re.match(r"127.0.0.1 hung up twice on the same prompt, after \d+ s, with 0 of", hints[0])
+    here.loop.resume()
+
+
+def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
+    here.door.hint = pytest.fail
+    for _ in range(2):
+        line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+        line.until(b'"text"')
+        line.hang_up()
+        wait_for(lambda: not here.door.look().open)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
+    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes.
+    nginx speaks 1.0."""
+    monkeypatch.setattr(http, "PING_S", 0.3)
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
+    line.until(b": ping\n\n")
+    line.until(b": ping\n\n")
+    here.loop.resume()
+    assert b"[DONE]" in line.until(b"[DONE]")
+
+
+def test_a_stream_without_a_silence_has_no_pings(here):
+    """Simple clients take every line for data, and a first one would spoil what they measure until
+    the first token."""
+    assert b"ping" not in here.complete(stream=True).body
+
+
+def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    wait_for(lambda: here.gauge("paused_seconds") >= 0.1)
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
+def test_slow_motion_ends_when_the_server_does(here):
+    """A client's answer would not have ended within the patience of a server that is told to
+    end."""
+    here.loop.slow = 0.2
+    line = here.line().post(COMPLETIONS, BODY)
+    wait_for(lambda: here.loop.engine.steps)
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
+    here, engine, monkeypatch, stream
+):
+    expected = here.complete(seed=1).json["choices"][0]["text"]
+    begin, calls = engine.runner.begin, []
+
+    def fail(order):
+        calls.append(order)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return begin(order)
+
+    monkeypatch.setattr(engine.runner, "begin", fail)
+    reply = here.complete(stream=stream)
+    error = reply.events[-2]["error"] if stream else reply.error
+    assert reply.status == (200 if stream else 500)
+    assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error[
+        "message"
+    ]
+    assert here.complete(seed=1).json["choices"][0]["text"] == expected
+    assert here.door.look().ended[1].reason == "failed"
+
+
+def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here):
+    """Python handles a signal when its main thread runs. A signal that came to another thread, or
+    just before the main thread went to sleep, was heard of by nobody, and a busy server that was
+    told to end stayed."""
+
+    main = threading.get_ident()
+
+    def is_waiting() -> bool:
+        frame, functions = sys._current_frames()[main], set()
+        while frame is not None:
+            functions.add(frame.f_code)
+            frame = frame.f_back
+        return Door.wait.__code__ in functions
+
+    def strike() -> None:
+        wait_for(is_waiting)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    give_up = threading.Timer(60, here.door._ended.set)
+    give_up.start()
+    with pytest.raises(KeyboardInterrupt):
+        here.door.wait(queue.SimpleQueue())
+    give_up.cancel()
+    thread.join()
+    assert not here.door._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
+
+
+def test_between_two_looks_at_metrics_no_texts_and_steps_are_kept_for_them(here):
+    """Nobody may ever look again."""
+    here.complete()
+    assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
+    kept = here.door._scraped
+    assert kept.steps == kept.ended == kept.requests == () and kept.seen.ended == 1
+    assert b'quantile="0.5"' not in here.ask("/metrics").body, "no step since the last look"
+    here.complete()
+    assert b'quantile="0.5"' in here.ask("/metrics").body
+
+
+def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
+    """All of it was committed while the thread that had submitted it was still at work. No further
+    commit comes."""
+    submit = engine.submit
+
+    def slow(*arguments, **options):
+        handle = submit(*arguments, **options)
+        handle.result(timeout=60)
+        return handle
+
+    engine.submit = slow
+    for stream in (False, True):
+        reply = here.complete(max_tokens=3, stream=stream)
+        assert reply.status == 200 and b"length" in reply.body
+
+
+@pytest.mark.parametrize(
+    "owner, name, times",
+    [(openai, "read_prompts", 1), (Answer, "_usage", 2)],  # usage is logged, too
+)
+def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(
+    here, monkeypatch, caplog, owner, name, times
+):
+    """A KeyError is not a missing field."""
+
+    def broken(*arguments):
+        raise KeyError("of ours")
+
+    monkeypatch.setattr(owner, name, broken)
+    reply = here.complete()
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    assert "KeyError" in reply.error["message"]
+    monkeypatch.undo()
+    assert "in broken" in caplog.text and caplog.text.count("Traceback") == times
+    caplog.clear()
+    assert here.complete(temperature="hot").status == 400 and here.complete().status == 200
+    assert caplog.text == ""
+
+
+def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
+    with Here(engine) as here:
+        assert here.complete().status == 200 and engine.on_commit is not None
+    assert engine.on_commit is None
+    engine.generate([[1]], Sampling(max_tokens=3))
+    assert engine.snapshot().faults == ()
+
+
+def test_a_door_that_is_shut_leaves_no_connection_open(engine):
+    """Python says so of each that is: "unclosed transport"."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        with Here(engine) as here:
+            line = Line(here.host, here.port, receive=4096)
+            line.post(COMPLETIONS, BODY | {"stream": True, "n": 16, "logprobs": 20})
+            line.until(b"\r\n\r\n")
+            (connection,) = here.door._connections
+            deadline = time.monotonic() + 60
+            while not connection.is_blocked:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        del here, connection
+        gc.collect()
+    assert not said, [str(each.message) for each in said]
+    line.hang_up()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, stream):
+    """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
+    (request,) = submitted(here)
+    engine.cancel(engine._ledger.open[request])
+    said = line.until(b'"code":"cancelled"') if stream else line.reply()
+    assert (
+        b"finish_reason" not in said
+        if stream
+        else (said.status, said.error["code"]) == (503, "cancelled")
+    )
+
+
+def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
+    monkeypatch.setattr(http, "STUCK_S", 0.3)
+    line = Line(here.host, here.port, receive=4096)
+    line.post(
+        COMPLETIONS,
+        BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1},
+    )
+    ended = wait_for(lambda: here.door.look().ended)
+    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.door.look().open
+    line.hang_up()
+
+
+def submitted(here) -> tuple[int, ...]:
+    """The requests of the one call that is open, as soon as they are in line."""
+    return wait_for(lambda: [call.requests for call in here.door.look().open if call.requests])[0]
+
+
+def narrow(here) -> None:
+    """From here on nothing piles up on the way to a client, and each write waits for it."""
+    for connection in here.door._connections:
+        connection.transport.set_write_buffer_limits(0)
+        own = connection.transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+
+
+def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, monkeypatch):
+    """40 of them held 5.7 MiB each, without an end."""
+    body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
+    expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
+    monkeypatch.setattr(http, "SWEEP_S", 0.05)
+    monkeypatch.setattr(http, "SLOW_S", 0.1)
+    here.loop.pause()
+    lines = []
+    for top in (10, 1):
+        line = Line(here.host, here.port, receive=2048)
+        lines.append(line.post(COMPLETIONS, body | {"stream": True, "logprobs": top}))
+        line.until(b"\r\n\r\n")
+    narrow(here)
+    here.loop.resume()
+    answers = list(here.door._answers)
+    deadline = time.monotonic() + 60
+    while not all(choice.handle.finish_reason for each in answers for choice in each.choices):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    most, least = sorted(answer.lag for answer in answers)[::-1]
+    assert most > 1.2 * least > 1_000
+    monkeypatch.setattr(http, "LAG", most + least // 2)
+    ended = wait_for(lambda: [call for call in here.door.look().ended if call.reason == "too_slow"])
+    time.sleep(0.2)  # some sweeps later
+    assert len(ended) == 1 and len(here.door.look().open) == 1
+    said = lines[1].until(b"[DONE]")
+    texts = [json.loads(text) for text in re.findall(rb"data: (\{.*\})", said)]
+    assert "".join(text["choices"][0]["text"] for text in texts) == expected
+    for line in lines:
+        line.hang_up()
+
+
+def test_a_large_answer_is_sent_as_it_is_taken(here):
+    """All of it lay in the transport. It was cut off after a minute, however steadily it was taken,
+    and its call had ended long before."""
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048)
+    line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
+    while not (connections := here.door._connections):
+        time.sleep(0.005)
+    (connection,) = connections
+    narrow(here)
+    here.loop.resume()
+    size = int(re.search(rb"Content-Length: (\d+)", line.until(b"\r\n\r\n"))[1])
+    moments = set()
+    while size > len(line.rest):
+        if connection.is_blocked and connection.visit:
+            assert connection.transport.get_write_buffer_size() <= http.PART
+            moments.add(connection.blocked_since)
+        line.rest += line.socket.recv(2**12)
+    assert len(moments) > 5 and size > 10 * http.PART, (len(moments), size)
+    assert len(json.loads(line.rest)["choices"]) == 8
+    line.hang_up()
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
+    """The log said that it had got everything."""
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048)
+    line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
+    wait_for(lambda: here.door.look().open)
+    narrow(here)
+    here.loop.resume()
+    line.until(b"\r\n\r\n")
+    line.hang_up()
+    ended = wait_for(lambda: here.door.look().ended)
+    assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
+
+
+def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
+    """Pieces are written at once while the client keeps up, and wait in line while it does not."""
+    body = BODY | {"max_tokens": 120, "temperature": 1, "seed": 7}
+    whole = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048).post(COMPLETIONS, body | {"stream": True})
+    line.until(b"\r\n\r\n")
+    (connection,) = here.door._connections
+    narrow(here)
+    here.loop.resume()
+    wait_for(lambda: connection.is_blocked)  # a write waits
+    said = b""
+    while b"[DONE]" not in said:
+        said += line.socket.recv(600)
+        time.sleep(0.002)
+    texts = re.findall(rb"data: (\{.*\})", said)
+    assert "".join(json.loads(text)["choices"][0]["text"] for text in texts) == whole
+
+
+def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
+    monkeypatch.setattr(http, "BODY_S", 0.2)
+    line = here.line().send(
+        f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
+    )
+    assert line.reply().status == 408
+
+
+def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
+    """512 of them would be all that the door lets in."""
+    monkeypatch.setattr(http, "HEAD_S", 1.0)
+    silent, slow = here.line(), here.line().send("GET /health HTT")
+    kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    assert kept.reply().status == 200
+    for line in (silent, slow):
+        assert line.everything() == b""
+    assert kept.send("GET /health HTTP/1.1\nHost: localhost\n\n").reply().status == 200
+
+
+def fill(here, line: Line, requests: int) -> None:
+    """Ask for more than the buffers between here and there hold, and read nothing."""
+    while not here.door._connections:
+        time.sleep(0.01)
+    (connection,) = here.door._connections
+    connection.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    )
+    line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
+    wait_for(lambda: not here.door.look().connections)
+    line.hang_up()
+
+
+def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatch):
+    """Only streams were watched: the next answer on a full line waited for ever."""
+    monkeypatch.setattr(http, "STUCK_S", 0.2)
+    fill(here, Line(here.host, here.port, receive=2048), 100)
+
+
+def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
+    """A connection that has been idle for long is closed; but a close waits until all has been
+    sent, for ever."""
+    monkeypatch.setattr(http, "HEAD_S", 1.0)
+    monkeypatch.setattr(http, "IDLE_S", 1)
+    with Here(engine) as here:
+        fill(here, Line(here.host, here.port, receive=2048), 5)
+
+
+def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
+    """What came in advance had stopped the reading, and with it the news that the client was
+    gone."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    submitted(here)
+    line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    (connection,) = here.door._connections
+    wait_for(lambda: connection._http.trailing_data[0])
+    line.hang_up()
+    wait_for(lambda: not here.door.look().open)
+
+
+def test_a_hang_up_behind_a_long_body_is_noticed(here):
+    """A body that came in one piece had stopped the reading, and nothing began it again."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000})
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.hang_up()
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_flood_of_requests_before_their_turn_waits_outside(here):
+    """A packet holds 14,000 of them. What is read before its turn is bounded, and each is answered."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 60
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    (connection,) = here.door._connections
+    flood = "HEAD /health HTTP/1.1\nHost: localhost\n\n" * 500
+    line.send(flood)
+    while connection.transport.is_reading():
+        assert time.monotonic() < deadline
+    line.send(flood * 3)
+    assert len(connection._http.trailing_data[0]) <= http.AHEAD + len(flood)
+    here.loop.resume()
+    assert line.reply().status == 200
+    for _ in range(2000):
+        line.until(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch):
+    """512 connections with 4 MiB each, none of which ends, were two gigabytes."""
+    monkeypatch.setattr(http, "BODIES", 10 * LONG)
+    head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
+    lines = [here.line().send(head).send(b"x" * 4 * LONG) for _ in range(4)]
+    wait_for(lambda: any(call.status == 429 for call in here.door.look().ended))
+    assert here.complete(max_tokens=1).status == 200
+    for line in lines:
+        line.hang_up()
+    wait_for(lambda: not here.door.look().open)
+    assert here.complete(user="x" * 5 * LONG, max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
+def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what):
+    """The door's thread took them all at once: a packet holds 40,000 chunks of a byte."""
+    seen = [0]
+
+    def look() -> None:
+        """In each turn of the door's thread: how much has been taken?"""
+        for connection in here.door._connections:
+            seen.append(len(connection._http.trailing_data[0]))
+        if not is_over:
+            here.door._events.call_soon(look)
+
+    is_over = False
+    path = COMPLETIONS if what == "chunks of a body" else "/nowhere"
+    flood = f"POST {path} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    flood += "1\nx\n" * 5_000 + "0\n\n"
+    if what == "requests":
+        flood = "GET /health HTTP/1.1\nHost: localhost\n\n" * 500
+    line = here.line()
+    here.door._events.call_soon_threadsafe(look)
+    assert line.send(flood).reply().status in (200, 400, 404)
+    if what == "requests":
+        for _ in range(499):
+            assert line.reply().status == 200
+    is_over = True
+    assert max(seen) > 2_000, "nothing has come in one piece"
+    assert max(before - after for before, after in pairwise(seen)) < 100
+
+
+def test_headers_behind_a_body_have_a_limit(here):
+    """A body in chunks may end with headers, and may never end with them: 38 MB of those were 660
+    MB of memory."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    data = json.dumps(BODY).encode()
+    body = f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n"
+    assert here.line().send(head).send(body).send("A: b\n\n").reply().status == 200
+    line = here.line().send(head).send(body).send("A: b\n" * 20_000)
+    assert line.reply().status == 400
+    assert line.everything() == b""
+
+
+def test_a_page_may_ask_often_on_one_connection(here):
+    """A preflight, which no route answers, was counted as a request whose turn never came."""
+    line = here.line()
+    head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
+    for _ in range(150):
+        assert line.send(f"{head}Access-Control-Request-Method: POST\n\n").reply().status == 200
+    assert line.post(COMPLETIONS, BODY).reply().status == 200
+
+
+def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
+    """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
+    line = here.line().send(
+        "POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n"
+    )
+    assert line.reply().status == 404
+    assert line.send("no number\n").everything() == b""
+    assert here.ask("/health").status == 200 and not caplog.records
+
+
+def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
+    """Every request would wait for ever."""
+    assert here.ask("/health").json == {"status": "ok"}
+    here.loop.stop()
+    assert here.ask("/health").status == 503
+
+
+def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
+    """All choices of a request get in line, or none does."""
+    engine.sched.max_queue = 3  # and two slots are free
+    with Here(engine) as here:
+        here.loop.pause()
+        first = here.line().post(COMPLETIONS, BODY | {"n": 3})
+        wait_for(lambda: engine.snapshot().waiting == 3)
+        assert here.complete(n=3).status == 429
+        assert engine.snapshot().waiting == 3
+        here.loop.resume()
+        assert len(first.reply().json["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fox",
+        "",
+        'a "quote"\n\\',
+        "\0",
+        '"\0"',
+        "\u0000",
+        "日本 🦊",
+        "half \ud83e",
+        "data: [DONE]\n\n",
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
+    """A stream's events are written around their texts. A text that looks like the pattern's hole
+    would tear them."""
+    speaks = openai.ChatCompletion if chat else openai.Completion
+    shape = speaks(adapter.Wish([], usage=True), "7-ab", 'a "model"')
+
+    def tell(index: int, words: list | None) -> bytes:
+        return shape.changed(index, Change("delta", Item("answer"), text, words))
+
+    for index in (0, 3, 0):
+        (choice,) = json.loads(tell(index, None).removeprefix(b"data: "))["choices"]
+        written = choice["delta"]["content"] if chat else choice["text"]
+        assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
+        said = json.loads(tell(index, []).removeprefix(b"data: "))
+        said["choices"][0]["logprobs"] = None
+        assert tell(index, None) == adapter.event(said)
+
+
+def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
+    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server
+    that ends."""
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 200]
+    reply = here.ask("/v1/models")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (
+        429,
+        "1",
+        "close",
+    )
+    assert reply.error["type"] == "rate_limit_error"
+    for line in kept:
+        line.hang_up()
+    wait_for(lambda: here.ask("/v1/models").status == 200)
+
+
+def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monkeypatch):
+    """A refused client that had not yet hung up was counted on, and all the others were refused."""
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    lines = [here.line() for _ in range(3)]
+    wait_for(lambda: here.door.look().connections == 3)
+    said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
+    assert said == [200, 200, 429]  # a connection without a request does not count
+
+
+@pytest.mark.parametrize("silent", [1024])
+def test_silent_connections_keep_nobody_out(here, silent):
+    """They were all kept for half a minute, until no file could be opened, and nobody got in."""
+    with ExitStack() as stack:
+        for _ in range(silent):
+            stack.callback(here.line().hang_up)
+        assert here.complete().status == 200
+        wait_for(lambda: here.door.look().connections <= http.CONNECTIONS + http.SPARE)
+        assert here.complete().status == 200
+
+
+def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
+    monkeypatch.setattr(http, "CONNECTIONS", 1)
+    monkeypatch.setattr(http, "SPARE", 1)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 429]
+    line = here.line()
+    assert line.everything() == b""
+    assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+
+
+def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
+    """Where no file could be opened, each of a hundred failures a second had a traceback."""
+    accept = socket.socket.accept
+    failed = []
+
+    def fail(listener: socket.socket):
+        if len(failed) < 3:
+            failed.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    assert here.complete().status == 200
+    assert len(failed) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nanobatch: connections cannot be accepted: Too many open files; raise the limit (ulimit -n)"
+    ]
+
+
+def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
+    """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a
+    traceback."""
+
+    def interrupt(*signal) -> None:
+        raise KeyboardInterrupt
+
+    faults, before = [], signal.signal(signal.SIGALRM, interrupt)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    try:
+        with Here(engine) as here:
+            here.line().post(COMPLETIONS, BODY | {"stream": True}).until(b"data: ")
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                here.door.wait(queue.SimpleQueue())
+            here.door.close()
+            wait_for(lambda: "door" not in [thread.name for thread in threading.enumerate()])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not faults
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
+    """What is written to a full pipe waits for ever."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open(reader, "rb") as end:
+        with AccessLog(pipe) as log:
+            for number in range(900):
+                log.add(f"line={number} {'x' * 100}")
+            began = time.monotonic()
+        assert time.monotonic() - began < 60, "it has waited for the reader"
+        said = b""
+        while b"line=899 " not in said:  # now the thread can end
+            said += end.read1(65536)
+        assert said.count(b"line=") == 900
+
+
+def test_a_log_says_how_many_lines_it_has_lost():
+    log = AccessLog(sys.stderr, room=1)
+    for number in range(4):
+        log.add(f"line={number}")
+    assert log._lines.get() == "line=0"
+    log.add("line=4")
+    assert log._lines.get() == "lost_lines=3 line=4"
+    log.add("line=5")
+    assert log._lines.get() == "line=5"
+
+
+def test_a_long_prompt_stops_no_other_thread(engine):
+    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
+    looks, done = Counter(), threading.Event()
+
+    # By count, since how long it is kept from looking is the machine's affair, too
+    def watch() -> None:
+        while not done.wait(0.002):
+            looks["meanwhile"] += 1
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine.text.encode("so long " * 100_000)
+    done.set()
+    thread.join()
+    assert looks["meanwhile"] > 20
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
+def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypatch, path):
+    """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
+    monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
+    monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
+    sizes = []
+    encode = Text._ids
+
+    def note(text: Text, given: str, special: bool) -> list[int]:
+        sizes.append(len(given))
+        return encode(text, given, special)
+
+    monkeypatch.setattr(Text, "_ids", note)
+    words = "so long " * 400_000
+    chat = {"messages": [{"role": "user", "content": words}]}
+    reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
+    assert reply.status == 400 and "maximum context length" in reply.body.decode()
+    assert 0 < sum(sizes) <= 200_000
+
+
+def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
+    """Four long prompts kept all that turn text into tokens busy, for seconds."""
+    read, goes_on = openai.read_prompts, threading.Event()
+
+    def slow(asked):
+        if len(asked.fields.get("user", "")) >= LONG:
+            assert goes_on.wait(20)
+        return read(asked)
+
+    monkeypatch.setattr(openai, "read_prompts", slow)
+    lines = [here.line().post(COMPLETIONS, BODY | {"user": "x" * LONG}) for _ in range(6)]
+    assert here.complete(max_tokens=1).status == 200
+    goes_on.set()
+    assert [line.reply().status for line in lines] == [200] * 6
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.9.8.7", "::1", "::ffff:127.0.0.2"])
+def test_an_address_of_this_machine_is_known_as_such(address):
+    """A server on [::] sees 127.0.0.1 as ::ffff:127.0.0.1."""
+    assert http.is_loopback(address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.2", "::ffff:10.0.0.2", "2001:db8::1", "", "a socket"])
+def test_another_address_is_not_this_machines(address):
+    assert not http.is_loopback(address)
+
+
+@pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}], ids=["plain", "grammar"])
+def test_the_engine_is_told_the_clients_address(here, more):
+    line = here.line("127.0.0.2")
+    line.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 9} | more)
+    assert line.reply().status == 200
+    assert here.door.served.engine.snapshot().ended[-1].client == "127.0.0.2"
+    assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.2"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, seed):
+    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    prompts that begin alike."""
+    dice = random.Random(seed)
+    said = {"127.0.0.2": [], "127.0.0.3": []}
+    reused = told = 0
+    for _ in range(40):
+        client = dice.choice([*said])
+        prompt = [65 + dice.randrange(2) for _ in range(3)] * 30
+        prompt = prompt[: dice.randrange(20, 90)]
+        line = here.line(client).post(COMPLETIONS, BODY | {"prompt": prompt, "max_tokens": 2})
+        usage = line.reply().json["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        known = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, each)))  # noqa: B905
+            for each in said[client]
+        ]
+        assert cached <= max(known, default=0)
+        said[client].append(prompt)
+        told += cached > 0
+        reused += here.door.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+    assert told and reused
+
+
+def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
+    """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
+    asked, goes_on = [], threading.Event()
+
+    def slow(answer):
+        asked.append(answer)
+        assert goes_on.wait(20)
+        raise openai.Refusal(400, "made too late")
+
+    monkeypatch.setattr(Answer, "submit", slow)
+    body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
+    at_once = here.door._grammar_pool._max_workers
+    lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
+    wait_for(lambda: len(asked) == at_once)
+    lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
+    wait_for(lambda: here.door.look().connections == at_once + 5)
+    wait_for(lambda: all(v.is_news and not v.size for v in list(here.door._visits)))
+    time.sleep(0.2)
+    for line in lines[at_once:]:
+        line.hang_up()
+    wait_for(lambda: here.door.look().connections <= at_once)
+    goes_on.set()
+    wait_for(lambda: not here.door.look().open)
+    assert len(asked) == at_once
+
+
+def test_all_choices_of_a_request_share_a_grammar_that_is_made_once(here, monkeypatch):
+    """With `n`, it was made for each: another client's schema took 15 s."""
+    made = []
+    make = Grammars.grammar
+
+    def counted(self, source):
+        made.append(source)
+        return make(self, source)
+
+    monkeypatch.setattr(Grammars, "grammar", counted)
+    wish = {"prompt": "A", "guided_regex": "[a-z]{9}", "n": 5, "temperature": 1, "max_tokens": 60}
+    said = [choice["text"] for choice in here.ask(COMPLETIONS, wish).json["choices"]]
+    assert len({*said}) == 5 and len(made) == 1
+    assert all(re.fullmatch("[a-z]{9}", text) for text in said)
+
+
+def test_an_answer_whose_grammar_takes_too_long_is_its_clients_mistake(
+    here, engine, monkeypatch, caplog
+):
+    """And no traceback: nothing of ours has failed."""
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    end = engine.text.tokenizer.token_to_id("!")
+    many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
+    wish = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
+    reply = here.ask(COMPLETIONS, wish | {"max_tokens": 110})
+    error = reply.json["error"]
+    assert reply.status == 400 and error["param"] == "guided_grammar"
+    assert error["message"].startswith("grammar: it ")
+    streamed = here.ask(COMPLETIONS, wish | {"stream": True, "max_tokens": 110})
+    failure = next(event["error"] for event in streamed.events if "error" in event)
+    assert streamed.status == 200 and failure["message"].startswith("grammar: it ")
+    assert here.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 3}).status == 200
+    assert not caplog.records
+
+
+def test_where_no_grammar_can_be_tried_the_client_is_asked_to_come_again(here, monkeypatch):
+    def busy(self, job):
+        raise BusyError("too many others are being tried; try again")
+
+    monkeypatch.setattr(Trials, "run", busy)
+    reply = here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"})
+    assert reply.status == 503 and reply.headers["retry-after"] == "1"
+    assert (
+        reply.json["error"]["message"] == "the grammar: too many others are being tried; try again"
+    )
+    monkeypatch.undo()
+    assert here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"}).status == 200
+
+
+def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypatch):
+    """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
+    asked = []
+    monkeypatch.setattr(engine.text, "read", lambda prompt: asked.append(prompt))
+    for speaks, body in (
+        (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 2049}),
+        (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+        (openai.Completion, {"prompt": ["a"] * 129}),
+    ):
+        with pytest.raises(adapter.Refusal):
+            Answer(Served(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
+    assert not asked
+
+
+def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
+    """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
+    the door did nothing else."""
+    for tops, n, most in ((20, 16, adapter.SCORES // (16 * 21)), (0, 16, adapter.SCORES // 16)):
+        wish = openai.understand(
+            json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), ("small",), False
+        )
+        assert wish.most_tokens == most
+    plain = openai.understand(b'{"prompt": "x", "n": 16}', ("small",), False)
+    assert plain.most_tokens > 10**9
+    asked = {"n": 16, "logprobs": 20, "max_tokens": 1}
+    assert len(here.complete(**asked).json["choices"]) == 16
+
+
+def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
+    """JSON of megabytes, in the thread that serves all clients, let them all wait."""
+    wrote, write = [], adapter.dump_politely
+
+    def noted(body) -> bytes:
+        wrote.append(threading.current_thread().name)
+        return write(body)
+
+    monkeypatch.setattr(completion, "dump_politely", noted)
+    said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
+    assert said["tokens"] and wrote and wrote[0] not in ("door", "MainThread")
+    assert adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
+
+
+def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypatch):
+    """All that had come meanwhile was one event, of megabytes."""
+    monkeypatch.setattr(completion, "PIECES", 10)
+    goes_on = threading.Event()
+    output = Answer._output
+
+    async def held(answer):
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        await output(answer)
+
+    monkeypatch.setattr(Answer, "_output", held)
+    body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
+    line = here.line().post(COMPLETIONS, body)
+    line.until(b"\r\n\r\n")
+    (answer,) = here.door._answers
+    deadline = time.monotonic() + 20
+    while not all(choice.handle.finish_reason for choice in answer.choices):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    words = sum(type(each) is Word for each in gc.get_objects())
+    assert words == 0, "texts are made of tokens when they are written"
+    goes_on.set()
+    said = line.until(b"[DONE]").decode()
+    events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
+    counts = [len((e["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for e in events]
+    assert sum(counts) == 100 and max(counts) <= 40  # some tokens are no piece by themselves
+
+
+def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
+    """Each event once looked at all tokens so far: 12 us for the 50th, 1,602 for the 8,000th."""
+    looked = []
+
+    class Watched(list):
+        def __getitem__(self, place):
+            found = list.__getitem__(self, place)
+            looked.append(len(found) if isinstance(place, slice) else 1)
+            return found
+
+        def __iter__(self):
+            looked.append(len(self))
+            return list.__iter__(self)
+
+    text = SimpleNamespace(
+        stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=lambda *_: []
+    )
+    handle = SimpleNamespace(tokens=Watched(), logprobs=Watched())
+    words = Words(text, handle)
+    for token in range(500):
+        handle.tokens.append(token)
+        handle.logprobs.append(TokenLogprob(-1.0, ()))
+        assert [word.text for word in words.release(1)] == ["a"]
+    assert sum(looked) == 2 * 500
+
+
+def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
+    """The events of an answer that comes a character at a time."""
+    handle = SimpleNamespace(finish_reason="stop", text=text)
+    choice = Choice(handle, Parser(Speech(None, FORMATS[0]), {"add": {}}), None)
+    watch(choice)
+    said = b""
+    for piece in [*text, None]:
+        for change in choice.grow(piece):
+            said += shape.changed(0, change)
+    return said
+
+
+@pytest.mark.parametrize("shape", [ChatCompletion, Response, Message])
+@pytest.mark.parametrize(
+    "text", ["a" * 300, '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 300]
+)
+def test_a_piece_costs_the_same_however_much_of_its_item_has_come(shape, text, monkeypatch):
+    """Each event of a response once joined the whole answer so far: 100,000 characters took half a
+    minute of the thread that serves all clients."""
+    joined = []
+    monkeypatch.setattr(Item, "text", property(lambda item: joined.append(1) or ""))
+    said = streamed(text, shape(Wish(["x"]), "1-x", "small"))
+    assert said.count(b"data: ") >= 300 and len(joined) < 10
+
+
+def test_a_call_costs_the_same_however_many_there_are():
+    """Each one counted those before it."""
+    looked = []
+
+    class Watched(list):
+        def __iter__(self):
+            looked.append(len(self))
+            return list.__iter__(self)
+
+        def __reversed__(self):
+            for item in list.__reversed__(self):
+                looked.append(1)
+                yield item
+
+    def watch(choice: Choice) -> None:
+        choice.items = Watched()
+
+    text = 'So.<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 200
+    said = streamed(text, ChatCompletion(Wish(["x"]), "1-x", "small"), watch)
+    assert b'"index":199,"id"' in said and sum(looked) < 2000
+
+
+def test_every_setting_of_a_request_can_be_asked_for_over_http():
+    """A new sampler that the door does not know would be refused as an unknown field."""
+    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
+    assert {field.name for field in fields(Sampling)} - by_another_way == {*openai.PLAIN}

@@ -1,0 +1,62 @@
+"""What becomes of an answer's text: items that start, grow and stop, in any protocol's stream."""
+
+import random
+from itertools import groupby
+from types import SimpleNamespace
+
+import pytest
+
+from server.choice import Choice
+from text.tool_parser import FORMATS, THOUGHTS, Parser, Speech
+
+PIECES = [
+    *["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "{", "fox", "den"],
+    '{"name": "add", "arguments": {"a": ',
+    "1}}",
+]
+
+
+def choice_of(reason: str) -> tuple[Choice, list]:
+    handle = SimpleNamespace(finish_reason=reason, lengths=[], stop=None)
+    parser = Parser(Speech(THOUGHTS[0], FORMATS[0]), {"add": {}})
+    return Choice(handle, parser, None), []
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_each_item_starts_grows_and_stops_before_the_next_one(reason):
+    kinds = set()
+    for seed in range(400):
+        dice = random.Random(seed)
+        choice, changes = choice_of(reason)
+        for _ in range(dice.randrange(12)):
+            changes += choice.grow(dice.choice(PIECES))
+        changes += choice.grow(None)
+        rows = groupby(changes, key=lambda change: change.item.place)
+        told = []
+        for place, row in rows:
+            start, *deltas, stop = row
+            assert (start.kind, stop.kind) == ("start", "stop"), (seed, place)
+            assert {delta.kind for delta in deltas} == {"delta"}, (seed, place)
+            assert start.item.text == "".join(delta.text for delta in deltas)
+            told.append(start.item)
+        assert told == choice.items and [item.place for item in told] == [*range(len(told))]
+        last = "incomplete" if reason == "length" else "completed"
+        assert [item.status for item in told] == ["completed"] * (len(told) - 1) + [last][
+            : len(told)
+        ]
+        kinds |= {item.kind for item in told}
+    assert kinds == {"thought", "answer", "call"}
+
+
+def test_calls_are_numbered_among_themselves():
+    choice, changes = choice_of("stop")
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    changes += choice.grow(f"<think>Hm.</think>I look.{call}{call}")
+    changes += choice.grow(None)
+    assert [(item.kind, item.place, item.nth) for item in choice.items] == [
+        ("thought", 0, 0),
+        ("answer", 1, 0),
+        ("call", 2, 0),
+        ("call", 3, 1),
+    ]
+    assert choice.reason == "tool_calls" and choice.text("answer") == "I look."

@@ -1,0 +1,934 @@
+"""Chat with tools and thoughts, Responses, Messages and Embeddings keep to their protocols.
+
+The tests were written from the protocols' documentation, before the code. The model answers what it
+is told to (`tests/lib/parrot.py`).
+"""
+
+import base64
+import json
+import re
+from array import array
+
+import pytest
+from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, THOUGHT, TOOLS, WEATHER, Taught, said
+from parrot import IN_TAGS as TEMPLATE
+from servers import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Reply,
+    Server,
+)
+
+SEVERAL = {"type": "auto", "disable_parallel_tool_use": False}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Taught() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tagged():
+    """A server whose template writes calls in tags."""
+    with Taught(template=TEMPLATE) as server:
+        yield server
+
+
+def refused(reply: Reply, status: int = 400, *words: str) -> dict:
+    assert reply.status == status, reply
+    error = reply.error
+    missing = [word for word in words if word not in error["message"]]
+    assert not missing, (missing, error)
+    return error
+
+
+# --- chat: tools --------------------------------------------------------------------------------
+
+
+def chat(server: Server, text: str = CALL, **fields) -> Reply:
+    return server.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "max_tokens": 400, **fields})
+
+
+def choice(reply: Reply) -> dict:
+    assert reply.status == 200, reply
+    return reply.json["choices"][0]
+
+
+def deltas(reply: Reply) -> list[dict]:
+    events = reply.events
+    assert events.pop() == "[DONE]"
+    return [event["choices"][0]["delta"] for event in events if event["choices"]]
+
+
+def test_a_call_is_an_entry_of_tool_calls_and_the_answer_ends_for_it(server):
+    found = choice(chat(server))
+    assert found["finish_reason"] == "tool_calls"
+    message = found["message"]
+    assert message["role"] == "assistant" and message["content"] is None
+    (call,) = message["tool_calls"]
+    assert set(call) == {"id", "type", "function"} and call["type"] == "function" and call["id"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == PARIS
+
+
+def test_two_calls_have_two_ids(server):
+    first, second = choice(chat(server, CALLS, parallel_tool_calls=True))["message"]["tool_calls"]
+    assert first["id"] != second["id"] and second["function"]["name"] == "get_time"
+    assert json.loads(second["function"]["arguments"]) == {}
+
+
+def test_one_call_is_told_unless_parallel_calls_are_asked_for(server):
+    for fields in ({}, {"parallel_tool_calls": False}):
+        whole = chat(server, CALLS, **fields)
+        assert len(choice(whole)["message"]["tool_calls"]) == 1
+        assert choice(whole)["finish_reason"] == "tool_calls"
+        assert whole.json["usage"]["completion_tokens"] < len(CALLS) - 20, "it goes on calling"
+
+
+def test_text_before_a_call_is_content(server):
+    message = choice(chat(server, f"I look.\n{CALL}"))["message"]
+    assert message["content"] == "I look." and len(message["tool_calls"]) == 1
+
+
+def test_an_answer_without_a_call_has_no_tool_calls(server):
+    found = choice(chat(server, "No."))
+    assert found["finish_reason"] == "stop" and "tool_calls" not in found["message"]
+
+
+def test_a_streamed_call_begins_with_id_type_and_name_and_goes_on_with_arguments(server):
+    first, *rest = deltas(chat(server, stream=True))
+    assert first["role"] == "assistant"
+    calls = [delta["tool_calls"][0] for delta in rest if delta.get("tool_calls")]
+    assert calls[0]["index"] == 0 and calls[0]["type"] == "function" and calls[0]["id"]
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert len(calls) > 1 and all(set(call) == {"index", "function"} for call in calls[1:])
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == PARIS
+    assert not any(delta.get("content") for delta in rest)
+
+
+def test_a_stream_with_a_call_ends_for_it(server):
+    *events, done = chat(server, stream=True).events
+    assert done == "[DONE]" and events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
+
+
+def test_two_streamed_calls_have_two_indices(server):
+    calls = [
+        d["tool_calls"][0]
+        for d in deltas(chat(server, CALLS, stream=True, parallel_tool_calls=True))
+        if "tool_calls" in d
+    ]
+    begun = [(call["index"], call["function"]["name"]) for call in calls if "id" in call]
+    assert begun == [(0, "get_weather"), (1, "get_time")]
+
+
+def test_a_stream_tells_what_the_whole_answer_tells(server):
+    text = f"{THOUGHT}I look.\n{CALLS}"
+    whole = choice(chat(server, text))["message"]
+    found = deltas(chat(server, text, stream=True))
+    assert "".join(d.get("content") or "" for d in found) == whole["content"] == "I look."
+    thought = "".join(d.get("reasoning_content") or "" for d in found)
+    assert thought == whole["reasoning_content"] == "It is easy."
+
+
+def conversation(**changes) -> list[dict]:
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "17 degrees"}
+    return [said(CALL), assistant | changes.get("assistant", {}), result | changes.get("tool", {})]
+
+
+def answered(server: Server, **changes) -> str:
+    body = {"messages": conversation(**changes), "tools": TOOLS}
+    return choice(server.ask(CHAT, body))["message"]["content"]
+
+
+def test_a_tools_result_goes_back_in(server):
+    assert answered(server) == "The tool says: 17 degrees"
+
+
+def test_a_tools_result_may_be_parts_of_text(server):
+    parts = [{"type": "text", "text": "17 "}, {"type": "text", "text": "degrees"}]
+    assert answered(server, tool={"content": parts}) == "The tool says: 17 degrees"
+
+
+def test_a_call_may_stand_beside_text_and_a_thought(server):
+    assistant = {"content": "I look.", "reasoning_content": "It is easy.", "refusal": None}
+    assert answered(server, assistant=assistant) == "The tool says: 17 degrees"
+
+
+def test_a_call_whose_arguments_are_no_object_is_refused(server):
+    for arguments in ("{", "5", '"x"', 5, None):
+        function = {"name": "get_weather", "arguments": arguments}
+        call = {"id": "call_1", "type": "function", "function": function}
+        messages = conversation(assistant={"tool_calls": [call]})
+        refused(server.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "arguments")
+
+
+def test_a_result_without_the_id_of_a_call_is_refused(server):
+    messages = conversation(tool={"tool_call_id": None})
+    refused(server.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "tool_call_id")
+
+
+def test_tool_choice_none_calls_nothing(server):
+    found = choice(chat(server, tool_choice="none"))
+    assert found["finish_reason"] == "stop" and "get_weather" in found["message"]["content"]
+
+
+def test_tool_choice_auto_is_the_default(server):
+    assert choice(chat(server, tool_choice="auto"))["finish_reason"] == "tool_calls"
+
+
+def test_a_tool_choice_that_is_none_is_refused(server):
+    unknown = {"type": "function", "function": {"name": "nothing"}}
+    for wrong in ("always", 5, {"type": "function"}, unknown):
+        assert (
+            refused(chat(server, tool_choice=wrong), 400, "tool_choice")["param"] == "tool_choice"
+        )
+
+
+def test_tool_choice_required_needs_tools(server):
+    refused(server.ask(CHAT, {"messages": [said("x")], "tool_choice": "required"}), 400, "tools")
+
+
+def test_tools_that_are_none_are_refused(server):
+    wrong = [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]]
+    wrong.append([{"type": "function", "function": {"name": "a", "parameters": 5}}])
+    wrong.append([{"type": "function", "function": {"name": ""}}])
+    for tools in wrong:
+        assert refused(chat(server, tools=tools), 400, "tools")["param"] == "tools", tools
+
+
+def test_a_tool_that_is_no_function_is_refused_by_name(server):
+    refused(chat(server, tools=[{"type": "web_search"}]), 400, "web_search")
+
+
+def test_the_older_functions_are_refused(server):
+    refused(chat(server, tools=[], functions=[WEATHER]), 400, "functions")
+
+
+def test_a_tool_needs_no_parameters_and_may_be_strict(server):
+    tools = [{"type": "function", "function": {"name": "now", "strict": True}}]
+    assert choice(chat(server, "No.", tools=tools))["message"]["content"] == "No."
+
+
+def test_a_call_that_is_cut_off_ends_for_its_length(server):
+    found = choice(chat(server, max_tokens=60))
+    assert found["finish_reason"] == "length"
+    assert found["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"')
+
+
+def test_what_is_no_call_is_content(server):
+    found = choice(chat(server, "<tool_call>junk</tool_call>"))
+    assert found["message"]["content"] == "<tool_call>junk</tool_call>"
+    assert found["finish_reason"] == "stop"
+
+
+def test_each_of_several_choices_has_its_calls(server):
+    choices = chat(server, n=2).json["choices"]
+    ids = {each["message"]["tool_calls"][0]["id"] for each in choices}
+    assert len(ids) == 2 and {each["index"] for each in choices} == {0, 1}
+
+
+def test_tools_stand_in_the_prompt(server):
+    with_tools = chat(server, "No.").json["usage"]["prompt_tokens"]
+    assert with_tools > chat(server, "No.", tools=[]).json["usage"]["prompt_tokens"] + 100
+
+
+# --- chat: thoughts and progress ----------------------------------------------------------------
+
+
+def test_a_thought_is_reasoning_content(server):
+    for tools in ([], TOOLS):
+        message = choice(chat(server, f"{THOUGHT}Yes.", tools=tools))["message"]
+        assert (message["reasoning_content"], message["content"]) == ("It is easy.", "Yes.")
+
+
+def test_a_thought_is_streamed_before_the_answer(server):
+    found = deltas(chat(server, f"{THOUGHT}Yes.", tools=[], stream=True))
+    kinds = [next(iter(delta)) for delta in found[1:] if any(delta.values())]
+    assert len(kinds) > 1 and kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {"reasoning_content", "content"}
+
+
+def test_thoughts_are_counted_in_usage(server):
+    body = f"{THOUGHT}Yes."
+    usage = chat(server, body, tools=[]).json["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT) - 2
+    events = chat(
+        server, body, tools=[], stream=True, stream_options={"include_usage": True}
+    ).events
+    assert events[-2]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+
+
+def test_an_answer_without_a_thought_has_none(server):
+    reply = chat(server, "Yes.", tools=[])
+    assert "reasoning_content" not in choice(reply)["message"]
+    details = reply.json["usage"].get("completion_tokens_details", {})
+    assert details.get("reasoning_tokens", 0) == 0
+
+
+def test_a_thought_that_is_cut_off_is_no_content(server):
+    found = choice(chat(server, THOUGHT, tools=[], max_tokens=12))
+    assert found["finish_reason"] == "length" and not found["message"]["content"]
+    assert "It i" in THOUGHT and "It".startswith(found["message"]["reasoning_content"][:2])
+
+
+def test_a_template_may_be_told_not_to_think(server):
+    plain = chat(server, "Yes.", tools=[]).json["usage"]["prompt_tokens"]
+    options = {"enable_thinking": False}
+    reply = chat(server, "Yes.", tools=[], chat_template_kwargs=options)
+    assert reply.json["usage"]["prompt_tokens"] == plain + len("<think>\n\n</think>\n\n")
+
+
+def test_a_setting_that_the_template_does_not_know_is_refused(server):
+    refused(chat(server, "x", chat_template_kwargs={"documents_of": 5}), 400, "documents_of")
+    refused(chat(server, "x", chat_template_kwargs=5), 400, "chat_template_kwargs")
+
+
+def test_log_probabilities_cover_thoughts_and_calls(server):
+    text = f"{THOUGHT}Yes."
+    found = choice(chat(server, text, tools=[], logprobs=True))["logprobs"]["content"]
+    assert "".join(token["token"] for token in found) == text
+    events = chat(server, text, tools=[], logprobs=True, stream=True).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    tokens = [token for part in parts if part for token in part["content"]]
+    assert "".join(token["token"] for token in tokens) == text
+
+
+def test_progress_of_the_prompt_is_told_if_asked_for(server):
+    for path, prompt in ((CHAT, {"messages": [said("Yes.")]}), (COMPLETIONS, {"prompt": "x" * 99})):
+        options = {"return_progress": True, "stream": True, "max_tokens": 4}
+        options |= {"stream_options": {"include_usage": True}}
+        events = server.ask(path, prompt | options).events
+        found = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert found and all(set(p) == {"total", "cache", "processed", "time_ms"} for p in found)
+        assert found[-1]["processed"] == found[-1]["total"]
+        assert found[0]["total"] == events[-2]["usage"]["prompt_tokens"]
+        counts = [p["processed"] for p in found]
+        assert counts == sorted(counts) and found[-1]["time_ms"] >= 0
+
+
+def test_progress_needs_a_stream(server):
+    refused(chat(server, return_progress=True), 400, "stream")
+
+
+# --- Responses ----------------------------------------------------------------------------------
+
+
+def respond(server: Server, text: str = "Yes.", **fields) -> Reply:
+    return server.ask(RESPONSES, {"model": "default", "input": f"say: {text}", **fields})
+
+
+def output(reply: Reply) -> list[dict]:
+    assert reply.status == 200, reply
+    return reply.json["output"]
+
+
+def test_a_response_is_an_object_with_a_message(server):
+    body = respond(server).json
+    assert body["object"] == "response" and body["id"].startswith("resp_")
+    assert body["status"] == "completed" and body["error"] is body["incomplete_details"] is None
+    (message,) = body["output"]
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    assert message["status"] == "completed" and message["id"].startswith("msg_")
+    (part,) = message["content"]
+    assert (part["type"], part["text"], part["annotations"]) == ("output_text", "Yes.", [])
+
+
+def test_a_response_repeats_what_it_was_asked_for(server):
+    options = {"instructions": "Be kind.", "temperature": 0.5, "top_p": 0.9}
+    options |= {"max_output_tokens": 99, "metadata": {"a": "b"}, "tools": FLAT}
+    body = respond(server, **options).json
+    for name in ("instructions", "temperature", "top_p", "max_output_tokens", "metadata"):
+        assert body[name] == options[name], name
+    assert [tool["name"] for tool in body["tools"]] == ["get_weather", "get_time"]
+    assert body["tool_choice"] == "auto" and body["parallel_tool_calls"] is False
+    assert body["previous_response_id"] is None and body["store"] is False
+    assert body["truncation"] == "disabled" and body["text"]["format"] == {"type": "text"}
+
+
+def test_a_response_counts_its_tokens(server):
+    usage = respond(server, f"{THOUGHT}Yes.").json["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= 0
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(THOUGHT) - 2
+
+
+def items(server: Server, *given: dict, **fields) -> Reply:
+    return server.ask(RESPONSES, {"model": "default", "input": [*given], **fields})
+
+
+def test_input_may_be_items_with_texts_or_parts(server):
+    parts = [{"type": "input_text", "text": "say: "}, {"type": "input_text", "text": "Yes."}]
+    for content in ("say: Yes.", parts):
+        for kind in ({}, {"type": "message"}):
+            reply = items(server, kind | {"role": "user", "content": content})
+            assert output(reply)[0]["content"][0]["text"] == "Yes."
+
+
+def test_what_was_answered_may_go_back_in(server):
+    first = output(respond(server, f"{THOUGHT}Yes."))
+    last = {"role": "user", "content": "say: Again."}
+    reply = items(server, {"role": "developer", "content": "x"}, said("Yes."), *first, last)
+    assert output(reply)[0]["content"][0]["text"] == "Again."
+
+
+def test_instructions_stand_in_the_prompt(server):
+    plain = respond(server).json["usage"]["input_tokens"]
+    assert respond(server, instructions="Be kind.").json["usage"]["input_tokens"] > plain + 8
+
+
+def test_a_function_call_is_an_item(server):
+    (item,) = output(respond(server, CALL, tools=FLAT))
+    assert item["type"] == "function_call" and item["id"].startswith("fc_")
+    assert item["name"] == "get_weather" and item["status"] == "completed" and item["call_id"]
+    assert json.loads(item["arguments"]) == PARIS
+
+
+def test_text_a_thought_and_two_calls_are_four_items(server):
+    found = output(
+        respond(server, f"{THOUGHT}I look.\n{CALLS}", tools=FLAT, parallel_tool_calls=True)
+    )
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in found] == kinds
+    assert len({item["id"] for item in found}) == 4
+    assert found[2]["call_id"] != found[3]["call_id"]
+
+
+def test_a_functions_output_goes_back_in(server):
+    (call,) = output(respond(server, CALL, tools=FLAT))
+    for value in ("17 degrees", [{"type": "input_text", "text": "17 degrees"}]):
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": value}
+        reply = items(server, said(CALL), call, result, tools=FLAT)
+        assert output(reply)[0]["content"][0]["text"] == "The tool says: 17 degrees"
+
+
+def test_a_thought_is_a_reasoning_item(server):
+    item, message = output(respond(server, f"{THOUGHT}Yes."))
+    assert item["type"] == "reasoning" and item["summary"] == [] and item["id"].startswith("rs_")
+    assert item["content"] == [{"type": "reasoning_text", "text": "It is easy."}]
+    assert message["content"][0]["text"] == "Yes."
+
+
+def test_a_response_that_is_cut_off_is_incomplete(server):
+    body = respond(server, "A long answer.", max_output_tokens=4).json
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][0]["status"] == "incomplete"
+
+
+def test_what_needs_a_memory_is_refused(server):
+    refused(respond(server, previous_response_id="resp_1"), 400, "previous_response_id")
+    refused(respond(server, store=True), 400, "store")
+    refused(respond(server, conversation="conv_1"), 400, "conversation")
+    refused(respond(server, background=True), 400, "background")
+    refused(items(server, {"type": "item_reference", "id": "msg_1"}), 400, "item_reference")
+
+
+def test_what_asks_for_nothing_is_accepted(server):
+    neutral = {"store": False, "previous_response_id": None, "truncation": "disabled"}
+    neutral |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
+    neutral |= {"client_metadata": {"x-codex-window-id": "x"}}
+    neutral |= {"reasoning": None, "text": {"format": {"type": "text"}}, "user": "me", "tools": []}
+    neutral |= {"parallel_tool_calls": True, "tool_choice": "auto", "stream_options": None}
+    assert respond(server, **neutral).status == 200
+
+
+def test_what_cannot_be_kept_is_refused_by_name(server):
+    refused(respond(server, tools=[{"type": "web_search"}]), 400, "web_search")
+    refused(respond(server, truncation="auto"), 400, "truncation")
+    refused(respond(server, include=["file_search_call.results"]), 400, "include")
+    refused(respond(server, max_tool_calls=3), 400, "max_tool_calls")
+    image = {"type": "input_image", "image_url": "data:"}
+    refused(items(server, {"role": "user", "content": [image]}), 400, "input_image")
+    refused(items(server, {"type": "computer_call"}), 400, "computer_call")
+
+
+def test_an_input_that_is_none_is_refused(server):
+    for wrong in (None, 5, [], [5], [{}], [{"role": "wizard", "content": "x"}]):
+        refused(server.ask(RESPONSES, {"model": "default", "input": wrong}), 400, "input")
+    refused(items(server, {"type": "function_call_output", "output": "x"}), 400, "call_id")
+
+
+def test_a_model_that_is_not_here_is_a_404_in_responses(server):
+    assert refused(respond(server, model="gpt-5"), 404)["code"] == "model_not_found"
+
+
+def test_a_forced_function_that_is_not_given_is_refused(server):
+    wrong = {"type": "function", "name": "nothing"}
+    refused(respond(server, tools=FLAT, tool_choice=wrong), 400, "tool_choice")
+
+
+def test_tool_choice_none_calls_nothing_in_responses(server):
+    assert output(respond(server, CALL, tools=FLAT, tool_choice="none"))[0]["type"] == "message"
+
+
+TEXT = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+TEXT = ["created", "in_progress", "output_item.added", *TEXT, "output_item.done", "completed"]
+
+
+def once(events: list[dict]) -> list[str]:
+    """Their types, without `response.`, repeated ones once."""
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+
+
+def test_a_streamed_response_is_a_sequence_of_typed_events(server):
+    events = respond(server, stream=True).events
+    assert once(events) == TEXT
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_streamed_text_joins_to_the_text_of_the_item_and_of_the_response(server):
+    events = respond(server, "Count to three.", stream=True).events
+    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    by_type = {event["type"].removeprefix("response."): event for event in events}
+    assert text == by_type["output_text.done"]["text"] == "Count to three."
+    assert by_type["content_part.done"]["part"]["text"] == text
+    item = by_type["output_item.done"]["item"]
+    assert item["content"][0]["text"] == text and item["status"] == "completed"
+    last = by_type["completed"]["response"]
+    assert last["output"] == [item] and last["usage"]["output_tokens"] > 0
+    assert by_type["created"]["response"]["status"] == "in_progress"
+    assert by_type["created"]["response"]["id"] == last["id"]
+    delta = by_type["output_text.delta"]
+    assert (delta["item_id"], delta["output_index"], delta["content_index"]) == (item["id"], 0, 0)
+
+
+def test_a_streamed_function_call_is_added_filled_and_done(server):
+    events = respond(server, CALL, tools=FLAT, stream=True).events
+    kinds = ["created", "in_progress", "output_item.added", "function_call_arguments.delta"]
+    kinds += ["function_call_arguments.done", "output_item.done", "completed"]
+    assert once(events) == kinds
+    added = events[2]["item"]
+    assert added["type"] == "function_call" and added["arguments"] == ""
+    assert added["status"] == "in_progress" and added["name"] == "get_weather"
+    arguments = "".join(e["delta"] for e in events if e["type"].endswith("arguments.delta"))
+    done = next(e for e in events if e["type"].endswith("arguments.done"))
+    assert done["arguments"] == arguments and json.loads(arguments) == PARIS
+    item = events[-1]["response"]["output"][0]
+    assert (item["id"], item["call_id"]) == (added["id"], added["call_id"])
+
+
+def test_a_streamed_thought_is_a_reasoning_item(server):
+    events = respond(server, f"{THOUGHT}Yes.", stream=True).events
+    thought = "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta")
+    assert thought == "It is easy."
+    assert [i["type"] for i in events[-1]["response"]["output"]] == ["reasoning", "message"]
+    places = [e["output_index"] for e in events if e["type"] == "response.output_item.added"]
+    assert places == [0, 1]
+
+
+def test_a_stream_that_is_cut_off_ends_with_incomplete(server):
+    events = respond(server, "A long answer.", max_output_tokens=4, stream=True).events
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["incomplete_details"]["reason"] == "max_output_tokens"
+
+
+def test_a_response_cannot_be_asked_for_later(server):
+    assert server.ask("/v1/responses/resp_1").status == 404
+
+
+# --- Messages -----------------------------------------------------------------------------------
+
+
+def message(server: Server, text: str = "Yes.", path: str = MESSAGES, **fields) -> Reply:
+    body = {"model": "default", "max_tokens": 300, "messages": [said(text)]}
+    headers = {"anthropic_version": "2023-06-01", "anthropic_beta": "x"}
+    return server.ask(path, body | fields, **headers)
+
+
+def content(reply: Reply) -> list[dict]:
+    assert reply.status == 200, reply
+    return reply.json["content"]
+
+
+def test_a_message_has_blocks_and_a_reason(server):
+    body = message(server).json
+    assert (body["type"], body["role"]) == ("message", "assistant")
+    assert body["id"].startswith("msg_") and body["model"]
+    assert body["content"] == [{"type": "text", "text": "Yes."}]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    assert body["usage"]["output_tokens"] == 5 and body["usage"]["input_tokens"] >= 1
+
+
+def test_what_was_cached_is_counted_apart(server):
+    usages = [message(server, "The same again.").json["usage"] for _ in range(2)]
+    sums = [u["input_tokens"] + u["cache_read_input_tokens"] for u in usages]
+    assert sums[0] == sums[1] and usages[1]["cache_read_input_tokens"] > 0
+
+
+def test_system_may_be_a_text_or_blocks(server):
+    block = {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
+    counts = []
+    for system in ("Be kind.", [block]):
+        counts.append(message(server, path=COUNT, system=system).json["input_tokens"])
+    assert counts[0] == counts[1] > message(server, path=COUNT).json["input_tokens"] + 8
+
+
+def test_content_may_be_blocks(server):
+    blocks = [{"type": "text", "text": "say: "}, {"type": "text", "text": "Yes."}]
+    blocks[1]["cache_control"] = {"type": "ephemeral"}
+    reply = message(server, messages=[{"role": "user", "content": blocks}])
+    assert content(reply)[0]["text"] == "Yes."
+
+
+def test_a_call_is_a_tool_use_block(server):
+    reply = message(server, f"I look.\n{CALL}", tools=SCHEMAS)
+    text, use = content(reply)
+    assert text == {"type": "text", "text": "I look."}
+    assert set(use) == {"type", "id", "name", "input"} and use["type"] == "tool_use"
+    assert (use["name"], use["input"]) == ("get_weather", PARIS)
+    assert reply.json["stop_reason"] == "tool_use"
+
+
+def test_a_call_with_a_number_that_json_has_not_is_a_block_that_json_has(server):
+    """Python writes NaN, which no other reader of JSON knows: the answer could not be read."""
+    for number in ("NaN", "1e999"):
+        reply = message(server, CALL.replace('"Paris"', number), tools=SCHEMAS)
+        assert b"NaN" not in reply.body and b"Infinity" not in reply.body
+        assert content(reply)[0]["input"] == {}
+
+
+def with_result(**result) -> list[dict]:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": PARIS}
+    block = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "17 degrees"} | result
+    assistant = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]}
+    return [said(CALL), assistant, {"role": "user", "content": [block]}]
+
+
+def test_a_tool_result_goes_back_in(server):
+    parts = [{"type": "text", "text": "17 degrees"}]
+    for result in ({}, {"content": parts}, {"is_error": True}):
+        reply = message(server, messages=with_result(**result), tools=SCHEMAS)
+        assert content(reply) == [{"type": "text", "text": "The tool says: 17 degrees"}]
+
+
+def test_a_tool_result_may_be_empty_and_text_may_follow_it(server):
+    reply = message(server, messages=with_result(content=None), tools=SCHEMAS)
+    assert reply.status == 200
+    messages = with_result()
+    messages[2]["content"].append({"type": "text", "text": "say: And you?"})
+    assert content(message(server, messages=messages, tools=SCHEMAS))[0]["text"] == "And you?"
+
+
+def test_max_tokens_is_required_and_errors_have_anthropics_form(server):
+    reply = message(server, max_tokens=None)
+    refused(reply, 400, "max_tokens")
+    assert reply.json["type"] == "error" and reply.error["type"] == "invalid_request_error"
+
+
+def test_a_message_may_end_for_its_length_or_a_stop_sequence(server):
+    assert message(server, max_tokens=2).json["stop_reason"] == "max_tokens"
+    body = message(server, "One, two, three.", stop_sequences=["four", ", thr"]).json
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", thr")
+    assert body["content"][0]["text"] == "One, two"
+
+
+def test_a_thought_is_a_thinking_block(server):
+    thinking, text = content(message(server, f"{THOUGHT}Yes."))
+    assert thinking["type"] == "thinking" and thinking["thinking"] == "It is easy."
+    assert "signature" in thinking and text["text"] == "Yes."
+
+
+def test_thinking_blocks_go_back_in(server):
+    first = content(message(server, f"{THOUGHT}Yes."))
+    messages = [said("x"), {"role": "assistant", "content": first}, said("Again.")]
+    assert content(message(server, messages=messages))[0]["text"] == "Again."
+
+
+def test_thinking_may_be_asked_for_or_not(server):
+    plain = message(server, path=COUNT).json["input_tokens"]
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    assert message(server, path=COUNT, thinking=enabled).json["input_tokens"] == plain
+    disabled = message(server, path=COUNT, thinking={"type": "disabled"}).json["input_tokens"]
+    assert disabled == plain + len("<think>\n\n</think>\n\n")
+    refused(message(server, thinking={"type": "later"}), 400, "thinking")
+
+
+def test_a_streamed_message_is_a_sequence_of_named_events(server):
+    reply = message(server, stream=True)
+    events = [event for event in reply.events if event["type"] != "ping"]
+    kinds = ["message_start", "content_block_start", "content_block_delta"]
+    kinds += ["content_block_stop", "message_delta", "message_stop"]
+    assert once(events) == kinds
+    assert re.findall(rb"event: (\w+)", reply.body)[0] == b"message_start"
+    start = events[0]["message"]
+    assert start["content"] == [] and start["stop_reason"] is None
+    assert start["usage"]["input_tokens"] > 0
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 5
+
+
+def test_streamed_text_is_text_deltas(server):
+    events = message(server, "Count to three.", stream=True).events
+    begun = next(e for e in events if e["type"] == "content_block_start")
+    assert begun["index"] == 0 and begun["content_block"] == {"type": "text", "text": ""}
+    found = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in found} == {"text_delta"}
+    assert "".join(delta["text"] for delta in found) == "Count to three."
+
+
+def test_a_streamed_call_is_partial_json(server):
+    events = message(
+        server, f"I look.\n{CALLS}", tools=SCHEMAS, tool_choice=SEVERAL, stream=True
+    ).events
+    begun = [e for e in events if e["type"] == "content_block_start"]
+    assert [e["index"] for e in begun] == [0, 1, 2]
+    use = begun[1]["content_block"]
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {})
+    found = [e for e in events if e["type"] == "content_block_delta" and e["index"] == 1]
+    assert {e["delta"]["type"] for e in found} == {"input_json_delta"}
+    assert json.loads("".join(e["delta"]["partial_json"] for e in found)) == PARIS
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    ended = [e["index"] for e in events if e["type"] == "content_block_stop"]
+    assert ended == [0, 1, 2]
+
+
+def test_a_streamed_thought_is_thinking_deltas(server):
+    events = message(server, f"{THOUGHT}Yes.", stream=True).events
+    found = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    text = "".join(d["thinking"] for d in found if d["type"] == "thinking_delta")
+    assert text == "It is easy." and found[-1]["type"] == "text_delta"
+
+
+def test_a_choice_of_tools_is_kept_or_refused(server):
+    for kind in ("auto", {"type": "auto"}, {"type": "always"}, {"type": "tool", "name": "x"}):
+        reply = message(server, tools=SCHEMAS, tool_choice=kind)
+        if kind == {"type": "auto"}:
+            assert reply.status == 200, reply
+        else:
+            refused(reply, 400, "tool_choice")
+    none = message(server, CALL, tools=SCHEMAS, tool_choice={"type": "none"})
+    assert content(none)[0]["type"] == "text"
+    single = {"type": "auto", "disable_parallel_tool_use": True}
+    for fields in ({}, {"tool_choice": {"type": "auto"}}, {"tool_choice": single}):
+        assert len(content(message(server, CALLS, tools=SCHEMAS, **fields))) == 1
+    assert len(content(message(server, CALLS, tools=SCHEMAS, tool_choice=SEVERAL))) == 2
+
+
+def test_blocks_and_tools_that_are_not_supported_are_refused_by_name(server):
+    image = {"type": "image", "source": {}}
+    refused(message(server, messages=[{"role": "user", "content": [image]}]), 400, "image")
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    refused(message(server, tools=[search]), 400, "web_search_20250305")
+    refused(message(server, container="x"), 400, "container")
+    refused(message(server, mcp_servers=[{"url": "x"}]), 400, "mcp_servers")
+
+
+def test_messages_that_are_none_are_refused(server):
+    use = {"type": "tool_use", "id": "x", "name": "get_weather", "input": 5}
+    result = {"type": "tool_result", "content": "x"}
+    wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
+    wrong += [[{"role": "assistant", "content": [use]}], [{"role": "user", "content": [result]}]]
+    for messages in wrong:
+        refused(message(server, messages=messages), 400, "message")
+
+
+def test_an_answer_cannot_be_begun_by_the_client(server):
+    messages = [said("x"), {"role": "assistant", "content": "It is"}]
+    refused(message(server, messages=messages), 400, "assistant")
+
+
+def test_what_asks_for_nothing_is_accepted_in_messages(server):
+    neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
+    neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
+    # As Claude Code sends it
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    neutral |= {"output_config": {"effort": "high"}, "context_management": keep}
+    neutral |= {"messages": [said("Yes."), {"role": "system", "content": "x"}, said("Yes.")]}
+    assert message(server, **neutral, path=f"{MESSAGES}?beta=true").status == 200
+
+
+def test_a_model_that_is_not_here_is_a_404_in_messages(server):
+    reply = message(server, model="claude-sonnet-4-5")
+    refused(reply, 404, "claude-sonnet-4-5")
+    assert reply.error["type"] == "not_found_error"
+
+
+def test_tokens_are_counted_without_an_answer(server):
+    usage = message(server, "Count me.", tools=SCHEMAS).json["usage"]
+    body = {"model": "default", "messages": [said("Count me.")], "tools": SCHEMAS}
+    count = server.ask(COUNT, body).json
+    assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+# --- names and penalties ------------------------------------------------------------------------
+
+
+def test_a_model_is_found_by_each_of_its_names(server):
+    (listed,) = server.ask("/v1/models").json["data"]
+    for name in (listed["id"], "default"):
+        assert server.ask(f"/v1/models/{name}").json == listed
+    refused(server.ask("/v1/models/gpt-5"), 404, "gpt-5")
+
+
+def test_penalties_are_numbers_within_openais_limits(server):
+    assert choice(chat(server, "Yes.", presence_penalty=-2, frequency_penalty=2))
+    for name in ("presence_penalty", "frequency_penalty"):
+        for wrong in (2.1, "1", True):
+            assert refused(chat(server, "Yes.", **{name: wrong}), 400, name)["param"] == name
+
+
+def test_what_a_front_end_sends_beside_its_wishes_is_accepted_or_refused_by_its_meaning(server):
+    asks = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    asks |= {"parallel_tool_calls": True, "max_completion_tokens": 300}
+    asks |= {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, done = chat(server, "Yes.", **asks).events
+    assert done == "[DONE]" and last["choices"] == [] and last["usage"]["completion_tokens"] > 0
+    refused(chat(server, "Yes.", store=True), 400, "store")
+    refused(chat(server, "Yes.", service_tier="priority"), 400, "service_tier")
+    refused(chat(server, "Yes.", stream_options={"include_obfuscation": True}), 400, "obfuscation")
+
+
+# --- Embeddings ---------------------------------------------------------------------------------
+
+
+def embed(server: Server, given: object = "Why batch?", **fields) -> Reply:
+    return server.ask(EMBEDDINGS, {"model": "default", "input": given, **fields})
+
+
+def vectors(reply: Reply) -> list[list[float]]:
+    assert reply.status == 200, reply
+    entries = reply.json["data"]
+    assert [entry["index"] for entry in entries] == list(range(len(entries)))
+    return [entry["embedding"] for entry in entries]
+
+
+def test_an_embedding_is_an_entry_of_a_list_and_a_vector_of_length_1(server):
+    body = embed(server).json
+    assert body["object"] == "list" and set(body) == {"object", "data", "model", "usage"}
+    (entry,) = body["data"]
+    assert set(entry) == {"object", "index", "embedding"} and entry["object"] == "embedding"
+    assert abs(sum(x * x for x in entry["embedding"]) - 1) < 1e-6
+
+
+def test_several_inputs_have_vectors_in_their_order(server):
+    texts = ["One.", "Two.", "One."]
+    alone = [vectors(embed(server, text))[0] for text in texts]
+    assert vectors(embed(server, texts)) == alone and alone[0] == alone[2] != alone[1]
+
+
+def test_an_input_may_be_token_ids_or_lists_of_them(server):
+    ids = [5, 6, 7]
+    (alone,) = vectors(embed(server, ids))
+    assert vectors(embed(server, [ids, [8], ids])) == [alone, *vectors(embed(server, [8])), alone]
+
+
+def test_base64_holds_the_same_numbers_of_32_bits(server):
+    (plain,) = vectors(embed(server, encoding_format="float"))
+    (written,) = vectors(embed(server, encoding_format="base64"))
+    assert list(array("f", base64.b64decode(written))) == plain
+
+
+def test_dimensions_are_honoured_or_refused(server):
+    (whole,) = vectors(embed(server))
+    (short,) = vectors(embed(server, dimensions=4))
+    length = sum(x * x for x in whole[:4]) ** 0.5
+    assert all(abs(x - y / length) < 1e-6 for x, y in zip(short, whole[:4], strict=True))
+    assert vectors(embed(server, dimensions=len(whole))) == [whole]
+    for wrong in (0, -1, 1.5, "4", len(whole) + 1):
+        assert refused(embed(server, dimensions=wrong), 400, "dimensions")["param"] == "dimensions"
+
+
+def test_the_usage_of_embeddings_is_their_prompts(server):
+    counts = [embed(server, given).json["usage"] for given in ([5, 6, 7], [[5, 6, 7], [8]])]
+    assert counts == [{"prompt_tokens": n, "total_tokens": n} for n in (3, 4)]
+
+
+def test_an_input_of_embeddings_that_is_none_is_refused(server):
+    for wrong in (None, "", [], [""], [[]], ["a", [1]], 5, {"text": "a"}, [1, "a"], [1.5], [-1]):
+        error = refused(embed(server, wrong))
+        assert (error["type"], error["param"]) == ("invalid_request_error", "input"), wrong
+    refused(embed(server, ["a"] * 2049), 400, "2,048")
+
+
+def test_an_unknown_form_or_model_of_embeddings_is_refused(server):
+    assert refused(embed(server, encoding_format="int8"), 400)["param"] == "encoding_format"
+    refused(embed(server, model="gpt"), 404, "gpt")
+
+
+# --- calls in tags, as Qwen 3 Coder writes them -------------------------------------------------
+
+LINES = 'One line,\n a < b, "two" </parameter> and a\\n.\n'
+IN_TAGS = f"""<tool_call>
+<function=write>
+<parameter=text>
+{LINES}
+</parameter>
+<parameter=times>
+3
+</parameter>
+<parameter=of>
+{{"deep": [1, true]}}
+</parameter>
+<parameter=on>
+True
+</parameter>
+</function>
+</tool_call>"""
+WRITTEN = {"text": LINES, "times": 3, "of": {"deep": [1, True]}, "on": True}
+KINDS = {"text": "string", "times": "integer", "of": "object", "on": "boolean"}
+WRITE = {"type": "object", "properties": {name: {"type": kind} for name, kind in KINDS.items()}}
+WRITE |= {"required": ["times", "on"]}
+WRITES = {"name": "write", "description": "It writes.", "parameters": WRITE}
+
+
+def test_a_call_in_tags_has_arguments_of_the_schemas_types(tagged):
+    tools = [{"type": "function", "function": WRITES}]
+    for stream in (False, True):
+        fields = {"tools": tools, "parallel_tool_calls": True, "stream": stream}
+        reply = chat(tagged, f"I write.\n{IN_TAGS}\n{IN_TAGS}", max_tokens=999, **fields)
+        if not stream:
+            message = choice(reply)["message"]
+            assert message["content"] == "I write."
+            told = [call["function"]["arguments"] for call in message["tool_calls"]]
+        else:
+            told = ["", ""]
+            for delta in deltas(reply):
+                for call in delta.get("tool_calls", ()):
+                    told[call["index"]] += call["function"]["arguments"]
+        assert [json.loads(each) for each in told] == [WRITTEN, WRITTEN]
+
+
+def test_a_text_in_tags_comes_as_it_is_written(tagged):
+    tools = [{"type": "function", "function": WRITES}]
+    told = [
+        d["tool_calls"][0]["function"]
+        for d in deltas(chat(tagged, IN_TAGS, tools=tools, stream=True))
+        if "tool_calls" in d
+    ]
+    assert len([call for call in told if call["arguments"]]) > len(LINES) // 2
+
+
+def test_a_call_in_tags_is_an_item_of_a_response_and_its_output_goes_back_in(tagged):
+    tools = [{"type": "function", **WRITES}]
+    thought, call = output(respond(tagged, THOUGHT + IN_TAGS, tools=tools))
+    assert (thought["type"], call["type"]) == ("reasoning", "function_call")
+    assert json.loads(call["arguments"]) == WRITTEN
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+    reply = items(tagged, said(IN_TAGS), thought, call, result, tools=tools)
+    assert output(reply)[0]["content"][0]["text"] == "The tool says: done"
+
+
+def test_a_call_in_tags_is_a_block_of_a_message_behind_its_thinking(tagged):
+    tools = [{"name": "write", "description": "It writes.", "input_schema": WRITE}]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    first = content(message(tagged, THOUGHT + IN_TAGS, tools=tools, thinking=thinking))
+    assert [block["type"] for block in first] == ["thinking", "tool_use"]
+    assert first[1]["input"] == WRITTEN
+    result = {"type": "tool_result", "tool_use_id": first[1]["id"], "content": "done"}
+    turns = [
+        said(IN_TAGS),
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": [result]},
+    ]
+    again = content(message(tagged, messages=turns, tools=tools, thinking=thinking))
+    assert again == [{"type": "text", "text": "The tool says: done"}]

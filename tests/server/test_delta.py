@@ -1,0 +1,190 @@
+"""From a commit to its client: one delta for each request, one wake-up for each step."""
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from servers import CHAT, Server
+
+from nanobatch import Engine, Handle, Sampling
+from runtime.loop import Loop, Stopwatch
+from server.app import Door
+from server.http import Options
+
+ROOT = Path(__file__).parents[2]
+LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
+QUESTION = [{"role": "user", "content": "Count from 3 to 30."}]
+# What a commit does with the tokens of a request, each kind in its own way
+KINDS = {
+    "plain": {},
+    "drawn": {"temperature": 1.0},
+    "stop text": {"stop": ["12", " 14"]},
+    "log probabilities": {"logprobs": True, "top_logprobs": 2},
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": LIST["json"]}}},
+    "regular expression": {"guided_regex": "[0-9]{3,20}"},
+    "two choices": {"n": 2, "temperature": 1.2},
+}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Drafts need repetition, so this is the demo model: it counts."""
+    with Engine.load("demo", slots=4, max_len=256, guesses=3) as engine:
+        yield engine
+
+
+class Here(Server):
+    """A server in this process, so that its threads can be watched."""
+
+    def __init__(self, engine: Engine):
+        self.door = Door(Options(port=0)).start()
+        self.loop = Loop(engine, watch=Stopwatch()).start()
+        self.door.open(engine, self.loop, "demo")
+        self.host, port = self.door.address.removeprefix("http://").split(":")
+        self.port = int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.door.close()
+        self.loop.stop()
+
+
+def said(choices: list[dict], index: int) -> str:
+    """The text of one choice, whole or of all its events."""
+    text = ""
+    for choice in choices:
+        if choice["index"] != index:
+            continue
+        part = choice.get("delta") or choice.get("message") or {}
+        text += part.get("content") or ""
+    return text
+
+
+def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
+    """Several tokens of a step (accepted drafts) are one delta, and a slow reader loses nothing."""
+    dice = random.Random(7)
+    settings = [
+        {},
+        {"temperature": 0.9},
+        {"stop": ["1", " 2"]},
+        {"grammar": LIST},
+        {"logprobs": 2},
+    ]
+    taken = 0
+    for seed in range(6):
+        handles = []
+        for each in settings:
+            prompt = f"Count from {dice.randrange(3, 9)} to {dice.randrange(20, 40)}."
+            sampling = Sampling(max_tokens=60, seed=seed, **each)
+            handles.append(demo.submit(demo.text.ask(prompt), sampling))
+        texts = dict.fromkeys(handles, "")
+        open_handles = list(handles)
+        while open_handles:
+            demo.step()
+            for handle in list(open_handles):
+                if dice.random() < 0.4:
+                    text, is_last = handle.take_delta(dice.choice([1, 2, 64]))
+                    texts[handle] += text
+                    taken += bool(text)
+                    if is_last:
+                        open_handles.remove(handle)
+        for handle in handles:
+            assert texts[handle] == handle.result().text, seed
+            assert handle.take_delta(64) == ("", True)
+    assert taken > 90
+    assert sum(handle.metrics.right for handle in handles) > 0, "no draft was accepted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_is_whole(demo, kind):
+    asked = {"messages": QUESTION, "max_tokens": 50, "temperature": 0, "seed": 5} | KINDS[kind]
+    with Here(demo) as here:
+        whole = here.ask(CHAT, asked).json["choices"]
+        events = here.ask(CHAT, asked | {"stream": True}).events
+    streamed = [choice for event in events[:-1] for choice in event["choices"]]
+    for index in range(asked.get("n", 1)):
+        assert said(streamed, index) == said(whole, index) != ""
+        reasons = [c["finish_reason"] for c in streamed if c["index"] == index]
+        assert reasons[-1] == whole[index]["finish_reason"] and not any(reasons[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_wake_up_a_step_and_one_for_a_whole_answer(demo, monkeypatch, stream):
+    """A wake-up is a system call of the thread that steps."""
+    wakes = []
+    wake = Door._wake
+
+    def counted(door, answers) -> None:
+        wakes.append(demo.steps)
+        wake(door, answers)
+
+    monkeypatch.setattr(Door, "_wake", counted)
+    asked = {"messages": QUESTION, "max_tokens": 30, "ignore_eos": True, "n": 3, "stream": stream}
+    with Here(demo) as here:
+        before = demo.steps
+        assert here.ask(CHAT, asked).status == 200
+    steps = demo.steps - before
+    if stream:
+        assert 5 < len(wakes) <= steps + 1
+    else:
+        assert 1 <= len(wakes) <= 3, "each of three choices ends once"
+
+
+class Tracer:
+    """Counts how often execution crosses from one of our files into another, in all threads, the
+    forward pass left out."""
+
+    FORWARD = ("llama.py", "kv.py", "sampling.py", "models/", "kernels/")
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.is_on = False
+        self._files: dict[int, str] = {}  # by thread
+
+    def is_ours(self, frame) -> bool:
+        file = frame.f_code.co_filename
+        inside = file.removeprefix(f"{ROOT}/")
+        return inside != file and not inside.startswith((*self.FORWARD, "tests/", ".venv"))
+
+    def __call__(self, frame, event: str, argument) -> None:
+        if not self.is_on or event not in ("call", "return") or not self.is_ours(frame):
+            return
+        if event == "return":  # execution goes on in the nearest caller that is ours
+            frame = frame.f_back
+            while frame and not self.is_ours(frame):
+                frame = frame.f_back
+        if frame:
+            thread = threading.get_ident()
+            if self._files.get(thread) != frame.f_code.co_filename:
+                self.changes += 1
+                self._files[thread] = frame.f_code.co_filename
+
+
+def test_the_way_to_a_first_token_is_short(demo, monkeypatch):
+    """From a POST to the first event with text, execution changed file 353 times when three classes
+    asked each other for news and each field of a body was read by a call of its own."""
+    tracer = Tracer()
+    ask = {"messages": QUESTION, "max_tokens": 20, "temperature": 0, "stream": True}
+    take = Handle.take_delta
+
+    def first(handle: Handle, most: int):
+        delta = take(handle, most)
+        tracer.is_on = tracer.is_on and not delta.text
+        return delta
+
+    monkeypatch.setattr(Handle, "take_delta", first)
+    threading.setprofile(tracer)
+    try:
+        with Here(demo) as here:
+            counts = []
+            for _ in range(4):
+                tracer.changes = 0
+                tracer.is_on = True
+                assert here.ask(CHAT, ask).status == 200
+                counts.append(tracer.changes)
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    print(f"changes of file before a first token: {counts}")
+    assert 50 < min(counts) <= 300

@@ -1,0 +1,220 @@
+"""What is left in memory of requests that have ended, and of clients that have left: nothing.
+
+The collector is off in these tests. So what refers to itself stays, and is counted.
+`NANOBATCH_LEAKS=50` asks for more of each kind.
+"""
+
+import gc
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+from parrot import FLAT, SCHEMAS, TOOLS, Taught, said
+from servers import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from waiting import wait_for
+
+from runtime import errors
+from text.grammar import Grammar
+
+OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "h11.")
+# Those who watch are told of these later, as many as are kept
+KEPT = ("Call", "Counter", "Metrics", "RequestView", "StepView")
+# Of each slot the last text, for guesses in the same client's next answer
+KEPT += ("Pairs",)
+REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 6))
+MANY = 4  # at a time
+SAID = [said("x " * 300)]
+NUMBERS = count()
+LETTERS = {"guided_regex": "[a-z]{200}"}
+BODIES = {
+    "chat": (CHAT, {"messages": SAID, "max_tokens": 4}),
+    "completions": (COMPLETIONS, {"prompt": "x " * 300, "max_tokens": 4}),
+    "responses": (RESPONSES, {"input": "x " * 300, "max_output_tokens": 4}),
+    "messages": (MESSAGES, {"messages": SAID, "max_tokens": 4}),
+    "grammar": (CHAT, {"messages": SAID, "max_tokens": 4} | LETTERS),
+    "tools": (CHAT, {"messages": SAID, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required"}),
+    "items": (RESPONSES, {"input": "x", "tools": FLAT, "max_output_tokens": 4}),
+    "blocks": (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "max_tokens": 4}),
+    "choices": (CHAT, {"messages": SAID, "max_tokens": 4, "n": 3} | LETTERS),
+    "scores": (CHAT, {"messages": SAID, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}),
+}
+VECTORS = ("/v1/embeddings", {"input": ["x " * 100] * 40})
+WRONG = {
+    "no JSON": (CHAT, b"{", 400),
+    "no messages": (CHAT, {"messages": []}, 400),
+    "too long": (COMPLETIONS, {"prompt": "x" * 5000}, 400),
+    "no grammar": (CHAT, {"messages": SAID, "guided_regex": "("}, 400),
+    "no setting": (MESSAGES, {"messages": SAID, "max_tokens": 4, "temperature": -1}, 400),
+    "no path": ("/v1/x", {}, 404),
+}
+
+
+@pytest.fixture(scope="module")
+def taught() -> Iterator[Taught]:
+    with Taught(is_taught=False, slots=12, max_len=2048) as taught:
+        for path, body in BODIES.values():  # what is made once is there
+            for stream in (False, True):
+                taught.ask(path, body | {"stream": stream})
+        taught.ask(*VECTORS)
+        yield taught
+
+
+@pytest.fixture
+def census(taught) -> Iterator[Callable[[], None]]:
+    """Asserts that no more of our objects are there than at first."""
+
+    def found() -> Counter[str]:
+        kinds: Counter[str] = Counter()
+        for kind, many in Counter(map(type, gc.get_objects())).items():
+            if str(kind.__module__).startswith(OURS) and kind.__qualname__ not in KEPT:
+                kinds[f"{kind.__module__}.{kind.__qualname__}"] += many
+        return kinds
+
+    def check() -> None:
+        """What has been hung up on takes a moment to be noticed."""
+        until = time.monotonic() + 60
+        while (left := found() - before) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left
+
+    wait_for(lambda: is_quiet(taught))
+    gc.collect()
+    gc.disable()
+    before = found()
+    yield check
+    gc.enable()
+
+
+def is_quiet(taught: Taught) -> bool:
+    door = taught.parrot.door
+    return not (door._visits or door._connections or taught.parrot.engine.has_work)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_nothing_is_left_of_requests_that_have_ended(taught, census, kind):
+    """A stream and its answer referred to each other, and a connection to itself. Each kept a
+    handle and its grammar, until the collector came: it counts objects, and no megabytes."""
+    path, body = BODIES[kind]
+    for number in range(REQUESTS):
+        assert taught.ask(path, body | {"stream": bool(number % 2)}).status == 200
+    census()
+
+
+def test_nothing_is_left_of_vectors(taught, census):
+    """Of most of a request's texts the line has not heard when the request begins."""
+    for _ in range(10):
+        assert taught.ask(*VECTORS).status == 200
+    taught.parrot.loop.pause()
+    lines = [taught.line().post(*VECTORS) for _ in range(MANY)]
+    wait_for(lambda: sum(bool(call.requests) for call in taught.parrot.door.journal.look()[0]))
+    for line in lines:
+        line.hang_up()
+    wait_for(lambda: not taught.parrot.door.journal.look()[0])
+    taught.parrot.loop.resume()
+    census()
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_nothing_is_left_of_what_is_refused(taught, census, kind):
+    """A task keeps what it raised, which keeps the frame that has waited for the task."""
+    path, body, status = WRONG[kind]
+    for _ in range(REQUESTS):
+        assert taught.ask(path, body).status == status
+    census()
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages", "tools", "choices", "scores"])
+def test_nothing_is_left_of_those_who_hang_up(taught, census, kind):
+    """In line, while their prompt is read, in the middle of an answer. There a parser and its
+    generator referred to each other."""
+    path, body = BODIES[kind]
+    body = body | {"max_output_tokens" if kind == "responses" else "max_tokens": 100}
+    journal, loop = taught.parrot.door.journal, taught.parrot.loop
+    for phase in ("free", "prefill", "decode"):
+        loop.pause()
+        lines = []
+        for number in range(MANY):
+            asked = json.dumps(body | {"stream": bool(number % 2)})
+            asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # no slot remembers such a prompt
+            lines.append(taught.line().post(path, asked.encode()))
+        wait_for(lambda: sum(bool(call.requests) for call in journal.look()[0]) == MANY)
+        reach(taught, phase)
+        for line in lines:
+            line.hang_up()
+        wait_for(lambda: not journal.look()[0])
+        loop.resume()
+    census()
+
+
+def reach(taught: Taught, phase: str) -> None:
+    """Step until there is a slot in this phase."""
+    engine, loop = taught.parrot.engine, taught.parrot.loop
+
+    def is_there() -> bool:
+        if any(slot.phase == phase for slot in engine.snapshot().slots):
+            return True
+        loop.step()
+        wait_for(lambda: not loop.stepping)
+        return False
+
+    wait_for(is_there)
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages", "choices"])
+def test_nothing_is_left_of_answers_that_fail(taught, census, kind, monkeypatch):
+    """A handle keeps its exception, and that the frames that it came through."""
+    path, body = BODIES[kind]
+    monkeypatch.setattr(errors.LOG, "disabled", True)  # pytest keeps what is logged
+
+    def fail(*arguments):
+        raise RuntimeError("the device is on fire")
+
+    if kind == "choices":
+        monkeypatch.setattr(Grammar, "mask", fail)
+    else:
+        monkeypatch.setattr(taught.parrot.engine.runner, "begin", fail)
+    for number in range(REQUESTS):
+        assert b"on fire" in taught.ask(path, body | {"stream": bool(number % 2)}).body
+    census()
+
+
+def test_nothing_is_left_of_the_requests_of_a_connection_that_stays(taught, census):
+    """Its last request's answer would have stayed as long as the connection."""
+    line = taught.line()
+    path, body = BODIES["choices"]
+    for number in range(8):
+        line.post(path, body | {"stream": bool(number % 2)})
+        if number % 2:
+            line.until(b"0\r\n\r\n")
+        else:
+            assert line.reply().status == 200
+    line.hang_up()
+    census()
+
+
+def test_nothing_is_left_of_connections_without_a_whole_request(taught, census):
+    """Those that came before their turn, too."""
+    taught.parrot.loop.pause()
+    data = json.dumps(BODIES["chat"][1])
+    head = f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(data)}\n\n"
+    for number in range(REQUESTS):
+        line = taught.line()
+        if number % 6 == 0:
+            line.send("GET /v1/models HTTP/1.1\nHo")
+        elif number % 6 == 1:
+            line.send(head).send(data[:100])
+        elif number % 6 == 2:
+            line.send(head).send(data).send("GET /v1/models HTTP/1.1\nHost: localhost\n\n" * 3)
+        elif number % 6 == 3:
+            line.send("\x16\x03 no HTTP\n\n")
+        elif number % 6 == 4:
+            line.send(f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 5000000\n\n")
+            assert line.reply().status == 413
+        line.hang_up()
+    wait_for(lambda: is_quiet(taught))
+    taught.parrot.loop.resume()
+    census()

@@ -1,0 +1,1280 @@
+"""The door, with a real server process: the openai client for what it can do, plain requests and
+raw sockets for the rest. The model is the demo's: its answers can be checked."""
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from checkpoints import make_checkpoint
+from processes import run
+from servers import CHAT, COMPLETIONS, ROOT, Server, free_ports, hail
+from waiting import wait_for
+
+from server.http import HEAD_S
+
+COUNT = "3, 4, 5, 6, 7."
+LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+        has_left_nothing_behind(server)
+
+
+def has_left_nothing_behind(server: Server) -> None:
+    """After all that was sent to it, it answers as it did at first."""
+    assert server.is_idle()
+    assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(server.chat, max_tokens=2) for _ in range(4)]
+    assert all(each.result().status == 200 for each in asked)
+    assert server.process.poll() is None and "Traceback" not in server.log.read_text()
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def say(text: str = "Count from 3 to 7.", **fields) -> dict:
+    return {"messages": user(text), **fields}
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def test_the_openai_client_gets_a_whole_answer(client):
+    answer = client.chat.completions.create(
+        model="default", messages=user("Count from 3 to 7."), temperature=0
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == COUNT and choice.message.role == "assistant"
+    assert (choice.finish_reason, choice.index, choice.logprobs) == ("stop", 0, None)
+    assert (answer.object, answer.model) == ("chat.completion", "demo")
+    assert abs(answer.created - time.time()) < 60 and re.fullmatch(
+        r"chatcmpl-\d+-[0-9a-f]{4}", answer.id
+    )
+    used = answer.usage
+    assert used.total_tokens == used.prompt_tokens + used.completion_tokens
+    assert used.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=user("Count from 3 to 7."),
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert len({(chunk.id, chunk.object, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert chunks[0].object == "chat.completion.chunk"
+    assert (
+        chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == COUNT and len(chunks) >= 3  # a busy machine says several tokens in one
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
+        len(chunks) - 2
+    ) + ["stop"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 5
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_completions_take_a_text_texts_and_token_ids(server, client):
+    whole = client.completions.create(model="demo", prompt="Once upon", max_tokens=6, temperature=0)
+    assert whole.object == "text_completion" and re.fullmatch(r"cmpl-\d+-[0-9a-f]{4}", whole.id)
+    both = client.completions.create(
+        model="demo", prompt=["Once upon", "Two"], max_tokens=6, temperature=0
+    )
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].text == whole.choices[0].text
+    from_ids = server.complete([[5, 6, 7], [8, 9]], temperature=0).json
+    assert len(from_ids["choices"]) == 2 and from_ids["usage"]["prompt_tokens"] == 5
+    assert server.complete([5, 6, 7], temperature=0).json["choices"][0] == from_ids["choices"][0]
+
+
+def test_a_stream_of_completions_says_the_same_as_a_whole_one(server):
+    whole = server.complete(temperature=0).json
+    events = server.complete(temperature=0, stream=True).events
+    assert events[-1] == "[DONE]"
+    assert (
+        "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
+    )
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert {event["object"] for event in events[:-1]} == {
+        "text_completion"
+    } and "usage" not in events[0]
+
+
+def test_an_event_stream_is_one_and_ends_with_done(server):
+    reply = server.chat(stream=True)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache" and reply.body.endswith(b"data: [DONE]\n\n")
+    assert reply.headers["x-request-id"] == reply.events[0]["id"]
+
+
+def test_choices_with_a_seed_have_the_seeds_that_follow(server):
+    """Choice i has seed + i: else n choices of a seeded request would be the same text n times."""
+    fields = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
+    three = server.chat("Tell me a story.", n=3, seed=5, **fields).json
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    alone = [
+        server.chat("Tell me a story.", seed=5 + i, **fields).json["choices"][0] for i in range(3)
+    ]
+    texts = [choice["message"]["content"] for choice in three["choices"]]
+    assert texts == [choice["message"]["content"] for choice in alone] and len(set(texts)) == 3
+    assert three["usage"]["completion_tokens"] == 36
+    prompt = server.chat("Tell me a story.", max_tokens=1).json["usage"]["prompt_tokens"]
+    assert three["usage"]["prompt_tokens"] == prompt  # once, and not once for each choice
+
+
+def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
+    whole = server.chat(logprobs=True, top_logprobs=3, temperature=0).json["choices"][0]
+    entries = whole["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == whole["message"]["content"]
+    for entry in entries:
+        assert bytes(entry["bytes"]).decode() == entry["token"] and len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0  # it is greedy
+    streamed = server.chat(logprobs=True, top_logprobs=3, temperature=0, stream=True).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    assert [entry for part in parts if part for entry in part["content"]] == entries
+    older = server.complete(logprobs=2, temperature=0).json["choices"][0]
+    tokens = older["logprobs"]["tokens"]
+    assert "".join(tokens) == older["text"]
+    assert (
+        len(tokens)
+        == len(older["logprobs"]["token_logprobs"])
+        == len(older["logprobs"]["top_logprobs"])
+        == 8
+    )
+    assert older["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(8)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(server, count):
+    """The answer ends within a character, which is shown only then. Its token was told before, and
+    without a text."""
+    # Byte F0 begins one of four bytes
+    asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
+    whole = server.chat(logprobs=True, **asked).json["choices"][0]
+    assert whole["message"]["content"] == "\ufffd" * count
+    streamed = server.chat(logprobs=True, stream=True, **asked).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    entries = [entry for part in parts if part for entry in part["content"]]
+    assert (
+        entries == whole["logprobs"]["content"]
+        and "".join(entry["token"] for entry in entries) == "\ufffd" * count
+    )
+
+
+def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
+    """0 is no `false`, though Python finds the two equal."""
+    said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
+    assert len(said["token_logprobs"]) == 8 and said["top_logprobs"] == [{}] * 8
+    assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
+
+
+def test_tokens_behind_a_stop_text_are_in_no_logprobs(server):
+    choice = server.chat(logprobs=True, temperature=0, stop=", 6").json["choices"][0]
+    assert choice["message"]["content"] == "3, 4, 5" and choice["finish_reason"] == "stop"
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "3, 4, 5"
+    events = server.chat(logprobs=True, temperature=0, stop=[", 6", "x"], stream=True).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert (
+        "".join(entry["token"] for part in parts if part for entry in part["content"]) == "3, 4, 5"
+    )
+
+
+def test_a_logit_bias_has_strings_for_keys(server):
+    plain = server.complete([5, 6, 7], temperature=0, max_tokens=1, logprobs=0).json
+    text = plain["choices"][0]["text"]
+    forbidden = {str(token): -1000 for token in range(1000)}
+    other = server.complete([5, 6, 7], temperature=0, max_tokens=1, logit_bias=forbidden)
+    assert other.status == 200 and other.json["choices"][0]["text"] != text
+
+
+def test_a_prompt_that_comes_again_is_counted_as_cached(server):
+    text = "Tell me a long story about a fox, " * 12
+    server.chat(text, max_tokens=2)
+    details = server.chat(text, max_tokens=2).json["usage"]
+    cached = details["prompt_tokens_details"]["cached_tokens"]
+    assert cached == details["prompt_tokens"] - 1 >= 64, (
+        "the answer's first token follows from the prompt's last"
+    )
+
+
+def test_max_tokens_is_cut_to_the_room(server):
+    reply = server.chat(max_tokens=10**9)
+    assert reply.status == 200 and reply.json["choices"][0]["message"]["content"] == COUNT
+    assert (
+        server.chat(max_completion_tokens=3, temperature=0).json["choices"][0]["finish_reason"]
+        == "length"
+    )
+
+
+def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
+    parts = [{"type": "text", "text": "Count from 3 "}, {"type": "text", "text": "to 7."}]
+    assert (
+        server.ask(CHAT, {"messages": user(parts), "temperature": 0}).json["choices"][0]["message"][
+            "content"
+        ]
+        == COUNT
+    )
+    for role in ("system", "developer"):
+        said = [{"role": role, "content": "Be kind."}, *user("Count from 3 to 7.")]
+        assert server.ask(CHAT, {"messages": said, "temperature": 0}).status == 200
+    turns = [*user("Hello."), {"role": "assistant", "content": "Hi."}, *user("Count from 3 to 7.")]
+    assert server.ask(CHAT, {"messages": turns}).status == 200
+
+
+def test_an_answers_message_may_come_back_as_clients_keep_it(server):
+    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks
+    for nothing either."""
+    for kept in (
+        {"refusal": None, "tool_calls": None, "annotations": []},
+        {"provider_specific_fields": {"refusal": None}},
+    ):
+        turns = [
+            *user("Hi."),
+            {"role": "assistant", "content": "Hello.", **kept},
+            *user("Count from 3 to 7."),
+        ]
+        reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
+        assert reply.status == 200, reply
+    turns[1] |= {"provider_specific_fields": {"refusal": "No."}}
+    assert server.ask(CHAT, {"messages": turns, "max_tokens": 1}).status == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -1},
+        {"top_p": 0},
+        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"tools": [], "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"response_format": {}},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+        {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
+        {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
+        {
+            "user": "me",
+            "metadata": {"a": "b"},
+            "store": False,
+            "best_of": 1,
+            "service_tier": "auto",
+        },
+        {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
+        {
+            "length_penalty": 1.0,
+            "reasoning_effort": "none",
+            "verbosity": "medium",
+            "add_generation_prompt": True,
+        },
+        {"temperature": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": -1},
+        dict.fromkeys(
+            (
+                "model",
+                "stream",
+                "max_tokens",
+                "temperature",
+                "n",
+                "stop",
+                "seed",
+                "tools",
+                "logprobs",
+            )
+        ),
+        dict.fromkeys(
+            ("top_logprobs", "top_p", "logit_bias", "stream_options", "response_format", "whatever")
+        ),
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(server, fields):
+    reply = server.chat(**({"max_tokens": 4} | fields))
+    assert reply.status == 200, reply.body
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+REFUSED = {  # field: values
+    "model": [5, [], True],
+    "stream": ["yes", 1, {}],
+    "stream_options": [5, "x", [1], {"include_usage": "yes"}, {"include_obfuscation": True}],
+    "store": [True],
+    "service_tier": ["priority", 5],
+    "parallel_tool_calls": ["no", 0],
+    "max_tokens": [0, -1, 1.5, "5", True, []],
+    "max_completion_tokens": [0, "5"],
+    "temperature": [-1, "hot", [1], 10**400, True],
+    "top_p": [-0.1, 1.1, "x"],
+    "top_k": [-2, 1.5, "x"],
+    "min_p": [-1, 2, "x"],
+    "seed": ["x", 1.5, 2**70, {}],
+    "n": [0, -1, 1000, "2", 1.5, True],
+    "stop": [5, [5], [None], [""], "", {"a": 1}, ["x"] * 100, "x" * 5000],
+    "logprobs": ["x", 5.5, 3],
+    "top_logprobs": [-1, 21, 1.5, "x", 2],
+    "logit_bias": [
+        5,
+        [1],
+        {"x": 1},
+        {"5": "x"},
+        {"99999999": 1},
+        {"-1": 1},
+        {"5": None},
+        {str(i): 1 for i in range(2000)},
+    ],
+    "repetition_penalty": [0, -1, "x"],
+    "ignore_eos": [1, "x"],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "functions": [[{"name": "f"}]],
+    "response_format": [
+        {"type": "json_schema", "json_schema": {}},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"type": "grammar"},
+        5,
+    ],
+    "guided_regex": [5, "(a", "a" * 40_000],
+    "guided_choice": [[], [5], {}],
+    "guided_grammar": ["start: x", 5],
+    "presence_penalty": [2.5, "x", True],
+    "frequency_penalty": [-2.5, [], 10**400],
+    "best_of": [3],
+    "echo": [True],
+    "suffix": ["x"],
+    "modalities": [["text", "audio"]],
+    "audio": [{"voice": "x"}],
+    "whatever": [1],
+    "messages": [
+        None,
+        [],
+        {},
+        "x",
+        [5],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "alien", "content": "x"}],
+    ],
+}
+MESSAGES = [
+    {"role": "tool", "content": "x", "tool_call_id": "1"},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+    {"role": "user", "content": [{"type": "text"}]},
+    {"role": "user", "content": [5]},
+    {"role": "user", "content": 5},
+    {"role": 5, "content": "x"},
+    {"role": "user", "content": "\ud800"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
+def test_a_wish_that_cannot_be_kept_is_refused_by_its_name(server, name, value):
+    """One wrong field must never be ignored, nor harm anybody else."""
+    reply = server.chat(**{"max_tokens": 4, "stream": True, name: value})
+    assert reply.status == 400, (name, value, reply)
+    error = reply.error
+    assert error["type"] == "invalid_request_error" and error["code"] and error["param"] == name, (
+        error
+    )
+    assert 0 < len(error["message"]) < 500 and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_that_cannot_be_read_is_refused(server, message):
+    reply = server.ask(CHAT, {"messages": [message]})
+    assert reply.status == 400 and reply.error["param"] == "messages", reply
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        "",
+        [],
+        [""],
+        ["a", ""],
+        [[]],
+        [5, "a"],
+        [[5], "a"],
+        [5.5],
+        [[5, None]],
+        {},
+        5,
+        [-1],
+        [10**9],
+        [2**70],
+        "\ud800",
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused(server, prompt):
+    reply = server.complete(prompt)
+    assert reply.status == 400 and reply.error["param"] == "prompt", reply
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"messages": "\xff"}',
+        b"[" * 100_000,
+        b'{"a":' * 40_000,
+        b'{"messages": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"metadata": {"a": -1e999}}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b"\x00" * 100,
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(server, body):
+    for path in (CHAT, COMPLETIONS):
+        reply = server.ask(path, body)
+        assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
+        assert "sys." not in reply.error["message"]  # Python's advice to a programmer
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped(server):
+    """Windows' editors write one, and `curl -d @body.json` sends it."""
+    assert server.ask(CHAT, b"\xef\xbb\xbf" + json.dumps(say(max_tokens=1)).encode()).status == 200
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(server):
+    for text in ("one two three " * 1000, "x" * 3_000_000):
+        reply = server.chat(text, stream=True)
+        assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+        assert "1,024" in reply.error["message"]
+
+
+def test_a_body_over_the_limit_is_413_and_the_line_goes_on(server):
+    assert server.ask(CHAT, b'{"a": "' + b"x" * 5_000_000 + b'"}').status == 413
+    line = server.line().send(
+        f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    )
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    for _ in range(70):
+        line.send(chunk)
+    assert line.reply().status == 413
+    assert server.chat().status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 2049}, "2,049 messages"),
+        (say([{"type": "text", "text": ""}] * 2048), "2,049 messages and parts"),
+        (say(stop=["a"] * 17), "17 texts"),
+        (say(logit_bias={str(i): 1 for i in range(1001)}), "1,001 entries"),
+        (say(metadata=[[]] * 100_000), "100,0"),
+        (say("[" * 100_000), "100,0"),
+    ],
+)
+def test_a_body_with_too_many_of_something_is_refused_by_their_number(server, body, message):
+    """130,000 empty messages are a body of 4 MB: a template took five seconds for them, and four
+    such bodies kept an ordinary request waiting for 24."""
+    reply = server.ask(CHAT, body)
+    assert reply.status in (400, 413) and message in reply.error["message"], reply.error
+
+
+def test_too_many_prompts_and_a_monstrous_token_id_are_refused_in_short_words(server):
+    reply = server.complete([[5]] * 129)
+    assert reply.status == 400 and "129 prompts" in reply.error["message"]
+    reply = server.complete([int("9" * 4000)])
+    assert reply.status == 400 and len(reply.error["message"]) < 200
+
+
+def test_errors_become_the_clients_own_exceptions(client):
+    ask = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        ask(model="gpt-4", messages=user("x"))
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        ask(model="demo", messages=user("x"), temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="not made for embeddings"):
+        client.embeddings.create(model="demo", input="x")
+    with pytest.raises(openai.NotFoundError, match="there is no"):
+        client.moderations.create(model="demo", input="x")
+
+
+def test_unknown_paths_and_methods_say_what_there_is(server):
+    for path in (
+        "/v1",
+        "/v1/audio",
+        "/v1/threads",
+        f"{CHAT}/",
+        "/..%2f",
+        "/%ff%00",
+        "//",
+    ):
+        reply = server.ask(path)
+        assert reply.status == 404 and CHAT in reply.error["message"], path
+    for path, allow in ((CHAT, "POST"), ("/v1/models", "GET, HEAD")):
+        for method in ("PUT", "DELETE", "PATCH", "GET" if path == CHAT else "POST"):
+            reply = server.ask(path, method=method)
+            assert (reply.status, reply.headers["allow"]) == (405, allow)
+            assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_client_that_insists_on_a_name_may_be_given_it():
+    """Some clients cannot be told to ask for another model than their maker's."""
+    with Server("--alias", "gpt-4o", "--alias", "claude-x") as server:
+        assert server.says("answers 503 while demo is being loaded") and server.says("reading")
+        listed = [model["id"] for model in server.ask("/v1/models").json["data"]]
+        assert listed == ["demo", "gpt-4o", "claude-x"]
+        assert server.ask("/v1/models/claude-x").json["id"] == "claude-x"
+        for name in (*listed, "default"):
+            reply = server.chat(model=name, max_tokens=1)
+            assert (reply.status, reply.json["model"]) == (200, "demo")
+        reply = server.chat(model="gpt-5", max_tokens=1)
+        assert reply.status == 404 and "--alias" in reply.error["message"]
+    with Server("--alias", "*") as server:
+        assert server.chat(model="anything/at-all", max_tokens=1).status == 200
+        assert server.chat(model=5, max_tokens=1).status == 400
+        assert [model["id"] for model in server.ask("/v1/models").json["data"]] == ["demo"]
+
+
+def test_both_penalties_reach_the_model(server):
+    told = server.chat("Tell me a story.", temperature=0, max_tokens=60).json
+    other = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
+    text = other["choices"][0]["message"]["content"]
+    assert text != told["choices"][0]["message"]["content"]
+    again = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
+    assert again["choices"][0]["message"]["content"] == text
+
+
+def test_models_are_listed_and_found_by_name(server, client):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert (
+        client.models.retrieve("demo").object == "model" == client.models.retrieve("default").object
+    )
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/model")
+
+
+def test_a_body_of_another_type_is_refused(server):
+    body = json.dumps(say()).encode()
+    assert server.ask(CHAT, body, Content_Type="text/plain").status == 415
+    assert server.ask(CHAT, body, Content_Encoding="gzip").status == 415
+    assert server.ask(CHAT, body, Content_Type="application/json; charset=utf-8").status == 200
+
+
+# --- manners ------------------------------------------------------------------------------------
+
+
+def test_old_and_unusual_ways_of_http_work(server):
+    old = server.line().post(CHAT, say(temperature=0), version="1.0").everything()
+    assert old.startswith(b"HTTP/1.1 200") and COUNT.encode() in old
+    stream = server.line().post(CHAT, say(temperature=0, stream=True), version="1.0").everything()
+    assert stream.endswith(b"data: [DONE]\n\n")
+    data = json.dumps(say(temperature=0)).encode()
+    chunks = b"".join(
+        f"{len(data[i : i + 7]):x}\r\n".encode() + data[i : i + 7] + b"\r\n"
+        for i in range(0, len(data), 7)
+    )
+    line = server.line().send(
+        f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    )
+    assert COUNT in line.send(chunks + b"0\r\n\r\n").reply().body.decode()
+    line = server.line().send(
+        f"POST {CHAT} HTTP/1.1\nHost: localhost\nExpect: 100-continue\nContent-Length: {len(data)}\n\n"
+    )
+    assert line.until(b"\r\n\r\n").startswith(b"HTTP/1.1 100")
+    assert COUNT in line.send(data).reply().body.decode()
+
+
+def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
+    """Java's own client offers it in its first request. The parser took the body for another
+    protocol's."""
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB",
+    )
+    line = server.line()
+    for _ in range(2):
+        assert COUNT in line.post(CHAT, say(temperature=0), *offer).reply().body.decode()
+
+
+def test_a_request_may_come_byte_by_byte(server):
+    data = json.dumps(say(temperature=0)).encode()
+    line = server.line()
+    for byte in (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    ):
+        line.send(bytes([byte]))
+    assert COUNT in line.reply().body.decode()
+
+
+@pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
+def test_blank_lines_before_a_request_are_skipped(server, blank):
+    """Old clients send one behind a body, and it made a 400 of the next request."""
+    line = server.line().send(blank.encode())
+    health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
+    line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)
+    assert [line.reply().status for _ in range(3)] == [200] * 3
+    assert line.send(blank.encode()).send(health).reply().status == 200
+
+
+def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
+    """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it
+    may contradict."""
+
+    def ask(target: str, host: str = "localhost") -> tuple[int, str]:
+        reply = server.line().send(f"GET {target} HTTP/1.1\nHost: {host}\n\n").reply()
+        return reply.status, reply.json.get("error", {}).get("code", "")
+
+    for target in (
+        f"{server.address}/v1/models",
+        "HTTP://LOCALHOST/v1/models?x=1",
+        "http://[::1]:80/v1/models/demo",
+    ):
+        assert ask(target) == ask(target, "evil.example") == (200, ""), target
+    for host in (
+        "evil.example",
+        "127.0.0.1@evil.example",
+        "localhost.evil.example:8000",
+        "127.0.0.1.evil",
+    ):
+        assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
+    for target in (
+        "*",
+        "http://[/v1/models",
+        "http://@/v1/models",
+        "http://localhost",
+        "http:///v1/models",
+    ):
+        said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
+        assert said.startswith(b"HTTP/1.1 400"), target
+        assert b"\r\nConnection: close\r\n" in said  # what came behind it is not answered
+    chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
+    assert chat.json["choices"][0]["message"]["content"] == COUNT
+
+
+def test_a_connection_is_kept_and_takes_requests_in_advance(server):
+    line = server.line()
+    for _ in range(3):
+        assert line.post(CHAT, say(max_tokens=2)).reply().status == 200
+    for _ in range(3):
+        line.post(CHAT, say(max_tokens=2))
+    line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    assert [line.reply().status for _ in range(4)] == [200] * 4
+
+
+def test_head_is_answered_without_a_body(server):
+    for path in ("/health", "/v1/models", "/metrics"):
+        reply = server.ask(path, method="HEAD")
+        assert (reply.status, reply.body) == (200, b"")
+        assert int(reply.headers["content-length"]) > 0
+    assert server.ask("/watch", method="HEAD").status == 405  # it would have no end
+
+
+def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
+    for text in (
+        "hello\n\n",
+        "GET\n\n",
+        "POST / HTTP/1.1\nContent-Length: -5\n\n",
+        "\x16\x03\x01" * 50 + "\n\n",
+    ):
+        said = server.line().send(text).everything()
+        assert said.startswith(b"HTTP/1.1 400")
+        assert b"bytearray" not in said
+    known = "POST / HTTP/1.1\nHost: localhost\nTransfer-Encoding: gzip\n\n"
+    assert b"Only Transfer-Encoding: chunked" in server.line().send(known).everything()
+    for endless in (
+        "GET /" + "x" * 70_000,
+        "GET / HTTP/1.1\nA: " + "x" * 70_000,
+        "GET / HTTP/1.1\n" + "A: b\n" * 15_000,
+    ):
+        assert server.line().send(endless).everything().startswith(b"HTTP/1.1 400")
+    assert server.ask("/health").status == 200
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server, order):
+    """The connection was kept, and a proxy before us may have read another end of the body."""
+    lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
+    head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
+    said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
+    said = said.everything()
+    assert said.startswith(b"HTTP/1.1 400") and said.count(b"HTTP/1.1") == 1
+    assert b"both Content-Length and Transfer-Encoding" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("GET /" + "x" * 70_000, 400),
+        (f"POST {CHAT} HTTP/1.0\nContent-Length: 5000000\nContent-Type: application/json\n\n", 413),
+        (
+            f"POST {CHAT} HTTP/1.1\nHost: elsewhere.example\nConnection: close\nContent-Length: 900000\n\n",
+            403,
+        ),
+    ],
+)
+def test_the_last_words_reach_a_client_that_is_still_sending(server, said, status):
+    """A system that closes a connection with bytes unread sends a reset, and a reset takes the
+    answer back, too."""
+    line = server.line().send(said)
+    line.until(b"HTTP/1.1 ")
+    for _ in range(8):  # the door has answered, and the rest comes only now
+        line.send(b"x" * 32_768)
+        time.sleep(0.01)
+    assert line.everything().startswith(str(status).encode())
+    line.hang_up()
+    assert server.ask("/health").status == 200
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_said_its_last_word_gets_its_answer(server, version, stream):
+    """`nc -N` and others shut their sending side down after the body. That was taken for a
+    hang-up."""
+    line = server.line().post(CHAT, say(temperature=0, stream=stream), version=version)
+    line.socket.shutdown(socket.SHUT_WR)
+    said = line.everything()  # and then the connection ends
+    assert (b"data: [DONE]" if stream else COUNT.encode()) in said
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("sent", [10, -1])
+def test_half_a_request_is_none_when_the_client_says_nothing_more(server, version, sent):
+    data = json.dumps(say()).encode()
+    head = f"POST {CHAT} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    line = server.line().send((head.encode() + data)[:sent])
+    line.socket.shutdown(socket.SHUT_WR)
+    assert line.everything() == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_a_hang_up_frees_the_slot_and_takes_the_request_out_of_the_line(server, stream, abrupt):
+    """Eight times as many as there are slots: those in line must leave it, too."""
+    lines = [
+        server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
+        for _ in range(8)
+    ]
+    if stream:
+        lines[0].until(b'"content":"')
+    wait_for(lambda: server.gauge("requests_running"))
+    before = server.gauge("generated_tokens_total")
+    for line in lines:
+        if abrupt:  # a reset instead of a farewell
+            line.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            )
+        line.hang_up()
+    assert server.is_idle()
+    generated = server.gauge("generated_tokens_total") - before
+    assert generated < len(lines) * LONG["max_tokens"] / 2, "they were answered all the same"
+    server.says(r"hung_up=true")
+
+
+def test_64_streams_at_once_get_what_each_would_get_alone(server):
+    async def all_of_them() -> list[str]:
+        client = openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+        async def one(n: int) -> str:
+            stream = await client.chat.completions.create(
+                model="demo",
+                messages=user(f"Count from {n} to {n + 9}."),
+                temperature=0,
+                stream=True,
+                max_tokens=64,
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        return await asyncio.gather(*(one(n) for n in range(64)))
+
+    texts = asyncio.run(all_of_them())
+    alone = [
+        server.chat(f"Count from {n} to {n + 9}.", temperature=0, max_tokens=64)
+        for n in range(0, 64, 9)
+    ]
+    assert [reply.json["choices"][0]["message"]["content"] for reply in alone] == texts[::9]
+    assert all(texts) and server.is_idle()
+
+
+# --- who may come in ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory):
+    """A server on all addresses of this machine, without a key."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("door"), seed=1)
+    with Server(
+        "--model", str(folder), "--host", "0.0.0.0", "--allow-host", "llm.example"
+    ) as server:
+        server.host = "127.0.0.1"
+        yield server
+
+
+def test_a_server_without_a_key_beyond_this_machine_says_who_may_come_in(everywhere, server):
+    says = [line for line in everywhere.log.read_text().splitlines() if "--api-key" in line]
+    assert len(says) == 1 and says[0].startswith("nanobatch: ")
+    for word in ("everybody", "ask", "read texts", "--allow-host"):
+        assert word in says[0]
+    assert "--api-key" not in server.log.read_text()
+
+
+def test_beyond_this_machine_pages_of_other_names_may_not_ask(everywhere):
+    """A page's owner may give its name any address, this server's too: then Host and Origin are
+    equal."""
+    body = {"prompt": "x", "max_tokens": 1}
+    for host, origin, status in (
+        ("evil.example", "http://evil.example", 403),
+        (f"evil.example:{everywhere.port}", f"http://evil.example:{everywhere.port}", 403),
+        (f"127.0.0.1:{everywhere.port}", "http://evil.example", 403),
+        ("llm.example", "https://llm.example", 200),
+        ("10.0.0.5:8000", "http://10.0.0.5:8000", 200),  # an address is no name that may lie
+        ("[fe80::1]:8000", "http://[fe80::1]:8000", 200),
+        ("[fe80::1", "http://[fe80::1", 403),
+        ("box.example", "", 200),  # no page
+    ):
+        headers = {"Origin": origin} if origin else {}
+        reply = everywhere.ask(COMPLETIONS, body, Host=host, **headers)
+        assert reply.status == status, (host, origin, reply)
+        if status == 403:
+            assert reply.error["code"] == "origin_not_allowed"
+            assert "access-control-allow-origin" not in reply.headers
+
+
+def test_on_the_loopback_the_host_must_be_this_machine(server):
+    """A page may give its own name the address 127.0.0.1; then its requests are of the same
+    origin."""
+    for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
+        assert server.ask("/v1/models", Host=host).status == 200, host
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil",
+        "[",
+        "0.0.0.0",
+        "evil.example:80@localhost",
+    ):
+        reply = server.ask("/v1/models", Host=host)
+        assert (reply.status, reply.error["code"]) == (403, "host_not_allowed"), host
+
+
+def test_pages_of_this_machine_alone_may_ask(server):
+    for origin in ("http://localhost:3000", "http://127.0.0.1:8080", "https://localhost"):
+        asked = {
+            "Access_Control_Request_Method": "POST",
+            "Access_Control_Request_Headers": "authorization,x-stainless-os",
+        }
+        reply = server.ask(CHAT, method="OPTIONS", Origin=origin, **asked)
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
+        assert "POST" in reply.headers["access-control-allow-methods"]
+        assert "x-stainless-os" in reply.headers["access-control-allow-headers"]
+        reply = server.ask("/v1/models", Origin=origin)
+        assert reply.headers["access-control-allow-origin"] == origin
+        # Without these a page's client knows neither an answer's id nor when to come again.
+        assert reply.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+        refused = server.ask(CHAT, b"{}", Origin=origin)
+        assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://localhost.evil.example",
+        "file://",
+        "http://[",
+        "[",
+        "javascript://localhost/",
+    ):
+        reply = server.ask(CHAT, say(max_tokens=1), Origin=origin)
+        assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+
+
+def test_a_preflight_with_a_byte_above_127_is_answered(server):
+    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-\xe9"}
+    reply = server.ask(CHAT, method="OPTIONS", Origin="http://localhost", **asked)
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-headers"] == "x-\xe9"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server with keys and another name, one slot, and a line of two; its model is small and
+    random."""
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("door"), seed=1, max_position_embeddings=16_384
+    )
+    arguments = [
+        "--slots",
+        "1",
+        "--max-queue",
+        "2",
+        "--allow-host",
+        "llm.example",
+        "--max-len",
+        "16384",
+    ]
+    with Server(
+        "--model", str(folder), *arguments, "--watch-key", "eye", NANOBATCH_API_KEY="kéy"
+    ) as server:
+        yield server
+
+
+def key(text: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {text}".encode().decode("latin-1")}
+
+
+def test_with_a_key_only_health_is_free(guarded):
+    assert guarded.ask("/health").status == 200
+    for path in ("/v1/models", "/metrics", "/watch", "/nope", CHAT):
+        for headers in (
+            {},
+            key("wrong"),
+            {"Authorization": "kéy".encode().decode("latin-1")},
+            key(""),
+        ):
+            reply = guarded.ask(path, **headers)
+            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
+            assert reply.headers["www-authenticate"] == "Bearer"
+    assert guarded.ask("/v1/models", **key("kéy")).status == 200
+    assert guarded.ask("/v1/models", **key("eye")).status == 401  # it is for /watch alone
+    assert guarded.ask("/v1/models", Host="llm.example", **key("kéy")).status == 200
+
+
+def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
+    body = {"prompt": "x", "max_tokens": 16_000, "ignore_eos": True}  # they go on until we hang up
+    lines = [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(1)]
+    counts = lambda what: what in guarded.ask("/metrics", **key("kéy")).body  # noqa: E731
+    wait_for(lambda: counts(b"_running 1"))
+    lines += [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(2)]
+    wait_for(lambda: counts(b"_waiting 2"))
+    reply = guarded.ask(COMPLETIONS, body, **key("kéy"))
+    for line in lines:
+        line.hang_up()
+    assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded"), reply
+    assert reply.headers["retry-after"] == "1"
+    many = guarded.ask(COMPLETIONS, body | {"n": 3}, **key("kéy"))
+    assert many.status == 400 and "line" in many.error["message"]  # it could never get in line
+    wait_for(lambda: counts(b"_waiting 0"))
+
+
+def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):
+    assert guarded.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2}, **key("kéy")).status == 200
+    if "no chat template" in guarded.ask(CHAT, say(), **key("kéy")).body.decode():
+        assert guarded.ask(CHAT, say(), **key("kéy")).status == 400
+
+
+def test_a_template_that_does_not_end_is_said_at_the_start_and_text_is_served(tmp_path):
+    """The first client would have found out, and held a thread that reads prompts."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loops)
+    words = "the chat template takes more than 1 s for a trial conversation"
+    with Server("--model", str(folder), "--max-len", "64") as server:
+        server.says(rf"nanobatch: {folder}/chat_template.jinja: {words}")
+        chat = server.chat()
+        assert chat.status == 400 and words in chat.error["message"]
+        assert server.complete("x").status == 200
+
+
+# --- figures, the log, and watching -------------------------------------------------------------
+
+
+def test_metrics_count_what_came(server):
+    before = server.ask("/metrics").body.decode()
+    server.chat(max_tokens=3, temperature=0)
+    server.chat(temperature=-1)
+    after = server.ask("/metrics").body.decode()
+
+    def value(text: str, name: str) -> float:
+        return next(
+            (float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")),
+            0.0,
+        )
+
+    def grew(name: str) -> float:
+        return value(after, name) - value(before, name)
+
+    assert grew('nanobatch_http_requests_total{reason="length",status="200"}') == 1
+    assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
+    assert grew("nanobatch_generated_tokens_total") == 3
+    read = grew("nanobatch_prompt_tokens_total") - grew("nanobatch_cached_prompt_tokens_total")
+    assert grew("nanobatch_prefill_tokens_total") == read > 0
+    assert value(after, "nanobatch_prompt_tokens_per_second") == 0, "nothing is being read"
+    assert grew("nanobatch_time_to_first_token_seconds_count") == 1
+    assert (
+        grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3
+    )
+    for line in after.splitlines():
+        told = (
+            r"# HELP \w+ .+|# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+"
+        )
+        assert re.fullmatch(told, line), line
+
+
+def test_the_log_has_one_line_a_request_and_no_prompt(server):
+    reply = server.chat("Tell me of a secretword.", max_tokens=3)
+    line = server.says(rf"(?m)^.*{reply.json['id']}.*$")[0]
+    for field in (
+        "client=127.0.0.1",
+        f"route={CHAT}",
+        "status=200",
+        "finish_reason=length",
+        " tokens=3 ",
+        "ttft=0.",
+    ):
+        assert field in line
+    for field in (
+        "prompt_tokens",
+        "cached_tokens",
+        "prompt_tps",
+        "generation_tps",
+        "total_tps",
+        "latency",
+    ):
+        assert f" {field}=" in line
+    assert "secretword" not in server.log.read_text()
+    server.ask("/a%0ab=%22c")
+    assert '"/a?b=' in server.says(r"route=(\S*a\?b\S*)")[0]
+
+
+def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
+    """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one
+    waits for ever."""
+    command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        line = next(line for line in map(bytes.decode, process.stderr) if "/v1" in line)
+        server = Server.__new__(Server)
+        server.host, server.port = "127.0.0.1", int(re.search(r":(\d+)/v1", line)[1])
+        connection = server.line()
+        for _ in range(700):
+            connection.send(f"GET /{'x' * 150} HTTP/1.1\nHost: localhost\n\n").reply()
+        assert server.chat(max_tokens=2).status == 200
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+# --- beginning and ending -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "70000"],
+        ["--host", "256.1.1.1"],
+        ["--model", "/no/such/folder"],
+        ["--book", "/no/such/folder"],
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
+    """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
+    processes."""
+    done = run("serve.py", *arguments)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
+
+
+def test_a_readers_chapters_answer_over_http_and_the_first_line_names_them(tmp_path):
+    """Of all programs with an engine this one did not know --book."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "sampling.py", folder)
+    with Server("--book", str(folder)) as server:
+        server.says("book mine")
+        answer = server.chat(temperature=0).json["choices"][0]
+        assert answer["message"]["content"] == COUNT
+
+
+def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
+    """There is no such model, but that is not what is said."""
+    done = run("serve.py", "--port", server.port, "--model", "no/such-model")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
+
+
+def test_while_the_model_is_loading_all_is_503(tmp_path):
+    """The loader waits for a file, which is written after the server has been asked."""
+    (port,) = free_ports(1)
+    loaded = tmp_path / "loaded"
+    slow = (
+        "import os, sys, time; sys.path.insert(0, '.')\n"
+        "import serve\nreal = serve.load\n"
+        "def load(args, **how):\n"
+        f"    while not os.path.exists({str(loaded)!r}): time.sleep(0.01)\n"
+        "    return real(args, **how)\n"
+        f"serve.load = load\nsys.exit(serve.main(['--port', '{port}']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow], cwd=ROOT, stderr=subprocess.DEVNULL)
+    server = Server.__new__(Server)
+    server.host, server.port = "127.0.0.1", port
+
+    def status() -> int:
+        try:
+            return server.ask("/health").status
+        except ConnectionRefusedError:
+            return 0
+
+    try:
+        assert wait_for(status) == 503
+        reply = server.chat()
+        loaded.touch()
+        wait_for(lambda: status() == 200)
+        assert (reply.status, reply.error["code"]) == (503, "loading")
+        assert reply.headers["retry-after"]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
+    with Server() as server:
+        line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
+        line.until(b'"content":"')
+        server.process.send_signal(by)
+        wait_for(lambda: server.ask("/health").status != 200)
+        reply = server.chat()
+        assert (reply.status, reply.error["code"]) == (503, "draining")
+        rest = line.everything()
+        assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
+        assert server.process.wait(60) == 0
+
+
+def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
+    with Server() as server:
+        line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
+        line.until(b'"content":"')
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.ask("/health").status != 200)  # two at once may count as one
+        server.process.send_signal(signal.SIGTERM)
+        rest = line.everything()
+        assert b'"error":' in rest and b'"finish_reason":"' not in rest
+        assert server.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
+    """A third one came out of `close` as an exception: a traceback, work left on the device, any
+    exit code."""
+    with Server() as server:
+        line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
+        line.until(b'"content":"')
+        hail(server.process, by)
+        assert server.process.wait(60) == 0, server.log.read_text()
+        assert "Traceback" not in server.log.read_text()
+        assert b"[DONE]" in line.everything()
+
+
+SIGNALS_AT_LINES = """
+import os, signal, sys, threading
+from pathlib import Path
+sys.path[:0] = [os.getcwd(), "tests/lib"]
+import serve
+from checkpoints import make_checkpoint
+from server import app as rooms
+from nanobatch import Engine, Text
+from models.load import read_model
+
+folder = make_checkpoint(Path(sys.argv[1]), seed=1)
+parts = read_model(folder), Text(folder, 272)
+serve.load = lambda args, **how: Engine(*parts, slots=2, max_len=128)
+WATCHED = {module.__file__ for module in (threading, serve, rooms)}
+ended = 0
+for at in map(int, sys.argv[2:]):
+    door = serve.Door(serve.Options(port=0))
+    lines = iter(range(10**9))
+    second = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if event == "line" and door.served and next(lines) == at:
+            sys.settrace(None)
+            second.start()
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    code = serve.serve(door, serve.parse_arguments(["--port", "0"]))
+    second.cancel()
+    ended += code == 0
+print(ended)
+"""
+
+
+def test_a_signal_at_any_line_of_a_server_that_waits_lets_it_end(tmp_path):
+    """Ctrl-C came out of a line of Python's own `wait`: its lock was never released, and no other
+    signal ended the server. Or it was released twice, and the exit code was 2."""
+    lines = ["0", "4", "8", "20"]  # 20 and 32 were such lines
+    done = run("-c", SIGNALS_AT_LINES, tmp_path / "model", *lines)
+    assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]
+
+
+HANGS = """
+import sys, time
+import serve
+def say(text, is_last=True):
+    if "/v1;" in text:
+        time.sleep(600)
+serve.say = say
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_ends_a_server_that_does_not_come_to_the_first():
+    """It hangs in a line about itself, as where nobody reads its standard error, which is full."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-c", HANGS, "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    server = Server.__new__(Server)
+    server.host, server.port = "127.0.0.1", port
+
+    def is_up() -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            return server.ask("/health").status == 200
+
+    try:
+        wait_for(is_up)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_idle_server_ends_at_once():
+    with Server() as server:
+        idle = server.line()
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < HEAD_S / 2, "it has waited for the idle connection"
+        idle.hang_up()

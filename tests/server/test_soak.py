@@ -1,0 +1,496 @@
+"""Many clients at once over HTTP. A third of them hang up at some moment, and some send what is
+wrong. `NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` is the long form.
+
+The server has the demo model, with a chat template that knows tools and thoughts, and as if it had
+been made for embeddings. All routes are asked, whole and streamed. In the end each request has been
+answered or was hung up on, all slots are free, answers that were not cut off are those that the same
+request gets alone (thought, text, calls and tokens), and as many files are open as at first.
+
+Memory is weighed in an idle second after each round (`serve_memory.py`). From the first round to the last,
+the bytes in use after a collection may grow by 2 MiB, and what is resident after a trim by 15.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hostile import asked
+from serve_memory import Weight
+from servers import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    ROOT,
+    Server,
+    free_ports,
+)
+from soak import IN_USE, JUDGED, SOAK, growth, run_rounds
+from streams import WITHOUT_STREAM, ask
+from waiting import wait_for
+
+BAD = [
+    (CHAT, b"{"),
+    (CHAT, {"messages": [], "stream": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}),
+    (COMPLETIONS, {"prompt": "x" * 100_000}),
+    (COMPLETIONS, {"prompt": ["a", 5]}),
+    (COMPLETIONS, {"prompt": "x", "stop": 5}),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999999": 1}}),
+    (EMBEDDINGS, {"input": ["x", ""]}),
+    (EMBEDDINGS, {"input": ["x"] * 50, "dimensions": 5000}),
+    (EMBEDDINGS, {"input": ["x"] * 50 + ["x" * 100_000]}),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
+    ("/v1/responses", {"input": [{"type": "computer_call"}], "stream": True}),
+    ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 5000}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": []}]}]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": "x"}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "frequency_penalty": 3}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "store": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": "gpt-5"}),
+]
+MUCH = (
+    "deep lists of references",
+    "1,500 that may be left out",
+    "a common multiple of 2,310",
+    "nested repeats",
+    "rules that double",
+    "many ways to read it",
+)
+HOSTILE = [  # grammars that take much, or fail when the answer has begun
+    *(asked(name, 0) for name in MUCH),
+    {"guided_regex": "(" * 8000},
+    {"guided_choice": ["x" * 200] * 150},
+]
+GRAMMARS = [
+    # The first three take megabytes
+    {"guided_json": {"enum": [f"w{n} x{n * 7}" for n in range(1500)]}},
+    {"guided_json": {"properties": {f"k{n}": {"maximum": n * n} for n in range(300)}}},
+    {"guided_json": {"const": "ab " * 500}},
+    {"guided_choice": ["yes", "no", "perhaps"]},
+    {"guided_regex": "[0-9]{1,3}(, [0-9]{1,3}){2,8}"},
+    {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
+]
+SAID = [{"role": "user", "content": "x"}]
+# What asks for much work in few bytes, or in as many as are let in.
+HEAVY = [
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 2_048}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 40_000}]}),
+    (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
+    (CHAT, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}"),
+    (CHAT, b'{"a":' * 40_000),
+    (CHAT, b'{"seed":' + b"9" * 10**6 + b"}"),
+    (CHAT, {"messages": SAID, "temperature": 10**4000}),
+    (CHAT, {"messages": SAID, "stop": ["a"] * 100_000}),
+    (CHAT, {"messages": SAID, "logit_bias": {str(token): 1 for token in range(50_000)}}),
+    (CHAT, {"messages": SAID, "tools": [{"type": "function"}] * 10_000}),
+    (CHAT, {"messages": [{"role": "user", "content": "\ufdfa\u0301👩‍👧" * 100_000}]}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:" + "A" * 10**6}}],
+                }
+            ]
+        },
+    ),
+    (COMPLETIONS, {"prompt": ["x"] * 500_000}),
+    (COMPLETIONS, {"prompt": [5] * 500_000}),
+    (COMPLETIONS, {"prompt": [int("9" * 4000)]}),
+    (COMPLETIONS, b"x" * 5_000_000),
+]
+# What is no request, or none for this server. All end with a refusal, or with their connection.
+RAW = [
+    b"hello\r\n\r\n",
+    b"\x16\x03\x01" * 200 + b"\r\n\r\n",
+    b"GET /" + b"x" * 70_000,
+    b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000,
+    b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+    b"GET /watch HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n",
+    b"GET /%1b]0;x%07%e2%80%ae HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
+]
+# The demo's template, with tools in the manner of Qwen 3 Coder, and thoughts for those who want them.
+# A call in JSON within its marks is read, too
+TEMPLATE = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{ '<|system|>' + tool | tojson + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' + ('user' if message.role == 'tool' else message.role) + '|>' }}
+    {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for key, value in call.function.arguments | items %}
+            {{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{{- '<|assistant|>' }}{% if enable_thinking %}{{ '<think>' }}{% endif %}
+"""
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"enum": ["den", "wood"]}},
+    "required": ["place"],
+}
+SUM = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}}}
+FUNCTIONS = {"look": PLACE, "add": SUM | {"required": ["a", "b"]}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in FUNCTIONS.items()
+]
+FLAT = [{"type": "function", "name": name, "parameters": FUNCTIONS[name]} for name in FUNCTIONS]
+SCHEMAS = [{"name": name, "input_schema": FUNCTIONS[name]} for name in FUNCTIONS]
+# What a small model writes of its own accord is no call: an expression holds it to one
+LOOK = r"\n<tool_call>\n\{\"name\": \"look\", \"arguments\": \{\"n\": [1-9]{1,9}\}\}\n</tool_call>"
+CALLING = f"So[a-z ]{{2,20}}({LOOK}){{1,3}}"
+THINKING = r"[a-z ]{2,30}\n</think>\n\n"
+FORM = {"type": "json_schema", "name": "place", "schema": PLACE}
+# For each route that answers: what makes its answers long
+ENDLESS = {
+    CHAT: {"max_tokens": 900, "ignore_eos": True},
+    COMPLETIONS: {"max_tokens": 900, "ignore_eos": True},
+    RESPONSES: {"max_output_tokens": 900},
+    MESSAGES: {"max_tokens": 900},
+}
+# Answers that go on until their client goes
+LONG = [
+    (CHAT, {"messages": SAID, "logprobs": True, "top_logprobs": 20, "n": 8}),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 400}], "logprobs": True}),
+    (CHAT, {"messages": SAID, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}),
+    (RESPONSES, {"input": "x " * 300, "tools": FLAT, "reasoning": {"effort": "high"}}),
+    (RESPONSES, {"input": "x", "tools": FLAT, "tool_choice": "required"}),
+    (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
+]
+PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
+RESIDENT = 15.0  # MiB by which memory may grow from the first round to the last
+PROMPTS = [
+    "Count from {n} to {m}.",
+    "Tell me a story about fox number {n}.",
+    "Spell the word lantern.",
+    "What is {n} + 4?",
+]
+
+
+@dataclass
+class Report:
+    counts: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
+    faults: list[str] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+
+
+class Weighed(Server):
+    """A server that says what it holds in memory."""
+
+    program = ROOT / "tests" / "lib" / "serve_memory.py"
+    weighings = 0
+
+    def weigh(self) -> Weight:
+        """When it has been idle for a second."""
+        self.is_idle()
+        time.sleep(1)
+        self.weighings += 1
+        self.process.send_signal(signal.SIGUSR1)
+        found = self.says(rf"weighing {self.weighings}: (\S+) MiB in use, (\S+) resident")
+        return Weight(float(found[1]), float(found[2]))
+
+
+def talker(folder: Path) -> Path:
+    """The demo model, with a template that knows tools and thoughts, and a file about vectors."""
+    folder.mkdir()
+    for file in (ROOT / "demo" / "model").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    return folder
+
+
+def make_case(number: int) -> tuple[str, dict]:
+    """A route, and what is asked there."""
+    dice = random.Random(number)
+    text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
+    paths = [CHAT, CHAT, CHAT, COMPLETIONS, RESPONSES, RESPONSES, MESSAGES, MESSAGES]
+    path = dice.choice([*paths, *WITHOUT_STREAM])
+    length = dice.choice([1, 20, 60, 150, 250])
+    if path == EMBEDDINGS:
+        texts = [f"{text} {n}" for n in range(dice.choice([1, 5, 40]))]
+        return path, {"input": texts, "encoding_format": dice.choice(["float", "base64"])}
+    if path == COMPLETIONS:
+        return path, {"prompt": text, "max_tokens": length, "seed": number}
+    if path == CHAT:
+        return path, make_chat(dice, text) | {"max_tokens": length, "seed": number}
+    # These two know no seed: an answer that is to be the same twice takes the likeliest token
+    if path == RESPONSES:
+        return path, make_response(dice, text) | {"max_output_tokens": length, "temperature": 0}
+    body = make_message(dice, text)
+    return path, body if path == COUNT else body | {"max_tokens": length, "temperature": 0}
+
+
+def make_chat(dice: random.Random, text: str) -> dict:
+    body: dict = {"messages": [{"role": "user", "content": text}]}
+    if dice.random() < 0.5:
+        body |= {"temperature": 1.2}
+    if dice.random() < 0.3:
+        body |= {"stop": ["fox", ", 1"]}
+    if dice.random() < 0.2:
+        body |= {"logprobs": True, "top_logprobs": 3}
+    if dice.random() < 0.2:
+        body |= {"frequency_penalty": dice.choice([-0.5, 0.5, 2]), "presence_penalty": 0.5}
+    kind = dice.randrange(8)
+    thinks = dice.random() < 0.5
+    if thinks and kind > 1:
+        body |= {"chat_template_kwargs": {"enable_thinking": True}}
+    if kind == 2:
+        body |= dice.choice(GRAMMARS)
+    elif kind in (3, 4):
+        body |= {"tools": TOOLS, "guided_regex": (THINKING if thinks else "") + CALLING}
+    elif kind in (5, 6):
+        named = {"type": "function", "function": {"name": "add"}}
+        body |= {"tools": TOOLS, "tool_choice": dice.choice(["required", named])}
+        body |= {"parallel_tool_calls": dice.random() < 0.5}
+    elif kind == 7:
+        function = {"name": "look", "arguments": '{"place": "den"}'}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        own = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "A fox."}
+        body["messages"] += [own, result]
+        body |= {"tools": TOOLS}
+    return body
+
+
+def make_response(dice: random.Random, text: str) -> dict:
+    body: dict = {"input": text}
+    kind = dice.randrange(5)
+    if dice.random() < 0.3:
+        body |= {"reasoning": {"effort": "high"}}
+    if kind == 1:
+        body |= {"text": {"format": FORM}}
+    elif kind in (2, 3):
+        named = {"type": "function", "name": "look"}
+        body |= {"tools": FLAT, "tool_choice": dice.choice(["auto", "required", "required", named])}
+        body |= {"parallel_tool_calls": dice.random() < 0.5}
+    elif kind == 4:
+        call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "1", "output": "A fox."}
+        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+        said = {"type": "message", "role": "user", "content": text}
+        body = {"input": [said, thought, call, result], "tools": FLAT, "instructions": "Be terse."}
+    return body
+
+
+def make_message(dice: random.Random, text: str) -> dict:
+    body: dict = {"messages": [{"role": "user", "content": text}]}
+    kind = dice.randrange(5)
+    if dice.random() < 0.3:
+        body |= {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    if kind == 1:
+        body |= {"output_config": {"format": FORM}, "stop_sequences": ["}"]}
+    elif kind in (2, 3):
+        choice = dice.choice([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}])
+        choice |= {"disable_parallel_tool_use": dice.random() < 0.5}
+        body |= {"tools": SCHEMAS, "tool_choice": choice}
+    elif kind == 4:
+        use = {"type": "tool_use", "id": "1", "name": "look", "input": {"place": "den"}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "A fox."}
+        body["messages"] += [{"role": "assistant", "content": [use]}]
+        body["messages"] += [{"role": "user", "content": [result]}]
+        body |= {"tools": SCHEMAS, "system": "Be terse."}
+    return body
+
+
+def ask_grammar(server: Server, dice: random.Random) -> None:
+    reply = server.ask(CHAT, {"messages": SAID, "max_tokens": 8} | dice.choice(HOSTILE))
+    assert reply.status in (200, 400, 500), reply
+    assert reply.status == 200 or reply.error["message"], reply
+
+
+def attack(server: Server, dice: random.Random) -> str:
+    """Something hostile. What became of it: "refused", or "hung up" if it was cut off."""
+    kind = dice.randrange(7)
+    if kind == 6:
+        ask_grammar(server, dice)
+        return "refused"
+    if kind < 2:
+        reply = server.ask(*dice.choice(BAD if kind else HEAVY))
+        assert reply.status in (400, 404, 413) and len(reply.error["message"]) < 600, reply
+        return "refused"
+    line = server.line()
+    line.socket.settimeout(server.patience)
+    if kind == 2:
+        # It may end the connection before all has been sent
+        with suppress(OSError):
+            line.send(dice.choice(RAW))
+            line.socket.shutdown(socket.SHUT_WR)
+            line.everything()
+    else:
+        path, body = dice.choice(LONG)
+        stream = dice.random() < 0.8
+        if stream and dice.random() < 0.3:
+            path, body = CHAT, PROGRESS
+        line.post(path, body | {"stream": stream} | ENDLESS[path])
+        if kind == 3:  # half a connection, which nobody reads
+            line.socket.shutdown(socket.SHUT_WR)
+        time.sleep(dice.choice([0, 0.05, 0.5]))
+        if kind == 4:  # a reset instead of a farewell
+            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    line.hang_up()
+    return "hung up"
+
+
+def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
+    """In the head of a request, its body, or later."""
+    line = server.line()
+    data = json.dumps(body | ENDLESS.get(path, {}))
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    sent = dice.choice([10, len(head) + 20, len(head) + len(data)])
+    line.send((head + data)[:sent].encode())
+    time.sleep(dice.choice([0, 0.01, 0.1, 0.5]))
+    line.hang_up()
+
+
+def soak(
+    server: Weighed, requests: int, clients: int, cases: int, rounds: int, hostile: float = 0.0
+) -> Report:
+    """`hostile`: such a part of the requests is; 0: some are wrong, and a third is hung up on."""
+    report, lock = Report(), threading.Lock()
+    alone = [ask(server, *make_case(number), False) for number in range(cases)]
+
+    def client(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            try:
+                outcome = one(random.Random(number))
+            except Exception as error:
+                outcome = "failed"
+                report.faults.append(f"request {number}: {type(error).__name__}: {error}")
+            with lock:
+                report.counts[outcome] += 1
+
+    def one(dice: random.Random) -> str:
+        kind, case, stream = dice.random(), dice.randrange(cases), dice.random() < 0.6
+        path, body = make_case(case)
+        if kind < hostile:
+            return attack(server, dice)
+        if not hostile and kind < 0.08:
+            reply = server.ask(*dice.choice(BAD))
+            assert reply.status in (400, 404) and reply.error["message"], reply
+            return "refused"
+        if not hostile and kind < 0.1:
+            ask_grammar(server, dice)
+            return "refused"
+        if not hostile and kind < 0.42:
+            form = {} if path in WITHOUT_STREAM else {"stream": stream}
+            hang_up(server, dice, path, body | form)
+            return "hung up"
+        found = ask(server, path, body, stream)
+        assert found == alone[case], f"case {case}: {found} instead of {alone[case]}"
+        return "answered"
+
+    files = open_files(server)
+    report.weights = run_rounds(client, requests, clients, server.weigh, rounds)
+    assert server.is_idle(), "a slot is not free"
+    wait_for(lambda: open_files(server) <= files)
+    return report
+
+
+def open_files(server: Server) -> int:
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+def check(report: Report, requests: int) -> None:
+    assert not report.faults, report.faults[:5]
+    grown = growth(report.weights)
+    if not SOAK:  # histories grow by half as much at most
+        assert grown.in_use < IN_USE, report.weights
+    elif requests >= JUDGED:
+        assert grown.in_use < IN_USE and grown.resident < RESIDENT, report.weights
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return talker(tmp_path / "talker")
+
+
+SHORT = {"clients": 8, "cases": 25, "rounds": 2}
+LONG_FORM = {"clients": 16, "cases": 120, "rounds": 4}
+
+
+def test_soak(model):
+    requests = SOAK or 80
+    with Weighed("--slots", "8", "--model", str(model)) as server:
+        report = soak(server, requests, **(LONG_FORM if SOAK else SHORT))
+        assert server.stop() == 0
+    check(report, requests)
+    counts = report.counts
+    assert counts["answered"] > requests / 4 and counts["hung up"] > requests / 8
+    assert counts["refused"] > requests / 40
+
+
+def test_soak_with_hostile_clients(model):
+    requests = SOAK or 40
+    sizes = {"clients": 8, "cases": 12, "rounds": 1, "hostile": 0.33}
+    if SOAK:
+        sizes = LONG_FORM | {"clients": 64, "hostile": 0.1}
+    with Weighed("--slots", "8", "--model", str(model)) as server:
+        server.patience *= 10
+        report = soak(server, requests, **sizes)
+        assert server.stop() == 0
+    check(report, requests)
+    counts = report.counts
+    assert counts["answered"] > requests / 3 and counts["hung up"] > requests / 40
+    assert counts["refused"] > requests / 40
+
+
+@pytest.mark.skipif(not SOAK, reason="a long form: NANOBATCH_SOAK=1000")
+def test_soak_over_two_ranks(model, tmp_path):
+    arguments = ("--slots", "8", "--model", str(model))
+    with (
+        two_ranks(tmp_path, arguments) as environment,
+        Weighed(*arguments, **environment) as server,
+    ):
+        server.patience *= 10  # the ring's threads look for numbers all the time
+        report = soak(server, SOAK, **LONG_FORM)
+        assert server.stop() == 0
+    check(report, SOAK)
+
+
+@contextmanager
+def two_ranks(folder: Path, arguments: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """A rank that follows, and the environment of the one that leads."""
+    file = folder / "hosts.json"
+    file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    environment = {"MLX_HOSTFILE": str(file)}
+    command = [sys.executable, str(ROOT / "serve.py"), *arguments]
+    with subprocess.Popen(command, env=os.environ | environment | {"MLX_RANK": "1"}) as follower:
+        try:
+            yield environment | {"MLX_RANK": "0"}
+            assert follower.wait(30) == 0
+        finally:
+            follower.kill()

@@ -1,0 +1,187 @@
+"""Answers that have a form: response_format and vLLM's guided fields, with a real server process."""
+
+import json
+import os
+import re
+import threading
+from collections import Counter
+from enum import Enum
+from pathlib import Path
+
+import openai
+import pytest
+from hostile import HOSTILE, asked
+from jsonschema import validate
+from pydantic import BaseModel, Field
+from servers import CHAT, COMPLETIONS, Server
+
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "likes": {"type": "array", "items": {"enum": ["bones", "sleep"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def say(**fields) -> dict:
+    messages = [{"role": "user", "content": "Tell me a story about a dog."}]
+    return {"messages": messages, "max_tokens": 300, "seed": 3, **fields}
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_keeps_to_its_schema_strict_or_not(server, strict, temperature):
+    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": strict}}
+    reply = server.ask(CHAT, say(response_format=form, temperature=temperature))
+    (choice,) = reply.json["choices"]
+    assert choice["finish_reason"] == "stop"
+    validate(json.loads(choice["message"]["content"]), PET)
+
+
+def test_json_object_is_any_object(server):
+    for seed in range(4):
+        wish = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
+        (choice,) = server.ask(CHAT, wish).json["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+        else:
+            assert choice["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    "field, value, pattern",
+    [
+        ("guided_json", {"type": "integer", "minimum": 5, "maximum": 7}, "[567]"),
+        ("guided_json", '{"enum": ["x"]}', '"x"'),
+        ("guided_regex", "[0-9]{2}[ab]", "[0-9]{2}[ab]"),
+        ("guided_choice", ["yes", "no"], "yes|no"),
+        ("guided_grammar", 'start: "(" /[a-c]{1,3}/ ")"', r"\([a-c]{1,3}\)"),
+    ],
+)
+def test_vllms_guided_fields_are_understood(server, field, value, pattern):
+    for path, body in ((CHAT, say()), (COMPLETIONS, {"prompt": "A", "max_tokens": 40})):
+        (choice,) = server.ask(path, body | {field: value}).json["choices"]
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop", text
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "Invalid type: x",
+        ),
+        ({"response_format": {"type": "yaml"}}, "response_format", "json_object"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_choice": []}, "guided_choice", "must be"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_regex": "a", "response_format": SCHEMA}, "response_format", "exclude"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_be_is_a_400_of_one_line_with_its_field(server, fields, param, words, stream):
+    reply = server.ask(CHAT, say(stream=stream, **fields))
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    assert words in reply.error["message"] and "\n" not in reply.error["message"]
+
+
+class Size(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Friend(BaseModel):
+    name: str = Field(max_length=10)
+    size: Size
+
+
+class Dog(BaseModel):
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=20)
+    friends: list[Friend] = Field(max_length=2)
+
+
+def test_the_openai_client_parses_an_answer_into_a_class(client):
+    messages = say()["messages"]
+    answer = client.chat.completions.parse(
+        model="demo", messages=messages, response_format=Dog, max_tokens=400, seed=1
+    )
+    dog = answer.choices[0].message.parsed
+    assert isinstance(dog, Dog) and 0 <= dog.age <= 20
+
+
+# A few of each kind; NANOBATCH_HOSTILE=all is the long form
+TRIED = (
+    sorted(HOSTILE)
+    if os.environ.get("NANOBATCH_HOSTILE")
+    else ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
+)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_others_are_served_as_ever_beside_clients_with_hostile_grammars(server, name):
+    """Each time in another spelling, so that no verdict can be remembered."""
+    plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
+    expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
+    before, answers, is_over = memory(server), Counter(), threading.Event()
+
+    def attack(client: int) -> None:
+        number = client
+        while not is_over.is_set():
+            number += 10
+            wish = {"prompt": "A story", "max_tokens": 85, **asked(name, number)}
+            answers[server.ask(COMPLETIONS, wish).status] += 1
+
+    attackers = [threading.Thread(target=attack, args=(client,)) for client in range(3)]
+    for thread in attackers:
+        thread.start()
+    for number in range(3):
+        events = server.ask(COMPLETIONS, plain | {"stream": True}).events[:-1]
+        assert "".join(event["choices"][0]["text"] for event in events) == expected
+        small = {"type": "integer", "minimum": number}
+        reply = server.ask(COMPLETIONS, plain | {"ignore_eos": False, "guided_json": small})
+        assert reply.status == 200 and int(reply.json["choices"][0]["text"]) >= number
+    is_over.set()
+    for thread in attackers:
+        thread.join()
+    assert answers.total() and answers.keys() <= {200, 400, 503}
+    assert memory(server) - before < 200 * 2**20
+    assert "Traceback" not in server.log.read_text()
+
+
+def memory(server) -> int:
+    """What the server's process holds, in bytes."""
+    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_those_who_want_no_form_do_not_wait_for_the_grammars_of_others(server):
+    """Four hostile schemas once took all threads that read bodies, for seconds."""
+    slow = {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11, 13)]}
+    lines = [server.line() for _ in range(5)]
+    for line in lines:
+        line.post(CHAT, say(guided_json=slow, max_tokens=3))
+    replies = [server.ask(CHAT, say(max_tokens=1)) for _ in range(5)]
+    assert [reply.status for reply in replies] == [200] * 5
+    for line in lines:
+        line.hang_up()

@@ -1,0 +1,514 @@
+"""Tools and thoughts with other templates, hostile bodies, calls that are required, and random
+requests. What the protocols ask for is in `test_conformance.py`."""
+
+import json
+import os
+
+import openai
+import pytest
+from jsonschema import validate
+from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, TOOLS, Taught, said
+from servers import CHAT, COUNT, MESSAGES, RESPONSES
+from streams import ask
+from tooluse import PATHS, check, random_ask
+
+from text.tool_parser import FORMATS, Speech
+
+
+@pytest.fixture(scope="module")
+def taught():
+    with Taught() as taught:
+        yield taught
+
+
+def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
+    """It reads fields of events that nobody else does, and raises if one is missing."""
+    client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
+    text = f"say: <think>Easy.</think>I look.\n{CALLS}"
+    both = {"model": "default", "parallel_tool_calls": True}
+    with client.responses.stream(**both, input=text, tools=FLAT) as stream:
+        kinds = [event.type for event in stream]
+        output = stream.get_final_response().output
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    names = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in output] == names and output[1].content[0].text == "I look."
+    assert json.loads(output[2].arguments) == {"city": "Paris"}
+    messages = [{"role": "user", "content": text}]
+    with client.chat.completions.stream(**both, messages=messages, tools=TOOLS) as stream:
+        assert sum(1 for _ in stream) > 5
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "I look." and len(message.tool_calls) == 2
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+# --- models that speak otherwise ----------------------------------------------------------------
+
+TURNS = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
+{% for call in message.tool_calls or [] %}CALL{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{{ '<|im_start|>assistant\\n' }}"""
+LISTED = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+LLAMA = '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' }}{{ call.function.arguments | tojson }}}'
+MISTRAL = "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
+XML = "<tool_call><function={{ call.function.name }}></function></tool_call>"
+TAGS = """<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value }}
+</parameter>
+{% endfor %}</function>
+</tool_call>"""
+GLM = """<tool_call>{{ call.function.name }}
+{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value }}</arg_value>
+{% endfor %}</tool_call>"""
+
+
+def with_calls(written: str) -> str:
+    return LISTED + TURNS.replace("CALL", written)
+
+
+def ask_with_tools(template: str, text: str, **fields):
+    with Taught(template=template) as taught:
+        body = {"messages": [said(text)], "tools": TOOLS, "max_tokens": 300, **fields}
+        return taught.ask(CHAT, body)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
+        (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]'),
+        (
+            TAGS,
+            "<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>",
+        ),
+        (
+            GLM,
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_call_is_read_in_the_format_that_the_template_writes(written, text):
+    choice = ask_with_tools(with_calls(written), text).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert function["name"] == "get_weather"
+    assert json.loads(function["arguments"]) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [(with_calls(XML), "<function=is_called>"), (TURNS, "takes no tools")],
+)
+def test_a_format_that_is_not_known_is_named_in_the_refusal(template, words):
+    reply = ask_with_tools(template, "x")
+    assert (reply.status, reply.error["param"]) == (400, "tools") and words in reply.error[
+        "message"
+    ]
+
+
+def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
+    template = TURNS.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}") + "{# </think> #}"
+    with Taught(template=template) as taught:
+        body = {"messages": [said("Hm.\n</think>\n\nYes.")]}
+        message = taught.ask(CHAT, body).json["choices"][0]["message"]
+        (request,) = taught.parrot.engine.snapshot().ended
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert request.is_thinking, "those who watch would take the thought for the answer"
+
+
+def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():
+    """Some think unless they are told not to, and some do not unless they are told to."""
+    asleep = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}{# </think> #}"
+    with Taught(template=TURNS + asleep) as taught:
+
+        def thinks(path: str, **fields) -> bool:
+            body = {"messages": [said("Hm.</think>Yes.")], **fields}
+            if path == RESPONSES:
+                body["input"] = body.pop("messages")
+            text = taught.ask(path, body).body.decode()
+            assert "Yes." in text
+            return "</think>" not in text
+
+        assert not thinks(CHAT) and thinks(CHAT, chat_template_kwargs={"enable_thinking": True})
+        for effort, is_thinking in ((None, False), ("none", False), ("low", True), ("high", True)):
+            assert thinks(RESPONSES, reasoning={"effort": effort}) == is_thinking
+        assert not thinks(RESPONSES) and not thinks(MESSAGES, max_tokens=99)
+        for kind in ("enabled", "disabled", "adaptive"):
+            is_thinking = thinks(MESSAGES, max_tokens=99, thinking={"type": kind})
+            assert is_thinking == (kind == "enabled")
+
+
+# --- what else may happen -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [said("x")]}),
+        (RESPONSES, {"input": "x"}),
+        (MESSAGES, {"messages": [said("x")], "max_tokens": 9}),
+    ],
+)
+def test_a_stream_that_fails_ends_with_an_error_in_its_protocol(taught, path, body, monkeypatch):
+    engine = taught.parrot.engine
+
+    def fail(*arguments):
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(engine.runner, "begin", fail)
+    said = taught.ask(path, body | {"stream": True}).body.decode()
+    monkeypatch.undo()
+    assert "the device is on fire" in said
+    assert 'finish_reason":"stop' not in said and "completed" not in said
+    last = {CHAT: "[DONE]", RESPONSES: "response.failed", MESSAGES: "event: error"}
+    assert last[path] in said.strip().split("\n\n")[-1]
+    assert taught.ask(path, body).status == 200
+
+
+def test_while_a_prompt_waits_its_stream_tells_how_far_it_is(taught):
+    """A comment, which no client takes for an event: people saw nothing at all for minutes."""
+    body = {"messages": [said("Yes.")], "stream": True}
+    taught.parrot.loop.pause()
+    line = taught.line().post(CHAT, body)
+    assert b"/" in line.until(b": prompt 0/") + line.until(b"\n\n")
+    taught.parrot.loop.resume()
+    assert b"prompt_progress" not in line.until(b"[DONE]")
+
+
+def test_who_waits_in_line_is_told_how_many_are_before():
+    with Taught(slots=1) as taught:
+        taught.parrot.loop.pause()
+        lines = []
+        for _ in range(3):
+            lines.append(taught.line().post(CHAT, {"messages": [said("Yes.")], "stream": True}))
+            lines[-1].until(b"\r\n\r\n")
+        assert lines[2].until(b" before you").endswith(b", 2 before you")
+        taught.parrot.loop.resume()
+        for line in lines:
+            line.until(b"[DONE]")
+
+
+def test_anthropics_clients_send_the_key_in_a_header_of_their_own():
+    with Taught(api_key="secret") as taught:
+        body = {"messages": [said("Yes.")], "max_tokens": 9}
+        assert taught.ask(MESSAGES, body, x_api_key="secret").status == 200
+        assert taught.ask(MESSAGES, body, Authorization="Bearer secret").status == 200
+        for headers in ({}, {"x_api_key": "wrong"}, {"Authorization": "Basic secret"}):
+            reply = taught.ask(MESSAGES, body, **headers)
+            assert (reply.status, reply.error["type"]) == (401, "authentication_error")
+            assert reply.json["type"] == "error"
+
+
+def test_a_client_that_asks_the_server_to_remember_is_told_to_send_all(taught):
+    """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
+    body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
+    reply = taught.ask(MESSAGES, body)
+    assert reply.status == 400 and "thread" in reply.error["message"]
+    assert reply.error["details"]["error_code"] == "thread_unsupported_request"
+
+
+DEEP = json.loads("[" * 200 + "]" * 200)
+HOSTILE = {
+    CHAT: [
+        {"messages": [said("x")], "tools": TOOLS * 65},
+        {"messages": [said("x")], "tools": DEEP},
+        {"messages": [said("x")], "tools": TOOLS, "tool_choice": DEEP},
+        {"messages": [{"role": "assistant", "tool_calls": DEEP}]},
+        {"messages": [{"role": "tool", "tool_call_id": {}, "content": "x"}]},
+        {"messages": [said("x")], "chat_template_kwargs": {"messages_": 1}},
+        {"messages": [said("x")], "x\n" * 900: 1},
+        {"messages": [said("x") | {"x\n" * 900: 1}]},
+    ],
+    RESPONSES: [
+        {"input": [{"type": DEEP}]},
+        {"input": [{"type": {}, "role": {}}]},
+        {"input": [{"role": "user", "content": "x"}] * 2049},
+        {"input": [{"type": "reasoning", "content": 5}]},
+        {"input": "x", "text": {"format": DEEP}},
+        {"input": "x", "reasoning": 5},
+        {"input": "x", "tools": FLAT, "tool_choice": {"type": {}}},
+    ],
+    MESSAGES: [
+        {"messages": [{"role": "user", "content": [{"type": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
+        {"messages": [said("x")] * 2049},
+        {"messages": [said("x")], "system": DEEP},
+        {"messages": [said("x")], "thinking": DEEP},
+        {"messages": [said("x")], "tools": SCHEMAS, "tool_choice": {"type": []}},
+        {"messages": [said("x")], "stop_sequences": [""]},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(path, body) for path, bodies in HOSTILE.items() for body in bodies]
+)
+def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
+    reply = taught.ask(path, {"max_tokens": 9} | body if path == MESSAGES else body)
+    assert reply.status == 400 and 0 < len(reply.error["message"]) < 700
+    assert "\n" not in reply.error["message"] and len(reply.body) < 1000
+    if path == MESSAGES:
+        assert taught.ask(COUNT, body).status == 400 or "stop" in str(body)
+
+
+def test_a_call_in_a_stream_is_written_as_it_comes(taught):
+    """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
+    text = CALL.replace("Paris", "Paris " * 20)
+    events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
+    assert sum("tool_calls" in str(event) for event in events) > 3  # neighbours may be joined
+
+
+def test_calls_have_ids_that_every_template_takes(taught):
+    """Mistral's templates want nine letters or digits."""
+    body = {"messages": [said(CALLS)], "tools": TOOLS, "parallel_tool_calls": True}
+    calls = taught.ask(CHAT, body).json["choices"][0]["message"]["tool_calls"]
+    assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
+
+
+BARE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+def body_of(path: str, text: str, length: int = 300, **fields) -> dict:
+    if path == RESPONSES:
+        return {"input": f"say: {text}", "tools": FLAT, "max_output_tokens": length, **fields}
+    tools = TOOLS if path == CHAT else SCHEMAS
+    return {"messages": [said(text)], "tools": tools, "max_tokens": length, **fields}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_call_without_its_mark_reaches_the_client_in_each_protocol(taught, path):
+    """Each of five agents' loops began with the right call in a block of code, and ended with it."""
+    for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
+        body = body_of(path, text)
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
+        assert found.text == "I look." and found.reason in ("tool_calls", "tool_use", "completed")
+        ((name, given),) = found.calls
+        assert name == "get_weather" and json.loads(given) == PARIS
+    for text in (BARE.replace("get_weather", "get_wind"), f"It is {BARE}."):
+        found = ask(taught, path, body_of(path, text), False)
+        assert found.text == text and not found.calls
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "call", [CALL, BARE, f"```json\n{BARE}\n```"], ids=["marked", "bare", "block"]
+)
+def test_a_call_that_was_cut_off_is_no_content(taught, path, call):
+    """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
+    for length in range(9, len("I look.\n" + call) - 20, 7):
+        body = body_of(path, f"I look.\n{call}", length)
+        found = ask(taught, path, body, False)
+        assert found == ask(taught, path, body, True)
+        assert found.text == "I look." and len(found.calls) <= 1
+        assert found.reason in ("length", "max_tokens", "incomplete")
+
+
+# --- calls that have to come --------------------------------------------------------------------
+
+SIZE = {"type": "object", "properties": {"size": {"$ref": "#/$defs/S"}, "hot": {"type": "boolean"}}}
+SIZE |= {"required": ["size", "hot"], "additionalProperties": False}
+SIZE |= {"$defs": {"S": {"enum": ["small", "large {"]}}}
+PICK = [
+    {"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("tea", "mug")
+]
+HERMES = '<tool_call>{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}</tool_call>'
+OLD_MISTRAL = '[TOOL_CALLS][{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}]'
+THINKING = with_calls(HERMES).replace(
+    "assistant\\n' }}", "assistant\\n<think>\\n' }}{# </think> #}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    map(with_calls, [HERMES, LLAMA, MISTRAL, OLD_MISTRAL, TAGS, GLM]),
+    ids=["Hermes", "Llama 3", "Mistral", "older Mistral", "Qwen 3 Coder", "GLM"],
+)
+def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
+    """A model of random weights would never write one."""
+    named = {"type": "function", "function": {"name": "mug"}}
+    with Taught(template=template, is_taught=False) as server:
+        for seed in range(7):
+            body = {
+                "messages": [said("x")],
+                "tools": PICK,
+                "seed": seed,
+                "temperature": 9,
+                "max_tokens": 200,
+            }
+            body |= {"tool_choice": named if seed % 3 == 2 else "required"}
+            body |= {"parallel_tool_calls": False}
+            choice = server.ask(CHAT, body).json["choices"][0]
+            assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+            (call,) = choice["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments["size"] in ("small", "large {") and arguments["hot"] in (True, False)
+            assert call["function"]["name"] in (("mug",) if seed % 3 == 2 else ("tea", "mug"))
+            streamed = server.ask(CHAT, body | {"stream": True}).events
+            assert streamed[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+# A model of random weights never ends a thought: it may have to begin with one, but need not
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
+
+
+@pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
+def test_random_requests_with_tools_are_kept_in_each_protocol_whole_and_streamed(marks):
+    """Qwen's <tool_call> is an added token that is not special: each call that had to come was a
+    400. NANOBATCH_TOOLS=1000 asks more."""
+    with Taught(template=with_calls(HERMES), is_taught=False, marks=marks) as server:
+        assert set(marks) <= set(server.parrot.engine.text.marks)
+        complete = 0
+        for seed in range(ASKS):
+            found = check(server, random_ask(seed, max_tokens=250))
+            complete += bool(found.calls) and found.reason in (
+                "tool_calls",
+                "completed",
+                "tool_use",
+            )
+        assert complete > ASKS // 4
+
+
+def test_a_model_that_thinks_can_end_its_thought_under_a_grammar():
+    """The mask forbade the token </think>: the thought went on until max_tokens."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
+    with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
+        end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
+        ask = {"messages": [said("x")], "max_tokens": 60, "logit_bias": {str(end): 20}}
+        for fields in ({"response_format": form}, {"tools": PICK, "tool_choice": "required"}):
+            choice = server.ask(CHAT, ask | fields).json["choices"][0]
+            message = choice["message"]
+            assert message["content"] == "5" or message["tool_calls"][0]["function"]["name"]
+            assert message.get("reasoning_content", "").count("think") == 0
+
+
+TREE = {"type": "object", "properties": {"size": {"enum": ["s", "l"]}, "of": {"$ref": "#"}}}
+TWICE = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}}}
+AT_ONCE = {
+    "$ref": "#/$defs/N",
+    "$defs": {"N": {"type": "object", "properties": {"n": {"const": 5}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "schema"),
+    [
+        (HERMES, TREE),
+        (HERMES, TWICE | {"required": ["a", "b"]}),
+        (HERMES, AT_ONCE),
+        (HERMES, {"title": "any"}),
+        (MISTRAL, TREE),
+    ],
+)
+def test_a_schema_of_arguments_may_refer_to_itself_and_they_are_an_object(template, schema):
+    """Within the schema of a call, "#" meant the whole call: a tree was a call in a call without
+    an end, and a second field like the first one a 400."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
+    body |= {"parallel_tool_calls": False, "temperature": 1}
+    with Taught(template=with_calls(template), is_taught=False) as server:
+        is_whole = False
+        for seed in range(5):
+            reply = server.ask(CHAT, body | {"seed": seed})
+            assert reply.status == 200, reply
+            choice = reply.json["choices"][0]
+            if choice["finish_reason"] == "tool_calls":
+                (call,) = choice["message"]["tool_calls"]
+                validate(json.loads(call["function"]["arguments"]), {"type": "object", **schema})
+                is_whole = True
+                break
+        assert is_whole or schema == {"title": "any"}
+
+
+def test_a_call_of_one_of_many_tools_may_be_required():
+    """A schema's colons were counted as rules of a grammar."""
+    fields = {name: {"type": "integer"} for name in "abc"}
+    tools = []
+    for number in range(60):
+        function = {"name": f"t{number}", "parameters": {"type": "object", "properties": fields}}
+        tools.append({"type": "function", "function": function})
+    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 9}
+    with Taught(template=TURNS + "{# is_called #}", is_taught=False) as server:
+        server.parrot.engine.text.speech = Speech(None, FORMATS[0])  # whose prompt is short
+        reply = server.ask(CHAT, body | {"parallel_tool_calls": False})
+        assert reply.status == 200, reply
+
+
+def test_arguments_that_are_no_object_are_refused(taught):
+    for type in ("string", ["object", "null"], 5):
+        function = {"name": "f", "parameters": {"type": type}}
+        body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
+        reply = taught.ask(CHAT, body)
+        assert reply.status == 400 and "object" in reply.error["message"]
+
+
+def test_a_call_that_is_required_comes_in_the_other_protocols_too():
+    flat = [{"type": "function", **tool["function"]} for tool in PICK]
+    schemas = [{"name": tool["name"], "input_schema": SIZE} for tool in flat]
+    with Taught(template=with_calls(HERMES), is_taught=False) as server:
+        body = {"input": "x", "tools": flat, "tool_choice": "required", "max_output_tokens": 300}
+        body |= {"parallel_tool_calls": False}
+        (item,) = server.ask(RESPONSES, body).json["output"]
+        assert item["type"] == "function_call" and json.loads(item["arguments"])["size"]
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        body = {"messages": [said("x")], "tools": schemas, "tool_choice": choice, "max_tokens": 300}
+        reply = server.ask(MESSAGES, body).json
+        assert reply["stop_reason"] == "tool_use" and reply["content"][0]["input"]["size"]
+
+
+def test_a_model_that_thinks_thinks_before_it_has_to_call_or_to_answer_in_json():
+    """Held to the grammar from its first token on, it would write JSON into its thought."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
+    with Taught(template=THINKING, is_taught=False) as server:
+        text = server.parrot.engine.text
+        assert text.speech.thought and text.read([said("x")]).is_thinking
+        ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
+        # Its thought never ends, and is no JSON
+        message = server.ask(CHAT, ask | {"response_format": form}).json["choices"][0]["message"]
+        assert message["content"] == "" and len(message["reasoning_content"]) > 5
+    with Taught(template=with_calls(HERMES), is_taught=False) as server:
+        # It does not think: it may call, or answer in JSON, and does one of the two
+        body = {"messages": [said("x")], "tools": PICK, "response_format": form, "max_tokens": 300}
+        for seed in range(4):
+            choice = server.ask(CHAT, body | {"seed": seed}).json["choices"][0]
+            assert choice["finish_reason"] == "tool_calls" or choice["message"]["content"] == "5"
+
+
+def test_a_schema_of_arguments_that_cannot_be_kept_is_refused(taught):
+    wrong = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": "no"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
+    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required"}
+    reply = taught.ask(CHAT, body)
+    assert reply.status == 400 and reply.error["param"] == "tools", reply
+
+
+def test_an_answer_in_json_may_be_asked_for_in_each_protocol():
+    form = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes", "no"]}}
+    with Taught(template=with_calls(HERMES), is_taught=False) as server:
+        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": form}})
+        assert json.loads(reply.json["output"][0]["content"][0]["text"]) in ("yes", "no")
+        body = {"messages": [said("x")], "max_tokens": 99, "output_config": {"format": form}}
+        assert json.loads(server.ask(MESSAGES, body).json["content"][0]["text"]) in ("yes", "no")
+        wrong = form | {"schema": {"type": "number", "multipleOf": "no"}}
+        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": wrong}})
+        assert (reply.status, reply.error["param"]) == (400, "text")
+        for kind in ({"type": "xml"}, {"type": "json_schema"}, 5):
+            assert server.ask(RESPONSES, {"input": "x", "text": {"format": kind}}).status == 400
+            body["output_config"] = {"format": kind}
+            assert server.ask(MESSAGES, body).status == 400
+
+
+def test_a_prompt_of_many_long_tools_is_refused_before_it_is_read(taught, monkeypatch):
+    """A template and a tokenizer took seconds for 4 MB of them."""
+    asked = []
+    monkeypatch.setattr(taught.parrot.engine.text, "read", asked.append)
+    function = {"name": "f", "description": "x" * 1_000_000}
+    body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
+    assert taught.ask(CHAT, body).error["code"] == "context_length_exceeded" and not asked
+    calls = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}] * 3000
+    body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    assert "3,001" in taught.ask(CHAT, body).error["message"] and not asked

@@ -1,0 +1,43 @@
+"""A server that nobody asks lets go of its weights, and says so."""
+
+import pytest
+from servers import Server
+from waiting import wait_for
+
+import serve
+
+QUESTION = {"messages": [{"role": "user", "content": "Count from 3 to 7."}], "temperature": 0}
+GONE = "idle for 1 s: weights and slab are let go of, until the next request"
+
+
+def test_an_idle_server_lets_go_of_its_weights_and_the_next_request_brings_them_back():
+    with Server("--unload-after", "1") as server:
+
+        def answer() -> str:
+            reply = server.ask("/v1/chat/completions", QUESTION)
+            return reply.json["choices"][0]["message"]["content"]
+
+        assert answer() == "3, 4, 5, 6, 7."
+        wait_for(lambda: server.ask("/health").json == {"status": "unloaded"})
+        assert server.ask("/health").status == 200
+        assert answer() == "3, 4, 5, 6, 7."
+        streamed = server.ask("/v1/chat/completions", QUESTION | {"stream": True})
+        assert len(streamed.events) > 5
+        said = server.log.read_text()
+    assert GONE in said and "the weights are back" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "1.5"])
+def test_a_wrong_time_is_refused_in_one_line(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        serve.parse_arguments([f"--unload-after={given}"])
+    said = capsys.readouterr().err
+    assert "--unload-after" in said and given in said and said.count("\n") == 1
+
+
+def test_ranks_keep_their_weights(monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    with pytest.raises(SystemExit, match="2"):
+        serve.parse_arguments(["--unload-after", "5"])
+    assert "several ranks share the model" in capsys.readouterr().err

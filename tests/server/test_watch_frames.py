@@ -1,0 +1,285 @@
+"""What watchers are told, over the wire: packed at one end, the same views at the other."""
+
+import json
+import threading
+import time
+
+import pytest
+from servers import Line, Server
+
+from nanobatch import Sampling
+from runtime.snapshot import RequestView, Snapshot
+from server import watch as watch_module
+from server import watch_frames
+from server.access_log import Call, DoorView, Journal
+from server.app import Door
+from server.http import Options
+
+LONG = Sampling(max_tokens=60, ignore_eos=True)
+
+
+def over_the_wire(
+    sender: watch_frames.Sender, receiver: watch_frames.Receiver, frame: watch_frames.Frame
+) -> watch_frames.Frame:
+    return receiver.take(json.loads(sender.pack(frame)))
+
+
+def door(journal: Journal, since: int = 0) -> DoorView:
+    opened, ended, count = journal.look(since)
+    return DoorView(
+        "http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count
+    )
+
+
+def test_every_frame_is_the_same_at_the_other_end(engine):
+    """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
+    journal, sender, receiver = Journal(), watch_frames.Sender(True), watch_frames.Receiver()
+    number = journal.begin("127.0.0.1", "POST /v1/completions")
+    journal.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
+    journal.end(number)
+    journal.begin("10.0.0.1", "POST /v1/chat/completions")
+    handles = [engine.submit(f"prompt {n}", LONG, client="10.0.0.1") for n in range(5)]
+    seen, grew = None, 0
+    for step in range(300):
+        seen = engine.snapshot(seen)
+        frame = watch_frames.Frame(False, 0, 0.0, seen, door(journal))
+        assert over_the_wire(sender, receiver, frame) == frame
+        grew += any(request.text for request in seen.requests)
+        if step == 20:
+            handles[4].cancel()
+        engine.step()
+    assert grew > 20 and seen.finished == 5
+
+
+def test_of_a_text_only_what_is_new_is_sent(engine):
+    """An answer of 8,000 tokens would else be sent ten times a second, as long as it grows."""
+    sender, seen, sizes = watch_frames.Sender(True), None, []
+    engine.submit("a prompt of some length " * 2, LONG)
+    while engine.step() or not sizes:
+        seen = engine.snapshot(seen)
+        sizes.append(
+            len(
+                json.dumps(
+                    json.loads(
+                        sender.pack(watch_frames.Frame(False, 0, 0.0, seen, door(Journal())))
+                    )[3][7]
+                )
+            )
+        )
+    assert sizes[0] > 50 and max(sizes[5:-2]) < sizes[0] + 200
+    assert "of some length" not in sender.pack(
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal()))
+    )
+
+
+def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
+    journal = Journal()
+    journal.note(journal.begin("10.9.8.7", "POST /x"), message="a secret message")
+    engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
+    engine.note("a secret fault", ValueError("of a text"))
+    engine.step()
+    told = watch_frames.Sender(False).pack(
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(journal))
+    )
+    assert "secret" not in told and "10.9.8.7" not in told
+    assert "secret" in watch_frames.Sender(True).pack(
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(journal))
+    )
+
+
+@pytest.mark.parametrize(
+    "origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"]
+)
+def test_an_origin_may_be_anything(engine, origin):
+    engine.submit("a prompt", LONG, origin=origin)
+    frame = watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(Journal()))
+    (request,) = over_the_wire(
+        watch_frames.Sender(True), watch_frames.Receiver(), frame
+    ).engine.requests
+    assert request.origin == origin or isinstance(request.origin, (str, list))
+
+
+def test_another_version_is_noticed():
+    """The fields are sent without their names: those of another version would be taken for ours."""
+    assert watch_frames._shape(Snapshot) != watch_frames._shape(RequestView) and "steps_s" in repr(
+        watch_frames._shape(Snapshot)
+    )
+    with pytest.raises(ValueError):
+        watch_frames.unpack(Call, [1, 2, 3])
+
+
+def test_the_journal_is_bounded_and_tells_what_was_missed():
+    journal = Journal()
+    for n in range(3000):
+        journal.note(journal.begin("x", "GET /"), status=404)
+        journal.end(n + 1)
+    view = door(journal, 10)
+    assert (view.seen, len(view.ended), view.missed) == (3000, 1000, 1990)
+    assert [call.number for call in door(journal, 2998).ended] == [2999, 3000]
+
+
+def test_a_journal_may_be_looked_at_while_it_is_written():
+    journal, faults, done = Journal(), [], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                journal.look(0)
+            except RuntimeError as error:  # a collection changed during iteration
+                faults.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(3000):
+        journal.end(journal.begin("x", "GET /"))
+    done.set()
+    thread.join()
+    assert not faults
+
+
+# --- /watch -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--api-key", "key", "--watch-key", "eye", "--allow-host", "llm.example") as server:
+        yield server
+
+
+def watch(server: Server, *headers: str, host: str = "localhost"):
+    line = server.line().send("\n".join(["GET /watch HTTP/1.1", f"Host: {host}", *headers, "", ""]))
+    line.until(b"event: hello\ndata: ")
+    return line, json.loads(line.until(b"\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "host", "texts"),
+    [
+        (["Authorization: Bearer key"], "localhost", False),  # it may come through a proxy
+        (["Authorization: Bearer key"], "llm.example", False),
+        (["Authorization: Bearer key", "X-Forwarded-For: 10.0.0.1"], "localhost", False),
+        (["Authorization: Bearer eye"], "localhost", True),
+        (["Authorization: Bearer eye", "X-Forwarded-For: 10.0.0.1"], "llm.example", True),
+    ],
+)
+def test_where_keys_are_set_the_watch_key_alone_shows_texts(server, headers, host, texts):
+    """Behind a plain proxy on this machine everybody seems to be this machine, so the key that asks
+    showed everybody's prompts."""
+    line, hello = watch(server, *headers, host=host)
+    assert hello["texts"] is texts
+    line.hang_up()
+
+
+# What nginx 1.22 sent for `GET /watch`: the least that `proxy_pass` needs, and what most people add.
+PLAIN_NGINX = [
+    "Host: 127.0.0.1:8000",
+    "Connection: close",
+    "User-Agent: curl/7.88.1",
+    "Accept: */*",
+]
+USUAL_NGINX = [
+    "Host: llm.example",
+    "X-Real-IP: 127.0.0.1",
+    "X-Forwarded-For: 127.0.0.1",
+    "X-Forwarded-Proto: http",
+    *PLAIN_NGINX[1:],
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "head", "texts"),
+    [
+        ({"api_key": "key"}, "key", PLAIN_NGINX, False),
+        ({"api_key": "key", "watch_key": "eye"}, "key", PLAIN_NGINX, False),
+        ({"api_key": "key", "watch_key": "eye"}, "eye", PLAIN_NGINX, True),
+        ({"watch_key": "eye"}, "", PLAIN_NGINX, False),
+        ({}, "", PLAIN_NGINX, True),  # nothing tells it from this machine: docs/use.md says so
+        ({}, "", USUAL_NGINX, False),
+        ({}, "", ["Host: llm.example", *PLAIN_NGINX[1:]], False),
+        ({}, "", [*PLAIN_NGINX, "X-Forwarded-Host: llm.example"], False),
+        ({}, "", [*PLAIN_NGINX, "Forwarded: for=10.0.0.1"], False),
+        ({}, "", [*PLAIN_NGINX, "Via: 1.1 proxy"], False),
+    ],
+)
+def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
+    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    with engine.serving() as loop:
+        door.open(engine, loop, "small")
+        host, port = door.address.removeprefix("http://").split(":")
+        line = Line(host, int(port))
+        head = [*head, f"Authorization: Bearer {key}"] if key else head
+        line.send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
+        line.until(b"event: hello\ndata: ")
+        assert json.loads(line.until(b"\n\n"))["texts"] is texts
+        line.hang_up()
+        door.close()
+
+
+OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
+
+
+@pytest.mark.parametrize(
+    ("keys", "origin", "key", "told"),
+    [
+        ({}, "", "", "texts"),  # no page: tui.py --watch, curl; and a page that asks its own server
+        ({}, OWN, "", "texts"),
+        ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine speaks TLS
+        ({}, NEIGHBOUR, "", "refused"),
+        ({}, "https://localhost:3000", "", "refused"),
+        ({}, "http://localhost", "", "refused"),
+        ({}, "http://127.0.0.1:8000", "", "refused"),  # the same server by another name
+        ({}, "http://localhost:8000.evil.example", "", "refused"),
+        ({}, "http://llm.example", "", "refused"),  # though --allow-host names it
+        ({}, f"{OWN}, {NEIGHBOUR}", "", "refused"),
+        ({}, "null", "", "refused"),  # a file, or a frame in a sandbox
+        ({"watch_key": "eye"}, NEIGHBOUR, "", "refused"),
+        ({"watch_key": "eye"}, NEIGHBOUR, "wrong", "refused"),
+        ({"watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
+        ({"watch_key": "eye"}, OWN, "", "figures"),
+        ({"api_key": "key"}, NEIGHBOUR, "key", "figures"),
+        ({"api_key": "key", "watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
+    ],
+)
+def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
+    """Any page of this machine, on whatever port, read everybody's prompts and answers."""
+    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    loop = engine.serving()
+    with loop:
+        door.open(engine, loop, "small")
+        host, port = door.address.removeprefix("http://").split(":")
+        head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
+        head += [f"Origin: {origin}"] if origin else []
+        head += [f"Authorization: Bearer {key}"] if key else []
+        line = Line(host, int(port)).send("\n".join([*head, "", ""]))
+        if told == "refused":
+            reply = line.reply()
+            assert reply.status == 403 and reply.error["code"] == "origin_not_allowed"
+        else:
+            line.until(b"event: hello\ndata: ")
+            assert json.loads(line.until(b"\n\n"))["texts"] is (told == "texts")
+        line.hang_up()
+        door.close()
+
+
+def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
+    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
+    in this process."""
+    monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
+    door = Door(Options(port=0)).start()
+    loop = engine.serving()
+    with loop:
+        door.open(engine, loop, "small")
+        try:
+            host, port = door.address.removeprefix("http://").split(":")
+            line = Line(host, int(port), receive=4096).send(
+                "GET /watch HTTP/1.1\nHost: localhost\n\n"
+            )
+            line.until(b"event: hello")
+            deadline, most = time.monotonic() + 60, 0
+            while time.monotonic() < deadline and not (most and door.look().watchers == 0):
+                most = max(most, door.look().watchers)
+                engine.submit("x", Sampling(max_tokens=100, ignore_eos=True)).result()
+            assert most == 1 and door.look().watchers == 0
+        finally:
+            door.close()
+    line.hang_up()

@@ -1,0 +1,1045 @@
+"""Conversations through a model's own template: the prompt that `transformers` would make of them,
+and no way out.
+
+The templates here are written in the manner of those that models are published with, down to their
+whitespace control. A prompt that differs by one space from the training is answered worse, and
+nothing says why. So texts and ids are held against `transformers`, and none of it may touch the
+network.
+"""
+
+import datetime
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+from checkpoints import BOS, make_tokenizer
+from tokenizers import AddedToken, processors
+from waiting import wait_for
+
+from analysis.simulator import Replay
+from nanobatch import Text
+from policies import POLICIES
+from prefix import SEGMENT
+from runtime.files import ModelError
+from sched import Request, Scheduler
+from text import template_check
+from text.tool_parser import PROBE, TOOLS
+
+ROOT = Path(__file__).parents[2]
+LLAMA2 = """\
+{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if loop.first and system is not false %}\
+{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}\
+{% endfor %}"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+CHATML = """\
+{% if not messages[0].role == 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
+{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|im_start|>assistant\\n' }}
+{% endif %}
+"""
+
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+EVERYTHING = """\
+{#- A comment, and all that a template may use. -#}
+{%- macro wrap(role, text) -%}
+    <|im_start|>{{ role }}
+{{ text }}<|im_end|>
+{%- endmacro -%}
+{%- set state = namespace(count=0, last=none, roles=[]) -%}
+{{ bos_token }}Today is {{ strftime_now('%d %b %Y') }}.
+  {% for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- if state.count >= 4 %}{{ ' ...' }}{% break %}{% endif %}
+    {%- set state.count = state.count + 1 %}
+    {%- set state.last = message.role %}
+    {%- set state.roles = state.roles + [message['role'] | upper] %}
+    {{+ wrap(message.role, message.content | trim) }}
+    {{- message | tojson }}
+    {{- message | tojson(indent=2) }}
+    {{- {'é': message.content, 'a': [1, none, true, '<&>\\u2028']} | tojson(sort_keys=true, separators=(',', ':')) }}
+    {{- message.content | tojson(ensure_ascii=true) }}
+  {% endfor %}
+{{ state.roles | join(', ') }}, {{ state.count }} turns, the last by {{ state.last }}
+{% if tools is none %}without tools{% else %}with tools{% endif %}
+{% if documents is none %}without documents{% endif %}
+{% if cls_token is defined %}{{ cls_token }}{% else %}no cls{% endif %}
+{{ unk_token is defined }} {{ pad_token }} {{ add_bos_token is defined }}
+{% for key, value in (messages | first).items() | sort %}{{ key }}={{ value | string | length }};{% endfor %}
+
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | length }}
+{{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+
+# What the newer families' templates use beyond that: modes, thoughts that are left out of old
+# turns, tools.
+NEWER = r"""
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- set budgets = {'0': 'none', 512: 'little', 'more': 'much'} -%}
+{%- macro turn(role, text='', end='<|im_end|>') -%}
+<|im_start|>{{ varargs | length }}{{ role }}{{ '\n' ~ text ~ end }}
+{%- endmacro -%}
+{%- macro framed(title) -%}[{{ title }}: {{ caller() }}]{%- endmacro -%}
+{%- set first = messages[0]['content'] if messages[0].role == 'system' else '' -%}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- set ns = namespace(last=rest | length - 1, looks=true, tools=xml_tools is defined) -%}
+{%- for message in rest[::-1] -%}
+    {%- set place = (rest | length - 1) - loop.index0 -%}
+    {%- if ns.looks and message.role == "user" and message.content is string -%}
+        {%- set ns.looks = false -%}{%- set ns.last = place -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if '/quiet' in first %}{% set mode = 'quiet' %}{% set first = first.replace('/quiet', '').rstrip() %}
+{%- else %}{% set mode = 'loud' %}{% endif -%}
+{{ bos_token }}{% call framed('system ' + mode) %}{{ first | trim | default('nothing', true) }}{% endcall %}
+{%- for message in rest -%}
+    {%- if message.content is not string and message.content is not iterable -%}
+        {{- raise_exception("content of " + message.role) -}}
+    {%- endif -%}
+    {%- if (message.role == 'assistant') == (loop.index0 % 2 == 0) -%}{{- raise_exception('turns') -}}{%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {%- set text = message.content.split('</think>')[-1].lstrip('\n') -%}
+    {%- if loop.index0 > ns.last or (loop.last and not loop.first) -%}{%- set text = text.strip('\n') -%}{%- endif -%}
+    {{- turn(role, text, end=eos_token if loop.last else '<|im_end|>') -}}
+    {%- if message.name is defined and message.name.startswith('A') %} {{ message.name[:2] }}{% endif -%}
+    {%- generation -%}{{ loop.length - loop.revindex }}{%- endgeneration -%}
+    {%- if loop.nextitem is defined and loop.nextitem.role == message.role %}{% continue %}{% endif -%}
+{%- endfor -%}
+{%- for key, value in budgets.items() %}{{ key | string | int(default=7) }}={{ value.upper() }};{% endfor -%}
+{{ messages | map(attribute='role') | unique | join('/') }}
+{{ messages | rejectattr('role', 'in', ['user']) | list | count }}
+{{ (messages | last)['content'] | length }} {{ strftime_now('%B %Y') | length > 7 }}
+{{ [3, 1] | sort | tojson(indent=4) }}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>model\n' -}}{%- if not enable_thinking %}{{ '<think>\n\n</think>\n' }}{% endif -%}
+{%- endif -%}
+"""
+
+TEMPLATES = {
+    "llama 2": LLAMA2,
+    "llama 3": LLAMA3,
+    "chatml": CHATML,
+    "mistral": MISTRAL,
+    "zephyr": ZEPHYR,
+    "everything": EVERYTHING,
+    "newer": NEWER,
+}
+# Llama 2 writes one for each turn of the user
+WRITES_BOS = ("llama 3", "mistral", "everything", "newer")
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict]:
+    """A conversation: user and assistant in turn."""
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return head + [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
+
+
+CONVERSATIONS = {
+    "one turn": turns("Hello!"),
+    "with a system prompt": turns("Hello!", system="You answer in one word."),
+    "three turns": turns("What is 1 + 1?", "2", "And 2 + 2?"),
+    "five turns and a system prompt": turns("a", "b", "c", "d", "e", system="Be terse."),
+    "unicode": turns(
+        "Grüße 👩‍👩‍👧, 中文？", "🇩🇪 e\u0301 \u2028", "क्षि\u00a0\ufffd", system="ÄÖÜ \U0001d518"
+    ),
+    "spaces at both ends": turns(
+        "  two before, one after ", "\n\tan answer \n", " ", system="  \n system \n "
+    ),
+    "empty": turns("", "", "", system=""),
+    "quotes, braces and markup": turns(
+        "{{ 1 + 1 }} {% raw %} \"'\\ <b>&amp;</b>", "{# #}", "</script>\r\n\r"
+    ),
+    "special tokens that the user types": turns("<s> </s> <|im_end|> [INST]", "<|eot_id|>", "<s>"),
+    "ends with the assistant": turns("Hello!", "Hi."),
+    "other fields": [
+        {"role": "user", "content": "Hi", "name": "Ann", "n": 1.5, "tags": ["x", {"y": None}]}
+    ],
+}
+PLACES = ("a file", "the config", "the config's list")
+every_conversation = pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """A template is on the disk, with the model. Neither we nor the reference may look for it
+    elsewhere."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a test touched the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def make_model(
+    folder: Path,
+    template=None,
+    place: str = "the config",
+    adds_bos: bool = True,
+    as_dict: bool = False,
+    **config,
+) -> Text:
+    """What of a model folder concerns its text. `as_dict` spells the special tokens as older
+    configs do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    more = (
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "[INST]",
+        "[/INST]",
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in more])
+    if not adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config |= {"unk_token": None, "add_bos_token": adds_bos}
+    for name, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "</s>")):
+        config[name] = (
+            {"__type": "AddedToken", "content": token, "lstrip": False, "special": True}
+            if as_dict
+            else token
+        )
+    if place == "a file" and template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    elif place == "the config" and template is not None:
+        config["chat_template"] = template
+    elif template is not None:
+        others = [
+            {"name": "rag", "template": "documents"},
+            {"name": "tool_use", "template": "tools"},
+        ]
+        config["chat_template"] = [others[0], {"name": "default", "template": template}, others[1]]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Text(folder, tokenizer.get_vocab_size())
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A model of this template, made once: to read it takes longer than a conversation does."""
+
+    @cache
+    def made(name: str, adds_bos: bool = True) -> Text:
+        template = TEMPLATES.get(name) or READS[name][0]
+        return make_model(tmp_path_factory.mktemp("published"), template, adds_bos=adds_bos)
+
+    return made
+
+
+@cache
+def transformers_of(folder: Path):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
+    """What `transformers` makes of the same folder and the same messages."""
+    tokenizer = transformers_of(folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+    return text, list(ids if isinstance(ids, list) else ids["input_ids"])
+
+
+# --- against transformers -----------------------------------------------------------------------
+
+
+@every_conversation
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(
+    published, name, messages
+):
+    """Whitespace control, filters that escape HTML, variables that are missing: each differs by a
+    character or two."""
+    text = published(name)
+    before = json.dumps(messages)
+    assert (text.render(messages), text.encode_chat(messages)) == reference(text.folder, messages)
+    assert len(text.render(messages)) > 8 and json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(("adds_bos", "as_dict"), [(True, True), (False, False)])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("name", "says_eos"), [("llama 2", True), ("chatml", False)])
+def test_a_template_is_found_in_each_of_its_three_places(
+    tmp_path, name, says_eos, place, as_dict, adds_bos
+):
+    """Models are published with the template in a file, in the config, or there as one of several
+    with names."""
+    text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
+    messages = CONVERSATIONS["five turns and a system prompt"]
+    rendered = text.render(messages)
+    assert (rendered, text.encode_chat(messages)) == reference(tmp_path, messages)
+    assert text.has_template and "Be terse." in rendered
+    assert ("</s>" in rendered) == says_eos
+
+
+PLAIN_CHAT = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}\n"
+FOR_TOOLS = """
+{%- macro title(tool) %}{{ tool.function.name }}{% endmacro %}
+{% for tool in tools %}
+{{ title(tool) }}
+{% endfor %}
+{%- for m in messages %}<|user|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("place", ["a file", "several with names"])
+def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, place):
+    """Hermes is published with two: the one for tools cannot render a chat without them."""
+    make_model(tmp_path, PLAIN_CHAT, place)
+    if place == "a file":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(FOR_TOOLS)
+    else:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (named,) = [each for each in config["chat_template"] if each["name"] == "tool_use"]
+        named["template"] = FOR_TOOLS
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = Text(tmp_path, 300)
+    assert text.speech.format.name == "Hermes"
+    for tools in (TOOLS, []):
+        for messages in (turns("x"), PROBE):
+            theirs = transformers_of(tmp_path).apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+            )
+            assert text.render(messages, tools) == theirs
+            assert ("is_listed" in theirs) == bool(tools)
+
+
+def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_path):
+    make_model(tmp_path, PLAIN_CHAT, "a file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
+    text = Text(tmp_path, 300)
+    assert text.has_template and text.render(turns("x")) == "<|user|>x<|end|>"
+    assert text.speech.why == "this model's chat template takes no tools"
+
+
+def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
+    """A model saved again by a newer library may have both, and the config's is the old one."""
+    text = make_model(tmp_path, "old", chat_template="old")
+    (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    text = Text(tmp_path, 300)
+    assert text.render(turns("x")) == reference(tmp_path, turns("x"))[0] == "new x"
+
+
+def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tmp_path):
+    """Else `bos_token` is nothing in the template, and the prompt has no BOS at all."""
+    make_model(tmp_path, LLAMA3)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    )
+    text = Text(tmp_path, 300)
+    assert (text.render(turns("x")), text.encode_chat(turns("x"))) == reference(
+        tmp_path, turns("x")
+    )
+    assert text.encode_chat(turns("x")).count(BOS) == 1
+
+
+def test_the_date_is_that_of_today(tmp_path):
+    text = make_model(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
+    days = [str(datetime.date.today()), text.render(turns("x")), str(datetime.date.today())]
+    assert days[1] in (days[0], days[2])
+
+
+def test_a_field_that_is_null_is_one_that_is_missing(tmp_path):
+    """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the
+    assistant said."""
+    messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
+    text = make_model(tmp_path, CHATML.replace("message.content", "(message.content or '')"))
+    assert text.render(messages) == reference(tmp_path, messages)[0]
+    text = make_model(
+        tmp_path / "2", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    assert (
+        text.render(messages)
+        == reference(tmp_path / "2", messages)[0]
+        == "user:Hi;assistant:;user:And?;"
+    )
+
+
+def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
+    """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes
+    nothing itself."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n{{ m.content }}{% endgeneration %}"
+        "\n{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    text = make_model(tmp_path, source)
+    assert text.render(turns("a", "b", "c")) == reference(tmp_path, turns("a", "b", "c"))[0]
+
+
+# --- BOS ----------------------------------------------------------------------------------------
+
+
+@every_conversation
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("name", WRITES_BOS)
+def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(
+    published, name, adds_bos, messages
+):
+    """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse
+    one in silence."""
+    ids = published(name, adds_bos).encode_chat(messages)
+    typed = sum(message["content"].count("<s>") for message in messages)
+    assert ids[0] == BOS and (ids.count(BOS) == 1 or typed)
+    assert ids[1] != BOS
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+def test_a_template_that_writes_no_bos_gives_none(tmp_path, name, adds_bos):
+    """What the template writes is all: so it was in training, and so `transformers` does it."""
+    text = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos)
+    assert BOS not in text.encode_chat(turns("Hello!", "Hi.", "Bye."))
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_llama_2_writes_one_bos_for_each_turn_of_the_user(tmp_path, adds_bos):
+    text = make_model(tmp_path, LLAMA2, adds_bos=adds_bos)
+    for count in (1, 2, 3):
+        messages = turns(*["x"] * (2 * count - 1))
+        assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
+
+
+# --- prompts as a person types them -------------------------------------------------------------
+
+
+def test_a_typed_prompt_is_one_message_of_a_user(tmp_path):
+    text = make_model(tmp_path, CHATML)
+    assert text.ask("Hi") == text.encode_chat(turns("Hi")) != text.encode("Hi")
+    assert text.ask(" ") == text.encode_chat(turns(" "))
+
+
+def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_plain_text(tmp_path):
+    text = make_model(tmp_path / "1", CHATML)
+    assert text.ask("Hi", raw=True) == text.encode("Hi")
+    text = make_model(tmp_path / "2")
+    assert text.ask("Hi") == text.ask("Hi", raw=True) == text.encode("Hi")
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+@pytest.mark.parametrize("raw", [True, False])
+def test_an_empty_prompt_has_no_tokens(tmp_path, template, raw):
+    """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall
+    refuse it as empty."""
+    assert make_model(tmp_path, template).ask("", raw) == []
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def refusal(text: Text, messages, kind: type = ValueError) -> str:
+    """The one line with which a conversation is refused, by `render` and `encode_chat` alike."""
+    with pytest.raises(kind) as caught:
+        text.render(messages)
+    with pytest.raises(kind):
+        text.encode_chat(messages)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("template", [None, [], [{"name": "x"}], 17, {"default": "x"}])
+def test_a_model_without_a_template_refuses_a_conversation(tmp_path, template):
+    text = make_model(tmp_path, template)
+    assert not text.has_template
+    assert "no chat template" in refusal(text, turns("Hi"))
+    assert text.encode("Hi") == [BOS, *make_tokenizer().encode("Hi", add_special_tokens=False).ids]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "words"),
+    [
+        ("llama 2", turns("a", "b")[::-1], "Roles must alternate"),
+        ("llama 2", turns("a") * 2, "Roles must alternate"),
+        ("mistral", turns("a", "b")[::-1], "conversation roles must alternate"),
+        (
+            "mistral",
+            [*turns("a", "b"), *turns("c", system="late")],
+            "conversation roles must alternate",
+        ),
+    ],
+)
+def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, messages, words):
+    assert words in refusal(make_model(tmp_path, TEMPLATES[name]), messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{ messages",
+        "{% for m in messages %}",
+        "x\n\n{% nonsense %}\ny",
+        "{{ x | nonsense }}",
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(
+    tmp_path, place, source
+):
+    """The model is wrong and not the conversation: who asked cannot mend it, and must learn which
+    model it is."""
+    text = make_model(tmp_path / "the-model", source, place)
+    message = refusal(text, turns("Hi"), ModelError)
+    assert "the-model" in message
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ["Hi"],
+        [None],
+        [17],
+        [["user", "Hi"]],
+        [{}],
+        [{"content": "Hi"}],
+        [{"role": None, "content": "Hi"}],
+        [{"role": 1, "content": "Hi"}],
+        [*turns("Hi"), ("role", "user")],
+        "Hi",
+    ],
+)
+def test_messages_that_are_no_mappings_with_a_role_are_refused(tmp_path, messages):
+    assert "role" in refusal(make_model(tmp_path, CHATML), messages)
+
+
+@pytest.mark.parametrize("name", ["llama 2", "chatml", "mistral", "everything"])
+def test_a_message_without_content_is_refused_where_the_template_needs_it(tmp_path, name):
+    refusal(make_model(tmp_path, TEMPLATES[name]), [{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 6) | list }}",
+        "{{ '{nothing}'.format() }}",
+        "{{ '{0} {1}'.format(1) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.content.content }}",
+        "{{ 1 + 'a' }}",
+        "{{ strftime_now(1) }}",
+        "{{ messages | tojson(indent=messages) }}",
+        "{{ nothing() }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
+    """A caller catches ValueError. Anything else from a template that came with the weights would
+    end a server."""
+    refusal(make_model(tmp_path, source), turns("Hi"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages['__class__']['__base__'] }}",
+        "{{ ('' | attr('__class__')).__mro__ }}",
+        "{{ lipsum.__globals__['os'].popen('true').read() }}",
+        "{{ raise_exception.__globals__['__builtins__'] }}",
+        "{{ strftime_now.__globals__.json }}",
+        "{{ strftime_now.__code__.co_filename }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': ''}) }}",
+        "{{ ('{0.__class__.__mro__}' | attr('format'))('') }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+        "{% set f = '{0.__class__.__mro__}'.format %}{{ f('') }}",
+        "{% set _ = messages.append(1) %}",
+        "{% set _ = messages[0].update({'role': 'x'}) %}",
+        "{% set _ = messages[0].pop('role') %}",
+    ],
+)
+def test_a_template_cannot_get_out_of_its_sandbox(tmp_path, source):
+    """Templates come with weights, from anywhere: rendering one must not be running its author's
+    program."""
+    messages = turns("Hi")
+    message = refusal(make_model(tmp_path, source), messages)
+    assert "<class" not in message and "/" not in message.replace(str(tmp_path), "")
+    assert messages == turns("Hi")
+
+
+MILLION = "{% set x = 'a' * 10 ** 6 %}"
+GROWS = "{% set s = namespace(x=START) %}{% for _ in range(60) %}{% set s.x = STEP %}{% endfor %}"
+ENDLESS = [
+    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{{ j }}{% endfor %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{{ i }}{% for j in range(10 ** 5) if j %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}",
+    "{% set s = namespace(n=60) %}{% block b %}{% set s.n = s.n - 1 %}{% if s.n %}"
+    "{{ self.b() }}{{ self.b() }}{% endif %}{% set s.n = s.n + 1 %}{% endblock %}",
+    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | map('string') | list %}{% endfor %}",
+]
+# In one operation of C each, which nothing but the system can stop
+UNSTOPPABLE = [
+    "{{ 10 ** (10 ** 9) }}",
+    GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
+    "{{ [1] | slice(10 ** 9) | list }}",
+]
+HUGE = [
+    "{{ 'a' * 10 ** 9 }}",
+    "{% set x = ['a'] * 10 ** 9 %}",
+    "{{ 'a'.center(10 ** 9) }}",
+    "{{ 'a' | indent(10 ** 9, true) }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+    "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    MILLION + "{{ x | replace('a', x) }}",
+    MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
+    GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
+]
+# What the trials do not meet: two turns
+HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
+no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
+
+
+def unfit(text: Text) -> str:
+    """The one line that says why a template is not used. Plain text goes on as it was."""
+    assert not text.has_template
+    assert text.ask("Hi", raw=True) == text.encode("Hi")
+    with pytest.raises(ModelError):
+        text.ask("Hi")  # in plain text the model would be asked in a form that it does not know
+    line = refusal(text, turns("Hi"), ModelError)
+    assert line == text.unfit and "the chat template" in line and "give plain text" in line
+    assert str(text.folder / "tokenizer_config.json") in line
+    return line
+
+
+@pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
+def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
+    tmp_path, monkeypatch, source
+):
+    """It was found by the first client, whose conversation then held a thread of the server."""
+    monkeypatch.setattr(template_check, "LIMITS", template_check.LIMITS._replace(seconds=0.3))
+    line = unfit(make_model(tmp_path, source))
+    assert "takes more than 0.3 s for a trial conversation" in line
+
+
+@no_limit_of_memory
+@pytest.mark.parametrize("source", HUGE)
+def test_a_template_that_wants_gigabytes_is_found_when_the_model_is_loaded(tmp_path, source):
+    """Where memory runs out, the process dies with all its requests. A machine that is slow to hand
+    out memory meets the limit of time first, which is as good a reason: there the test failed."""
+    line = unfit(make_model(tmp_path, source))
+    assert re.search(r"takes more than (512 MB|\d+ s) for a trial conversation", line), line
+
+
+def executable(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("exec sleep 60", "cannot be tried (no process can be started (timed out))"),
+        ("kill -9 $$", "cannot be tried (no process can be started ("),
+        ("echo not JSON; exit 3", "cannot be tried (no process can be started ("),
+        (None, "cannot be tried (no process can be started ("),
+    ],
+)
+def test_a_model_that_no_child_can_try_is_refused_in_one_line(tmp_path, monkeypatch, script, words):
+    """Nothing is known of its template and its tokenizer, so they are not trusted."""
+    python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
+    monkeypatch.setattr(sys, "executable", python)
+    if "timed out" in words:
+        monkeypatch.setattr("text.sandbox.START", 0.2)
+    monkeypatch.setattr(template_check, "PASSED", set())
+    with pytest.raises(ModelError) as refused:
+        make_model(tmp_path / "model", CHATML)
+    assert f"the tokenizer {words}" in str(refused.value)
+
+
+def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp_path, monkeypatch):
+    """It came with the program, and is as good as the program. A child would cost its start."""
+    asked = []
+
+    def note(child, source: str, _) -> tuple[str, list[str]]:
+        asked.append(source)
+        return "", []
+
+    monkeypatch.setattr(template_check.TryOut, "template", note)
+    ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
+    assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
+    assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template
+    assert asked == [f"{ours} "]
+
+
+# A program without a file, which a child could not import again
+LOADS = """
+import signal, sys
+from pathlib import Path
+from text.tokenizer import Text
+
+stride = signal.default_int_handler if sys.argv[2] == "ends" else lambda *_: None
+signal.signal(signal.SIGINT, stride)
+text = Text(Path(sys.argv[1]), 300)
+print(text.render([{"role": "user", "content": "x"}]))
+"""
+
+
+def test_a_template_is_tried_without_a_main_file_and_with_standard_input_closed(tmp_path):
+    make_model(tmp_path, "hello {{ messages[0].content }}")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" "$2" ends <&-', sys.executable, LOADS, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "hello x\n", done.stderr
+
+
+def used_by(process: int) -> int:
+    """Ticks of a processor, on Linux."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11])
+    return 0
+
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):
+        return [
+            int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
+    return []
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A program that loads a template gets Ctrl-C, as a terminal sends it, while its child tries
+    the template. Answers with the program's output and the child's number."""
+
+    def run(source: str, how: str) -> tuple[str, int]:
+        with monkeypatch.context() as patch:
+            patch.setattr(template_check.TryOut, "template", lambda *_: ("", []))
+            make_model(tmp_path, source)
+        program = subprocess.Popen(
+            [sys.executable, "-c", LOADS, str(tmp_path), how],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+
+        def running() -> list[int]:
+            """The trial is its watcher's child, that is its nursery's. It runs when it has used a
+            processor."""
+            assert program.poll() is None
+            watchers = itertools.chain(*map(children, children(program.pid)))
+            return [*filter(used_by, itertools.chain(*map(children, watchers)))]
+
+        [child] = wait_for(running)
+        os.killpg(program.pid, signal.SIGINT)
+        return program.communicate(timeout=60)[0], child
+
+    return run
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+
+
+@on_linux
+def test_ctrl_c_ends_a_trial_together_with_the_program(interrupted):
+    """Else the child would take a processor until its limit."""
+    said, child = interrupted(UNSTOPPABLE[0], "ends")
+    assert "KeyboardInterrupt" in said
+    stat = Path(f"/proc/{child}/stat")
+    with suppress(OSError):  # it is gone, or dead and not yet buried
+        while stat.read_text().rpartition(") ")[2][0] != "Z":
+            assert used_by(child) < 400, "it goes on to its limit of five seconds"
+            time.sleep(0.01)
+
+
+@on_linux
+def test_ctrl_c_that_a_program_takes_in_its_stride_does_not_end_the_trial(interrupted):
+    """A terminal sends it to all of a program's processes. The child would die of it, and its
+    model would have no template."""
+    said, _ = interrupted("{% set n = 3 * 10 ** 5 %}{% set x = 10 ** n %}fine", "goes on")
+    assert said == "fine\n"
+
+
+# --- what a trusted template may still do -------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_loop_that_the_trials_did_not_meet_is_stopped_in_any_thread(
+    tmp_path, monkeypatch, source
+):
+    """Four such conversations held all of a server's threads that read prompts, for a minute. A
+    signal, which comes to the main thread alone, would not do."""
+    monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
+    text, said = make_model(tmp_path, HIDDEN % source), []
+    assert text.render(turns("a")) == text.render(turns("a", "b", "c")) == "fine"
+
+    def render() -> None:
+        said.append(refusal(text, turns("Hi", "Hello.")))
+
+    thread = threading.Thread(target=render, daemon=True)
+    thread.start()
+    render()
+    thread.join(60)
+    assert len(said) == 2 and all("takes more than 0.1 s" in line for line in said)
+    assert text.render(turns("a")) == "fine"
+
+
+def test_ten_thousand_messages_do_not_make_a_loop_over_all_pairs_endless(tmp_path, monkeypatch):
+    """Such a template is quick on every conversation that its author had tried."""
+    monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
+    pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
+    text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
+    assert text.render(turns("x", "y")) == "xy"
+    assert "takes more than 0.1 s" in refusal(text, turns(*["x"] * 10_000))
+    by_letter = "{% for a in messages[0].content %}{% for b in messages[0].content %}{% endfor %}"
+    text = make_model(tmp_path / "2", by_letter + "{% endfor %}fine")
+    assert "takes more than 0.1 s" in refusal(text, turns("x" * 100_000))
+
+
+def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(
+    tmp_path, monkeypatch
+):
+    """Beside other programs an honest template was called one that does not end: its seconds were
+    those of the wall."""
+    text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr("text.chat_template.time.monotonic", lambda: next(wall))
+        assert "Hello" in text.render(CONVERSATIONS["one turn"])
+
+
+def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
+    """Each thread, and each rendering, has its own time."""
+    monkeypatch.setattr("text.chat_template.PATIENCE", 0.2)
+    endless = make_model(tmp_path / "endless", HIDDEN % ENDLESS[0])
+    good = make_model(tmp_path / "good", LLAMA3)
+    expected = good.render(turns("Hi"))
+    render = partial(refusal, endless, turns("Hi", "Hello."))
+    thread = threading.Thread(target=render, daemon=True)
+    thread.start()
+    count = 0
+    while thread.is_alive():
+        assert good.render(turns("Hi")) == expected
+        count += 1
+    assert count > 20
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_limits_are_far_from_what_an_honest_conversation_takes(tmp_path, name):
+    """A million characters are more than most models can read."""
+    text = make_model(tmp_path, TEMPLATES[name])
+    messages = turns(*["some words of a turn, " * 450] * 101)
+    assert sum(len(message["content"]) for message in messages) > 999_000
+    assert len(text.render(messages)) > (999_000 if name != "everything" else 100_000)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+        "{{ " + "not " * 3000 + "1 }}",
+        "{{ " + " + ".join(["1"] * 3000) + " }}",
+        "{{ messages" + ".a" * 3000 + " }}",
+        "{{ messages" + " | string" * 3000 + " }}",
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
+        "x" * 1_000_001,
+    ],
+    ids=lambda source: source[:12],
+)
+def test_a_template_nested_too_deep_or_too_long_is_a_broken_model(tmp_path, source):
+    """Compiling it ended in a RecursionError, which nothing caught."""
+    assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
+
+
+@pytest.mark.parametrize(
+    "what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"]
+)
+def test_an_attribute_of_pythons_own_is_nothing_in_a_template(tmp_path, what):
+    own = ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"]
+    source = [f"[{{{{ {what}.{each} }}}}{{{{ {what}['{each}'] }}}}]" for each in own]
+    assert make_model(tmp_path, "".join(source)).render(turns("Hi")) == "[]" * len(own)
+
+
+# --- what a turn reads --------------------------------------------------------------------------
+
+# Thoughts of earlier turns are left out, in the manner of Qwen 3
+THINKS = """\
+{%- set ns = namespace(last=0) -%}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.reasoning_content and loop.index0 > ns.last -%}
+        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+    {%- endif -%}
+    {{- message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+GEMMA = """\
+{{ bos_token }}{% for message in messages %}\
+{% set role = 'model' if message.role == 'assistant' else message.role %}\
+{{ '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+PHI3 = """\
+{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+DEMO = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
+# By family: the template, what the model writes before its answer, and how many tokens the second turn
+# reads, the tenth, and the tenth with a system message. A token is a letter or a mark of the template.
+READS = {
+    "llama 2": (LLAMA2, " ", (22, 22, 22)),
+    "llama 3": (LLAMA3, "", (38, 38, 38)),
+    "chatml": (CHATML, "", (57, 57, 57)),
+    "mistral": (MISTRAL, " ", (19, 19, 64)),
+    "zephyr": (ZEPHYR, "", (35, 35, 35)),
+    "qwen 3": (THINKS, "<think>\nEasy.\n</think>\n\n", (39, 39, 39)),
+    "gemma": (GEMMA, "", (84, 84, 84)),
+    "phi 3": (PHI3, "", (35, 35, 35)),
+    "the demo": (DEMO, "", (31, 31, 31)),
+}
+
+
+class Talk(Replay):
+    """One slot, without a model: each answer is what it has to be."""
+
+    def say(self, prompt: list[int], answer: list[int]) -> Request:
+        request = Request(self.sched.steps, tuple(prompt), len(answer), self.now)
+        self.answer = answer
+        self._tokens[request.id] = len(answer)
+        self.sched.submit(request)
+        for _ in self:
+            pass
+        return request
+
+    def run(self, plan):
+        last = len(self.answer) - 1
+        return {
+            each.slot: [self.answer[min(each.request.planned - 1, last)]] for each in plan.emitters
+        }  # a ghost has none
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_turn_reads_what_the_template_writes_anew(published, name):
+    """All but what the slot still holds, which ends with the last word of the answer. By hand, of
+    Llama 3, 1 + 8 + 15 + 14 tokens:
+
+        <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
+        <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
+
+    Qwen's template leaves the thoughts of earlier turns out, so the answer behind a thought is read
+    once more. Mistral's writes the system message into the newest question, so the question and the
+    answer before are.
+    """
+    _, opens, expected = READS[name]
+    text = published(name)
+    end = text.encode("</s>")[-1:]
+    read = []
+    for system in (None, "You answer in one word."):
+        talk = Talk(Scheduler(slots=1, max_len=4096, policy=POLICIES["continuous"]))
+        messages = turns(system=system)
+        held: list[int] = []
+        for turn in range(10):
+            messages.append({"role": "user", "content": "What is 17 + 6?"})
+            prompt = text.encode_chat(messages)
+            answer = text.encode(opens + "So.")[1:] + end
+            request = talk.say(prompt, answer)
+            same = [a == b for a, b in zip(prompt, held, strict=False)]
+            common = [*same, False].index(False)
+            assert request.reused == (common if common >= SEGMENT else 0)
+            held = prompt + answer[:-1]
+            reply = {"role": "assistant", "content": "So."}
+            messages.append(reply | ({"reasoning_content": "Easy."} if "think" in opens else {}))
+            if turn in (1, 9):
+                read.append(len(prompt) - request.reused)
+    second, tenth, _, tenth_with_system = read
+    assert (second, tenth, tenth_with_system) == expected

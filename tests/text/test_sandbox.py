@@ -1,0 +1,163 @@
+"""Jobs that are tried in a process which can be ended: they take what they may, and no more."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from text.sandbox import Allowance, BusyError, LimitError, Trials
+
+ROOT = Path(__file__).parents[2]
+LIMITS = Allowance(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
+
+
+@pytest.fixture
+def trials():
+    trials = Trials("jobs", "from its parent", LIMITS)
+    yield trials
+    trials.close()
+
+
+def is_alive(process: int) -> bool:
+    """A process that has ended and waits to be buried is not alive."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(trials):
+    assert trials.run(["given"]) == "from its parent"
+    assert trials.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
+    nurseries, workers = zip(*(trials.run(["processes"]) for _ in range(5)), strict=True)
+    assert len({*nurseries}) == 1 and len({*workers}) == 5 and os.getpid() not in nurseries
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        (["loop"], "takes more than 0.3 s"),
+        (["eat", 2**30], "takes more than 64 MB"),
+        (["signal", signal.SIGSEGV], "ended the process that tried it (exit code -11)"),
+        (["signal", signal.SIGKILL], "ended the process that tried it (exit code -9)"),
+        (["fail", "some\nwords"], "ended the process that tried it (exit code some words)"),
+    ],
+)
+def test_a_job_that_takes_too_much_is_ended_and_the_next_one_is_done(trials, job, words):
+    with pytest.raises(LimitError) as refusal:
+        trials.run(job)
+    assert str(refusal.value) == words
+    assert trials.run(["double", "x"]) == "xx"
+
+
+def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(trials):
+    assert trials.run(["eat", 32 * 2**20]) == 32 * 2**20
+    assert trials.run(["nest", 900]) == 900
+
+
+def test_a_job_that_only_waits_is_ended_by_the_clock():
+    """On a busy machine a trial does not get its turn. That is not the job's fault."""
+    trials = Trials("jobs", None, LIMITS._replace(patience=0.5))
+    with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
+        trials.run(["sleep", 60])
+    assert trials.run(["double", "x"]) == "xx"
+    trials.close()
+
+
+def test_those_who_find_all_places_taken_are_told_so():
+    trials = Trials("jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
+    trials.run(["given"])
+
+    def wait(_: int) -> str:
+        with pytest.raises(BusyError) as busy:
+            trials.run(["sleep", 60])
+        return str(busy.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all("try again" in said for said in pool.map(wait, range(3)))
+    assert trials.run(["double", "x"]) == "xx"
+    trials.close()
+
+
+def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
+    """It looked like a busy machine, and each request with a grammar started another process."""
+    trials = Trials("jobs", "broken", LIMITS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^some words$"):
+            trials.run(["given"])
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+
+
+def test_a_nursery_that_was_killed_is_replaced(trials):
+    nursery, _ = trials.run(["processes"])
+    with pytest.raises(BusyError):
+        trials.run(["kill the nursery"])
+    another, _ = trials.run(["processes"])
+    assert another != nursery
+    os.kill(another, signal.SIGKILL)  # between two jobs
+    wait_for(lambda: not is_alive(another))
+    assert trials.run(["double", "x"]) == "xx"
+
+
+def test_nothing_of_a_nursery_stays(trials):
+    """Neither the nursery nor its trials outlive the process that has started them, however it
+    ends."""
+    nursery, _ = trials.run(["processes"])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        trials.run(["double", "x"])
+    assert len(os.listdir("/proc/self/fd")) == before
+    trials.close()
+    assert not is_alive(nursery)
+    program = (
+        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from text.sandbox import Allowance, Trials\n"
+        "trials = Trials('jobs', None, Allowance(0.3, 20.0, 2**26))\n"
+        "print(*trials.run(['processes']), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "lib")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == -9, said.stderr
+    wait_for(lambda: not is_alive(int(said.stdout.split()[0])))
+
+
+def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
+    """Hostile ones among them: 60 jobs in a random order, seed 1."""
+    dice = random.Random(1)
+    jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(50)]
+    jobs += [(["loop"], None)] * 3 + [(["signal", signal.SIGABRT], None)] * 7
+    dice.shuffle(jobs)
+
+    def is_right(job: list, expected: str | None) -> bool:
+        try:
+            return trials.run(job) == expected
+        except LimitError:
+            return expected is None
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(is_right, *zip(*jobs, strict=True))] == [True] * 60
+
+
+def test_where_no_process_can_be_started_that_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(BusyError, match="no process can be started"):
+        Trials("jobs", None, LIMITS).run(["given"])
+
+
+def test_where_no_file_can_be_opened_that_is_said(monkeypatch, trials):
+    """A server with too many connections answered with a fault of its own."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("text.sandbox.socket.socketpair", refuse)
+    with pytest.raises(BusyError, match=r"no process can be started .*Too many open files"):
+        trials.run(["given"])

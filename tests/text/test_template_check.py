@@ -1,0 +1,112 @@
+"""Model folders that would take all memory, or end the process, at the first prompt: each is
+refused in one line when it is loaded."""
+
+import base64
+import json
+import sys
+
+import pytest
+from checkpoints import make_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from nanobatch import Text
+from runtime.files import ModelError
+from text import template_check
+from text import tokenizer as tokens
+
+no_limit_of_memory = pytest.mark.skipif(
+    sys.platform == "darwin", reason="macOS does not limit a process's memory"
+)
+DOUBLED = normalizers.Sequence([normalizers.Replace("o", "oo") for _ in range(40)])
+RARE = normalizers.Sequence([normalizers.Replace("ʘ", "ʘʘ") for _ in range(40)])
+DECODED = decoders.Sequence([decoders.ByteLevel(), *[decoders.Replace("e", "ee")] * 30])
+# The first number says how long the table is: 4 GB
+CHARSMAP = base64.b64encode(b"\xff\xff\xff\x7f" + bytes(64)).decode()
+
+
+def with_charsmap(tokenizer: str) -> str:
+    fields = json.loads(tokenizer)
+    fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}
+    return json.dumps(fields)
+
+
+def hostile(name: str) -> str:
+    tokenizer = make_tokenizer()
+    if name in ("normalizer", "rare"):
+        tokenizer.normalizer = DOUBLED if name == "normalizer" else RARE
+    elif name == "decoder":
+        tokenizer.decoder = DECODED
+    elif name == "padding":
+        tokenizer.enable_padding(length=10**10)
+    return with_charsmap(tokenizer.to_str()) if name == "charsmap" else tokenizer.to_str()
+
+
+@no_limit_of_memory
+@pytest.mark.parametrize("name", ["normalizer", "rare", "decoder", "charsmap"])
+def test_a_tokenizer_that_takes_all_memory_is_refused_at_load(tmp_path, monkeypatch, name):
+    """5 KB of JSON took all memory at the first prompt, or aborted the process."""
+    monkeypatch.setattr(
+        template_check, "LIMITS", template_check.LIMITS._replace(seconds=3.0, memory=2**27)
+    )
+    (tmp_path / "tokenizer.json").write_text(hostile(name))
+    with pytest.raises(ModelError) as refused:
+        Text(tmp_path, 300)
+    assert "the tokenizer takes more than " in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_tokenizer_whose_padding_takes_all_memory_is_not_padded(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(hostile("padding"))
+    assert Text(tmp_path, 300).encode("Hi") == [256, 39, 72]
+
+
+def test_a_tokenizer_that_only_panics_is_served(tmp_path):
+    """Each prompt that it cannot read is refused in one line, as before."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="cannot read this prompt"):
+        Text(tmp_path, 300).encode("a" * 30 + "b")
+
+
+def test_a_template_that_makes_too_much_is_refused_at_load(tmp_path):
+    """30 bytes made 20 MB of a question, and to tokenize these took 3.4 GB."""
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
+    text = Text(tmp_path, 300)
+    assert "makes 20,000,000 characters of a trial conversation" in text.unfit
+    assert not text.has_template and text.encode("Hi")
+
+
+@no_limit_of_memory
+def test_what_a_template_makes_is_tokenized_in_the_trial(tmp_path, monkeypatch):
+    """The tokenizer explodes at a letter that only the template writes."""
+    monkeypatch.setattr(
+        template_check, "LIMITS", template_check.LIMITS._replace(seconds=3.0, memory=2**27)
+    )
+    tokenizer = make_tokenizer()
+    letter = "\U0001d70a"
+    doubled = [normalizers.Replace(letter, letter * 2) for _ in range(40)]
+    tokenizer.normalizer = normalizers.Sequence(doubled)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Text(tmp_path, 300).encode("Hi")
+    (tmp_path / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}}{letter}")
+    with pytest.raises(ModelError, match="the tokenizer takes more than"):
+        Text(tmp_path, 300)
+
+
+def test_a_tokenizer_is_tried_once_and_the_demos_never(tmp_path, monkeypatch):
+    """A model that comes back need not wait for a child, and the demo came with the program."""
+    monkeypatch.setattr(template_check, "PASSED", set())
+    jobs = []
+
+    def run(child: template_check.Trials, job: tuple) -> None:
+        jobs.append(job[0])
+
+    monkeypatch.setattr(template_check.Trials, "run", run)
+    Text(tokens.OURS, 1536)
+    assert jobs == []
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):
+        Text(tmp_path, 300)
+    assert jobs == ["tokenizer"]
