@@ -22,7 +22,7 @@ import sys
 from dataclasses import fields
 
 from models import hub
-from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
+from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
 from runtime import conversation
 from runtime.cli import say
 from runtime.files import read_some
@@ -97,17 +97,17 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = args.slots or (1 if talks else min(len(prompts), 8))
-        asked = {f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
+        asked = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
         for name in ADVICE:
             if asked[name] is None:  # left to the model
                 del asked[name]
-        Sampling(**asked)  # a mistake is told before anything is loaded
+        SamplingParams(**asked)  # a mistake is told before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()
-            sampling = Sampling(**engine.text.advice | asked)
+            sampling = SamplingParams(**engine.text.advice | asked)
             if talks:
                 return conversation.begin(engine, sampling, prompts)
             for prompt in prompts:
@@ -143,7 +143,7 @@ def show_models() -> int:
     return 0
 
 
-def show(handle: Handle, prompt: str, text: Text) -> None:
+def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
     width = conversation.columns()

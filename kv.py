@@ -128,7 +128,7 @@ class Slab:
             assert array.dtype == self.dtype, array.dtype
 
 
-class Look(NamedTuple):
+class AttentionGroup(NamedTuple):
     """Sequences of a window in neighbouring slots, with one product for their attention."""
 
     slots: slice  # one slot for each sequence
@@ -172,7 +172,7 @@ class Window:
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
         self._rows = self._decoding_rows() if self.B > 1 else None
-        self._looks: dict[int | None, list[Look]] = {}  # by span
+        self._looks: dict[int | None, list[AttentionGroup]] = {}  # by span
 
     def _decoding_rows(self) -> mx.array:  # (B * L * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
@@ -214,13 +214,15 @@ class Window:
                 rows = mx.put_along_axis(rows, self._rows, new, axis=0)
                 arrays[layer] = rows.reshape(self.slab.shape)
 
-    def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
+    def read(
+        self, layer: int, look: AttentionGroup
+    ) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
         """The keys and values that a look reads: views of the slab."""
         k = self.slab.k[layer][look.slots, :, : look.T]
         v = self.slab.v[layer][look.slots, :, : look.T]
         return k, v
 
-    def looks(self, span: int | None, mask_of: Callable[[mx.array], Any]) -> list[Look]:
+    def looks(self, span: int | None, mask_of: Callable[[mx.array], Any]) -> list[AttentionGroup]:
         """How far the sequences look back. Made for the first layer that asks; the others take the
         same.
 
@@ -236,7 +238,7 @@ class Window:
             self._looks[span] = list(self._make_looks(span, mask_of))
         return self._looks[span]
 
-    def _make_looks(self, span: int | None, mask_of: Callable) -> Iterator[Look]:
+    def _make_looks(self, span: int | None, mask_of: Callable) -> Iterator[AttentionGroup]:
         ends = [start + self.L for start in self.starts]
         buckets = [self.slab.bucket(end) for end in ends]
         seen = self._seen(max(buckets), span)
@@ -248,7 +250,7 @@ class Window:
             if has_gpu() and i - first > 1:
                 T = self.slab.bucket(T)  # so that the shapes are few
             slots = slice(self.slots[first], self.slots[i - 1] + 1)
-            yield Look(slots, T, mask_of(seen[first:i, ..., :T]))
+            yield AttentionGroup(slots, T, mask_of(seen[first:i, ..., :T]))
             first = i
 
     def _seen(self, T: int, span: int | None) -> mx.array:  # (B, 1, L, T)

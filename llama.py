@@ -39,7 +39,7 @@ from kernels.mlx import mx
 from kv import Window
 from models.layers import Layer, Model
 from models.ops import capped, softmax
-from models.rope import Kind, turning
+from models.rope import AttentionType, turning
 
 
 def forward(
@@ -136,7 +136,7 @@ def attention(
     k: mx.array,  # (B, Hkv, T, Dh)
     v: mx.array,  # (B, Hkv, T, Dh)
     mask: mx.array | str,  # as `mask_of` makes it
-    kind: Kind,
+    kind: AttentionType,
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
@@ -171,7 +171,7 @@ def attention(
     return sums.reshape(count, H * Dh)
 
 
-def mask_of(seen: mx.array, kind: Kind, H: int) -> mx.array | str:
+def mask_of(seen: mx.array, kind: AttentionType, H: int) -> mx.array | str:
     """Of the rows that each token sees, (B, 1, L, T): what is added to its scores, 0 for a row that
     is seen and minus infinity for any other. It is the same for all heads.
 

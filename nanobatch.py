@@ -16,7 +16,7 @@ is all that a forward pass needs to know. A pick says how a token is chosen from
     ghost    a sequence that runs in a step although its request has ended meanwhile
     rank     one of several processes that share a model; rank 0 leads, the others follow
 
-The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on
+The invariant: a request's answer depends on its prompt, its `SamplingParams` and the model alone: not on
 its neighbours, not on its slot, and not on the moment when it came. (A request that draws its
 tokens at random needs a seed for that.)
 
@@ -51,26 +51,26 @@ from models.memory import (
     described,
     far_position,
     fit_beside,
-    is_exact,
+    is_batch_invariant,
     slab_of,
     slab_shape,
 )
 from models.param_count import nbytes_of
 from policies import DEFAULT, POLICIES, policy_of
-from prompt_lookup import Guesser, Hints
+from prompt_lookup import Drafter, PromptLookup
 from runtime.embeddings import unit
 from runtime.errors import describe, let_go, show_fault
 from runtime.files import ModelError
 from runtime.handle import Handle, Result, TokenLogprob
 from runtime.loop import Loop
 from runtime.model_source import Checked, Report, Source
-from runtime.registry import Ledger
-from runtime.sampling_params import Sampling
+from runtime.registry import RequestRegistry
+from runtime.sampling_params import SamplingParams
 from runtime.signals import Held
 from runtime.snapshot import ExpertsView, Limits, Roof, Snapshot, StepView
-from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
+from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, choose
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 __all__ = [
     "POLICIES",
@@ -80,7 +80,7 @@ __all__ = [
     "ModelError",
     "QueueFull",
     "Result",
-    "Sampling",
+    "SamplingParams",
     "Snapshot",
 ]
 
@@ -106,7 +106,7 @@ class Decoding(NamedTuple):
     ids: tuple[int, ...]  # of these tokens; empty: the device alone knows the newest one
 
 
-class Order(NamedTuple):
+class ForwardBatch(NamedTuple):
     """A plan without its requests: plain numbers.
 
     Together with the slab and each slot's newest token, an order decides the logits. So other ranks
@@ -118,7 +118,7 @@ class Order(NamedTuple):
     decodes: Sequence[Decoding]
 
     @staticmethod
-    def of(plan: Plan) -> Order:
+    def of(plan: Plan) -> ForwardBatch:
         prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
@@ -130,7 +130,7 @@ class Order(NamedTuple):
             ids = (request.answer[-1], *decode.guess) if is_known else ()
             decodes.append(Decoding(decode.slot, decode.position, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
-        return Order(plan.scrubs, prefills, decodes)
+        return ForwardBatch(plan.scrubs, prefills, decodes)
 
     def passes(self) -> list[tuple[list[Prefill], Sequence[Decoding]]]:
         """The chunks and the decoding sequences of each forward pass.
@@ -155,10 +155,10 @@ def first_of(member: Chunk | Decode) -> int:
     return member.request.planned - 1 - len(member.guess)
 
 
-Picks = Mapping[int, Sequence[Pick]]  # by slot: how a token is chosen for each of its rows
+Picks = Mapping[int, Sequence[SamplingRow]]  # by slot: how a token is chosen for each of its rows
 
 
-def picks_of(member: Chunk | Decode, handle: Handle, masks: Sequence[bytes]) -> list[Pick]:
+def picks_of(member: Chunk | Decode, handle: Handle, masks: Sequence[bytes]) -> list[SamplingRow]:
     """How the next tokens are chosen of a request that has just been planned.
 
     `masks`: what its grammar allows at each place, as far as its guesses are allowed.
@@ -171,7 +171,9 @@ def picks_of(member: Chunk | Decode, handle: Handle, masks: Sequence[bytes]) -> 
     for i in range(1 + len(member.guess)):
         seen = before and (*before, *member.guess[:i])
         mask = masks[min(i, len(masks) - 1)] if masks else None
-        pick = Pick(member.slot, handle.sampling, handle.seed, first_of(member) + i, seen, mask)
+        pick = SamplingRow(
+            member.slot, handle.sampling, handle.seed, first_of(member) + i, seen, mask
+        )
         picks.append(pick)
     return picks
 
@@ -193,10 +195,10 @@ def alike(decodes: Sequence[Decoding]) -> Iterator[tuple[list[int], list[int], l
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
-class Begun(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step whose forward passes have been started, and whose tokens have yet to be chosen."""
 
-    order: Order
+    order: ForwardBatch
     states: list[mx.array]  # (n, D): one for each pass that asks
     logits: list[mx.array]  # (n, V)
     slots: list[int]  # whose rows of logits follow each other
@@ -205,7 +207,7 @@ class Begun(NamedTuple):
     took: float
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
     # (slots, 1 + guesses): what each row of a slot says. -1 if nothing was asked there, or if the
@@ -268,17 +270,17 @@ class Runner:
         if self.ranks.rank:
             return  # it will be told to
         with device_lock, device_stream():
-            picks = {0: [Pick(0, Sampling(), 0, 0)]}
+            picks = {0: [SamplingRow(0, SamplingParams(), 0, 0)]}
             prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
-            self.run(Order((), (prompt,), ()), picks).read()
-            self.run(Order((), (), [Decoding(0, 1, ())]), picks).read()
+            self.run(ForwardBatch((), (prompt,), ()), picks).read()
+            self.run(ForwardBatch((), (), [Decoding(0, 1, ())]), picks).read()
             self.reset()
 
-    def run(self, order: Order, picks: Picks) -> Flight:
+    def run(self, order: ForwardBatch, picks: Picks) -> InFlightStep:
         """Both halves of a step, one after the other."""
         return self.finish(self.begin(order), picks)
 
-    def begin(self, order: Order) -> Begun:
+    def begin(self, order: ForwardBatch) -> LaunchedStep:
         """The first half of a step: start each forward pass as soon as it is built."""
         began = self.clock()
         self._device_s = 0.0
@@ -289,9 +291,9 @@ class Runner:
             self.slab.scrub(slot, start, stop)
         states, logits, slots = self._forward(order)
         proofs = self._prove(order.prefills)
-        return Begun(order, states, logits, slots, proofs, began, took=self.clock() - began)
+        return LaunchedStep(order, states, logits, slots, proofs, began, took=self.clock() - began)
 
-    def finish(self, begun: Begun, picks: Picks) -> Flight:
+    def finish(self, begun: LaunchedStep, picks: Picks) -> InFlightStep:
         """The second half: choose a token for each row, and start that, too."""
         resumed = self.clock()
         emitted, logprobs, vectors = self._choose(begun, picks)
@@ -301,7 +303,7 @@ class Runner:
         self._newest = mx.where(first >= 0, first, self._newest)
         self._enqueue(emitted, self._newest, logprobs, vectors)
         took = begun.took + self.clock() - resumed
-        return Flight(
+        return InFlightStep(
             tokens=emitted,
             logprobs=logprobs,
             vectors=vectors,
@@ -312,7 +314,7 @@ class Runner:
             proofs=begun.proofs,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[mx.array], list[int]]:
+    def _forward(self, order: ForwardBatch) -> tuple[list[mx.array], list[mx.array], list[int]]:
         """Run the passes of a step. Returns each pass's states (n, D) and logits (n, V), and the
         slots whose rows they are."""
         states = []
@@ -377,7 +379,7 @@ class Runner:
         return [*prefill.ids, *[0] * (width - len(prefill.ids))]
 
     def _choose(
-        self, begun: Begun, picks: Picks
+        self, begun: LaunchedStep, picks: Picks
     ) -> tuple[mx.array, list[Logprobs], dict[int, mx.array]]:
         """A token for each row that asks, -1 for the others. On a rank that follows, all are -1.
         Beside them log probabilities and vectors, as far as they are wanted."""
@@ -385,7 +387,7 @@ class Runner:
         emitted = mx.full((self.slab.slots, most), -1, mx.int32)
         if not begun.slots or self.ranks.rank:
             return emitted, [], {}
-        chosen: list[Pick] = []
+        chosen: list[SamplingRow] = []
         places: list[int] = []  # of each pick, among the rows of its slot
         for slot in begun.slots:
             chosen += picks[slot]
@@ -444,7 +446,7 @@ class Runner:
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
                 decodes = [Decoding(*each) for each in decodes]
-                self.run(Order(scrubs, prefills, decodes), picks={}).read()
+                self.run(ForwardBatch(scrubs, prefills, decodes), picks={}).read()
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -472,7 +474,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        text: Text,
+        text: Tokenizer,
         *,
         slots: int | None = None,
         max_len: int | None = None,
@@ -502,9 +504,11 @@ class Engine:
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.on_commit: Callable[[list[Handle]], None] | None = None
-        self._ledger = Ledger(model.view)
+        self._ledger = RequestRegistry(model.view)
         self._unstarted: Plan | None = None  # planned, but not yet started
-        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
+        self._flights: deque[tuple[Plan, InFlightStep]] = (
+            deque()
+        )  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
         self._loop: Loop | None = None
         self._closed = False
@@ -517,7 +521,7 @@ class Engine:
     def _serve(
         self,
         model: Model,
-        text: Text,
+        text: Tokenizer,
         sizes: Sizes,
         runner: Runner | None = None,
     ) -> None:
@@ -531,9 +535,9 @@ class Engine:
             self._ledger.model = model.view
             self.model = model
             self.text = text
-            self.exact = is_exact(model)
+            self.exact = is_batch_invariant(model)
             most = self._most_guesses
-            self.guesser = Guesser(0 if most is None and not self.exact else most)
+            self.guesser = Drafter(0 if most is None and not self.exact else most)
             self._sizes = sizes
             self.sched.resize(*sizes)
             self.sched.far = far_position(model.config)
@@ -564,7 +568,7 @@ class Engine:
     def submit(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping],
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         client: str = "",
         origin: Any = None,
@@ -584,9 +588,9 @@ class Engine:
         `guesses`: whether its tokens may be guessed, as the engine guesses.
         """
         if sampling is None:
-            sampling = Sampling()
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+            sampling = SamplingParams()
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
         if not isinstance(client, str):
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         text = self.text
@@ -605,7 +609,7 @@ class Engine:
             reuse = reuse and self.reuse
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), reuse, client)
-            request.hints = Hints(grammar) if guesses and self.guesser.most != 0 else None
+            request.hints = PromptLookup(grammar) if guesses and self.guesser.most != 0 else None
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
@@ -661,7 +665,7 @@ class Engine:
             device   |   run N          |   forward N+1           |   choose N+1
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
         """
-        begun = self.runner.begin(Order.of(plan))
+        begun = self.runner.begin(ForwardBatch.of(plan))
         handles = [self._ledger.open.get(member.request.id) for member in plan.emitters]
         settings = [handle.sampling for handle in handles if handle]
         if any(each.looks_back or each.grammar for each in settings):
@@ -672,11 +676,11 @@ class Engine:
         self._flights.append((plan, flight))
         self._unstarted = None
 
-    def _picks(self, member: Chunk | Decode) -> list[Pick]:
+    def _picks(self, member: Chunk | Decode) -> list[SamplingRow]:
         """How its tokens are chosen. A grammar that fails ends its own request."""
         handle = self._ledger.open.get(member.request.id)
         if handle is None:  # the request has ended, and what its rows say will be dropped
-            return [Pick(member.slot, Sampling(), 0, 0)] * (1 + len(member.guess))
+            return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.guess))
         masks: Sequence[bytes] = ()
         grammar = handle.grammar
         if grammar is not None:
@@ -833,7 +837,7 @@ class Engine:
             if handle.id in self._ledger.open:
                 self._end(handle, "cancelled")
 
-    def generate(self, prompts: Sequence, sampling: Sampling | None = None) -> list[Result]:
+    def generate(self, prompts: Sequence, sampling: SamplingParams | None = None) -> list[Result]:
         """All prompts at once; the results in the prompts' order."""
         handles: list[Handle] = []
         try:
@@ -850,7 +854,7 @@ class Engine:
 
         `dimensions`: only so many of its numbers, for models that were trained for that.
         """
-        results = self.generate(texts, Sampling(embeds=True))
+        results = self.generate(texts, SamplingParams(embeds=True))
         for result in results:
             if result.vector is None:
                 raise RuntimeError(f"a text has no vector: {result.error or result.finish_reason}")

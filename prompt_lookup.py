@@ -61,7 +61,7 @@ class Pairs:
         self.tokens.append(token)
 
 
-class Hints:
+class PromptLookup:
     """What may follow in one answer.
 
     `grammar`: where the answer stands in its grammar, if it has one (`text/grammar.py`).
@@ -159,7 +159,7 @@ class Hints:
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
-class Guesser:
+class Drafter:
     """Guesses in an engine's steps: the scheduler calls it (`sched.Guess`).
 
     `most`: so many tokens of each answer, whatever they cost. None: where they pay.
@@ -249,7 +249,7 @@ class Guesser:
         gain = sum(self._gain(hints, rows) for hints in known)
         return gain > WAITING * rows * self._seconds(rows)
 
-    def _gain(self, hints: Hints, rows: int) -> float:
+    def _gain(self, hints: PromptLookup, rows: int) -> float:
         """What may be gained by guesses in a step of so many rows: tokens times seconds."""
         if hints.may_be_forced:
             return math.inf
@@ -257,7 +257,7 @@ class Guesser:
         count, expected = self._paying(hints.chances(MOST, hits), rows, rows)
         return chance * ((expected - rows) * self._seconds(rows) - count * self._row_s * rows)
 
-    def _follow(self, request: Request) -> Hints | None:
+    def _follow(self, request: Request) -> PromptLookup | None:
         """What may follow in this answer, as far as it has been read."""
         hints = request.hints  # another thread may end the request meanwhile
         if hints is None or request.slot is None:

@@ -42,18 +42,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kernels.mlx import has_gpu, mx
-from runtime.sampling_params import SHORT_LIST, Sampling
+from runtime.sampling_params import SHORT_LIST, SamplingParams
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to so many of the last tokens, prompt included
 BLOCK = 64  # rows of logits are padded to whole blocks
 SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
-class Pick(NamedTuple):
+class SamplingRow(NamedTuple):
     """A row out of which a token comes in this step, and how its request wants it chosen."""
 
     slot: int
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     index: int  # the token is the request's index-th, from 0
     before: tuple[int, ...] = ()  # with a penalty: the prompt's last tokens, and the answer so far
@@ -66,7 +66,7 @@ class Pick(NamedTuple):
 
 def choose(
     logits: mx.array,  # (n, V)
-    picks: Sequence[Pick],
+    picks: Sequence[SamplingRow],
     state: SlotState,
 ) -> tuple[mx.array, list[Logprobs]]:  # (n,)
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
@@ -121,7 +121,7 @@ class SlotState:
         bits = octets >> mx.arange(8) & 1  # (256, 8)
         self._mask_of_byte = mx.where(bits == 1, 0, -math.inf)
 
-    def bias(self, pick: Pick) -> mx.array:  # (V,)
+    def bias(self, pick: SamplingRow) -> mx.array:  # (V,)
         """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
         wanted = pick.sampling.logit_bias
         if not wanted:
@@ -147,7 +147,7 @@ class SlotState:
 
 def edit(
     x: mx.array,  # (n, V)
-    picks: Sequence[Pick],
+    picks: Sequence[SamplingRow],
     state: SlotState,
 ) -> mx.array:  # (n, V)
     """Add logit_bias, then make tokens less likely that stand before, or in the answer."""
@@ -271,7 +271,7 @@ class Filters(NamedTuple):
     gaps: list[mx.array]  # (n, 1) each: keep tokens up to this gap
 
     @staticmethod
-    def of(spread: Spread, settings: list[Sampling]) -> Filters:
+    def of(spread: Spread, settings: list[SamplingParams]) -> Filters:
         V = spread.gap.shape[-1]
         counts = [min(s.top_k or V, V) for s in settings]
         mass = None
@@ -295,7 +295,7 @@ def gap_of(fractions: list[float]) -> mx.array:  # (n, 1)
 
 def draw(
     spread: Spread,
-    picks: Sequence[Pick],
+    picks: Sequence[SamplingRow],
     group: str,
 ) -> mx.array:  # (n, 1)
     """Give each token a weight, make the weight of filtered tokens 0, and let `land` choose one."""
@@ -472,12 +472,12 @@ class Logprobs(NamedTuple):
     """Log probabilities for some rows, still on the device: the chosen token's, then the top, then
     what would be the top without a grammar, if there is one."""
 
-    picks: Sequence[Pick]
+    picks: Sequence[SamplingRow]
     most: int  # of the top
     ids: mx.array  # (n, 1 + most), or (n, 1 + 2 most) with a grammar
     values: mx.array  # of the same shape
 
-    def read(self) -> Iterator[tuple[Pick, float, tuple, tuple]]:
+    def read(self) -> Iterator[tuple[SamplingRow, float, tuple, tuple]]:
         """Each pick, its chosen token's log probability, and the two tops as pairs (id, value)."""
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
@@ -490,7 +490,7 @@ class Logprobs(NamedTuple):
 
 def measure(
     spread: Spread,
-    picks: Sequence[Pick],
+    picks: Sequence[SamplingRow],
     ids: mx.array,  # (n, 1)
     V: int,
     free: Spread | None,  # without the grammar

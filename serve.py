@@ -38,7 +38,7 @@ from runtime.idle import Idle
 from runtime.loop import Loop
 from runtime.validation import one_line, printable
 from server.access_log import AccessLog
-from server.app import DRAIN_S, Door
+from server.app import DRAIN_S, APIServer
 from server.http import Options
 from text.sandbox import BusyError
 
@@ -98,12 +98,12 @@ def follow(args: argparse.Namespace) -> int:
         return 2
 
 
-def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> Door:
+def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
     """Bind the port, before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
     options = Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias))
     try:
-        door = Door(options)
+        door = APIServer(options)
     except OSError as error:  # the port is taken
         raise ValueError(f"{given}: {error.strerror or error}") from None
     if door.warning:
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         return serve(door, args)
 
 
-def serve(door: Door, args: argparse.Namespace) -> int:
+def serve(door: APIServer, args: argparse.Namespace) -> int:
     """From a bound socket to the end of the last answer; returns the exit code.
 
     subtle: a signal is noted, and raises nothing. An exception may come at any line, also where a

@@ -47,7 +47,7 @@ from analysis import fingerprint
 from analysis.compare import Bits, difference
 from kernels import mlx as device
 from models import hub
-from nanobatch import POLICIES, Engine, Handle, Sampling
+from nanobatch import POLICIES, Engine, Handle, SamplingParams
 from policies import DEFAULT
 from runtime.validation import one_line
 from text.sandbox import BusyError
@@ -93,7 +93,7 @@ class Case(NamedTuple):
     question: str
     setting: str
     prompt: Any
-    sampling: Sampling
+    sampling: SamplingParams
     alone: Bits | None = None
 
 
@@ -128,13 +128,13 @@ def asks(engine: Engine) -> list[Case]:
     for seed, (question, settings) in enumerate(QUESTIONS.items()):
         for setting in settings.split():
             options = SETTINGS[setting] | {"max_tokens": TOKENS, "logprobs": LIKELIEST}
-            sampling = Sampling(seed=seed, ignore_eos="grammar" not in options, **options)
+            sampling = SamplingParams(seed=seed, ignore_eos="grammar" not in options, **options)
             if can_keep(engine, sampling):
                 found.append(Case(question, setting, engine.text.ask(question), sampling))
     return found
 
 
-def can_keep(engine: Engine, sampling: Sampling) -> bool:
+def can_keep(engine: Engine, sampling: SamplingParams) -> bool:
     """The library of grammars does not know every kind of tokenizer."""
     try:
         return not sampling.grammar or bool(engine.text.grammar(sampling.grammar))
@@ -173,7 +173,7 @@ def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -
             words = dice.choice([*QUESTIONS]).split()
             prompt = " ".join(words[: dice.randint(1, len(words))])
             settings = {"temperature": dice.choice((0.0, 1.0)), "seed": dice.getrandbits(31)}
-            sampling = Sampling(max_tokens=dice.randint(1, 40), **settings)
+            sampling = SamplingParams(max_tokens=dice.randint(1, 40), **settings)
             others.append(engine.submit(prompt, sampling, client=dice.choice("ab")))
         if others and dice.random() < 0.05:
             dice.choice(others).cancel()
@@ -226,7 +226,7 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
         ids = engine.text.read(ask.prompt)[0]
         for place in range(1, len(ask.alone.tokens), 7):
             prompt = [*ids, *ask.alone.tokens[:place]]
-            sampling = Sampling(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)
             read = ended(engine.submit(prompt, sampling))
             tally = tally.add(ask, ask.alone.only(place), read)
     return tally
@@ -273,7 +273,7 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "model_sha256": hash_of(model),
         "processor": cli.processor(),
         "product": device.named(),
-        "promises": device.is_exact(),
+        "promises": device.is_batch_invariant(),
         "version": cli.version(),
         "demo": hash_of_the_demo(),
         "answers": sum(tally.answers for tally in tallies),

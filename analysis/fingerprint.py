@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from analysis.compare import Bits
 from runtime.engine_protocol import AnyEngine
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 
 QUESTIONS = ("Count from 3 to 12.", "What is 17 + 6?", "Tell me a story about a fox and a lantern.")
 # By the version of MLX. README prints one of them
@@ -25,7 +25,7 @@ def fingerprint(engine: AnyEngine) -> str:
     for question in QUESTIONS:
         for temperature in (0.0, 0.9):
             settings = {"max_tokens": 48, "ignore_eos": True, "logprobs": 10, "seed": 1}
-            sampling = Sampling(temperature=temperature, **settings)
+            sampling = SamplingParams(temperature=temperature, **settings)
             handles.append(engine.submit(engine.text.ask(question), sampling))
     for handle in handles:
         handle.result()

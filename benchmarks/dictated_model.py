@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kernels.mlx import mx
-from nanobatch import Engine, Handle, Sampling
+from nanobatch import Engine, Handle, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
@@ -70,7 +70,7 @@ class DictatedModel:
         engine.runner._choose = self._dictate
 
     def submit(self, text: Dictated) -> Handle:
-        sampling = Sampling(max_tokens=len(text.answer), ignore_eos=True)
+        sampling = SamplingParams(max_tokens=len(text.answer), ignore_eos=True)
         handle = self.engine.submit(text.prompt, sampling)
         self.answers[handle.id] = text.answer
         return handle

@@ -49,7 +49,7 @@ from benchmarks.plan import (
 from distributed.rendezvous import join
 from kernels import mlx as device
 from kernels.mlx import mx
-from nanobatch import Engine, Handle, QueueFull, Sampling
+from nanobatch import Engine, Handle, QueueFull, SamplingParams
 from runtime import cli
 from runtime.handle import Result
 from runtime.snapshot import Metrics, StepView
@@ -84,7 +84,7 @@ class Nanobatch:
         self.reported = Counter()  # how many tokens of each
 
     def submit(self, request: TimedRequest) -> int:
-        sampling = Sampling(max_tokens=request.max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
         handle = self.engine.submit(request.prompt, sampling)
         self.handles[handle.id] = handle
         return handle.id
@@ -278,7 +278,7 @@ class Sample:
         return self.answer(request.prompt, 1).metrics
 
     def answer(self, prompt: list[int], max_tokens: int) -> Result:
-        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         return self.contestant.engine.submit(prompt, sampling).result()
 
     def guesses(self) -> Figures:
@@ -300,7 +300,7 @@ class Sample:
     def in_schema(self) -> Figures:
         engine = self.contestant.engine
         (request,) = self.requests(1, 16)
-        sampling = Sampling(max_tokens=200, grammar={"json": SCHEMA})
+        sampling = SamplingParams(max_tokens=200, grammar={"json": SCHEMA})
         try:
             handles = [engine.submit(request.prompt, sampling)]
         except ValueError:  # a tokenizer without letters writes no JSON

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the engine lives one folder up
 
 import corpus
-from nanobatch import Engine, Result, Sampling
+from nanobatch import Engine, Result, SamplingParams
 from stories import NAMES
 from stories import WORDS as WORDS_IN
 
@@ -81,7 +81,7 @@ def take(
     asked = [(skill, task) for skill in skills for task in questions(skill, count)]
     random.Random(0).shuffle(asked)
     messages = [[{"role": "user", "content": task.prompt}] for _, task in asked]
-    results = engine.generate(messages, Sampling(max_tokens=MAX_TOKENS))
+    results = engine.generate(messages, SamplingParams(max_tokens=MAX_TOKENS))
     answered: dict[str, list[tuple[corpus.Task, Result]]] = {skill: [] for skill in skills}
     for (skill, task), result in zip(asked, results, strict=True):
         answered[skill].append((task, result))

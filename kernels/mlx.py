@@ -71,7 +71,7 @@ def has_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
 
 
-def is_exact() -> bool:
+def is_batch_invariant() -> bool:
     """Are a row's bits the same in any company? On a CPU our own product sees to that (`matmul.c`). It
     takes float32 matrices, and packed ones."""
     return blas.name == "rows" and not has_gpu()

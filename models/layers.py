@@ -21,7 +21,7 @@ from kernels.mlx import mx, tree_flatten
 from kernels.packed import Matrix
 from models.config import Config
 from models.ops import geglu, rms_norm, softmax, swiglu
-from models.rope import Kind
+from models.rope import AttentionType
 from runtime.snapshot import ModelView
 
 
@@ -173,7 +173,7 @@ class Model:
     table: Matrix | None  # the embedding, as a projection D -> V
     # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
     head: Step  # (n, D) -> (n, V)
-    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
+    kinds: tuple[AttentionType, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
     view: ModelView = field(default_factory=ModelView)  # for those who watch
@@ -197,7 +197,7 @@ class Model:
         """The same model, with the positions that it wants where sequences may be as long as
         this."""
         Dh = self.config.Dh
-        kinds = [Kind.of(*kind[:3], Dh, self.dtype, length) for kind in self.kinds]
+        kinds = [AttentionType.of(*kind[:3], Dh, self.dtype, length) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

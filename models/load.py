@@ -39,8 +39,8 @@ from models.layers import (
 from models.memory import Sizes, fit
 from models.ops import capped
 from models.param_count import arrays, counted
-from models.rope import Kind
-from models.sharding import Share
+from models.rope import AttentionType
+from models.sharding import Shard
 from models.weights import Weights, usual_form
 from runtime import validation
 from runtime.files import ModelError
@@ -73,7 +73,7 @@ class ModelReader:
         if not (config.tied or self.weights.has_head or why_not(folder)):
             config = replace(config, tied=True, has_head=False)
         self.weights.check_against(config)
-        self.share = Share.of(config, ranks.rank, ranks.size)
+        self.share = Shard.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
@@ -119,7 +119,7 @@ class ModelReader:
             head = table if c.tied else self.linear("lm_head")
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
-        kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
+        kinds = tuple(AttentionType.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
         mx.eval(norm, table, head, kinds)
         model = Model(
             config=c,

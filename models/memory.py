@@ -210,7 +210,7 @@ def far_position(c: Config) -> int:
     return max(1, (projections + mlps) // (300 * c.H))
 
 
-def is_exact(model: Model) -> bool:
+def is_batch_invariant(model: Model) -> bool:
     """Do a request's logits have the same bits in any company?
 
     Our own product sees to that for float32 numbers on a CPU, and for packed weights, of which it
@@ -218,5 +218,5 @@ def is_exact(model: Model) -> bool:
     since what a process adds to a sum is the same in any company.) Nobody has shown it for what MLX
     multiplies itself, nor for chapters that somebody else has written.
     """
-    marks = model.ranks.gather(device.is_exact() and model.is_float32 and not opened())
+    marks = model.ranks.gather(device.is_batch_invariant() and model.is_float32 and not opened())
     return all(mark == [True] for mark in marks)

@@ -4,7 +4,7 @@ The problem. Attention sees positions by turning queries and keys. Each family s
 positions beyond the length that its model was trained for in a way of its own, and each device
 turns fastest in another form.
 
-What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention
+What this file keeps. A `Rope` is what the config says, as plain data. A `AttentionType` is how attention
 treats positions in some of the layers. Each form is held against the formula, or against mlx-lm, by
 a test (`tests/models/test_ops.py`).
 
@@ -79,7 +79,7 @@ def rotate(
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
-class Kind(NamedTuple):
+class AttentionType(NamedTuple):
     """How attention treats positions in some of the layers. Most models have one kind of layer."""
 
     rope: Rope | None  # None: it knows no positions
@@ -96,15 +96,15 @@ class Kind(NamedTuple):
         Dh: int,
         dtype: mx.Dtype,
         length: int = 0,
-    ) -> Kind:
+    ) -> AttentionType:
         """`length`: how long a sequence may be."""
         if rope is None:
-            return Kind(None, span, cap, frequencies=None, periods=None)
+            return AttentionType(None, span, cap, frequencies=None, periods=None)
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
         if device.has_gpu() and rope.gain == 1:
             periods = rope_periods(frequencies, dtype)
-        return Kind(rope, span, cap, frequencies, periods)
+        return AttentionType(rope, span, cap, frequencies, periods)
 
     @property
     def has_kernel(self) -> bool:
@@ -113,7 +113,7 @@ class Kind(NamedTuple):
 
 
 def turning(
-    kind: Kind,
+    kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
     """How the queries and keys of tokens at these positions are turned: `rotate`, by the positions'
@@ -177,7 +177,7 @@ def rope_periods(
 
 
 def rope_angles(
-    kind: Kind,
+    kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> tuple[mx.array, mx.array]:  # (N, 1, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are

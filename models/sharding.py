@@ -25,7 +25,7 @@ def evenly(count: int, ranks: int) -> list[range]:
     return [range(count * r // ranks, count * (r + 1) // ranks) for r in range(ranks)]
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """What one rank has of each layer."""
 
     queries: range  # heads
@@ -33,7 +33,7 @@ class Share(NamedTuple):
     hidden: range  # numbers inside the MLP
 
     @staticmethod
-    def of(c: Config, rank: int, size: int) -> Share:
+    def of(c: Config, rank: int, size: int) -> Shard:
         """With fewer key heads than ranks, several ranks have the same key head and divide its
         query heads."""
         if size > 1 and c.qk_norm == "width":
@@ -63,7 +63,7 @@ class Share(NamedTuple):
         # Quantized numbers share scales in blocks
         block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1
         hidden = evenly(c.hidden // block, size)[rank]
-        return Share(queries, keys, range(hidden.start * block, hidden.stop * block))
+        return Shard(queries, keys, range(hidden.start * block, hidden.stop * block))
 
     def config(self, c: Config) -> Config:
         """The model as this rank sees it."""

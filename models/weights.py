@@ -43,7 +43,7 @@ def usual_form() -> str:
     """
     if device.has_gpu():
         return "checkpoint"
-    return "packed" if device.is_exact() else "float32"
+    return "packed" if device.is_batch_invariant() else "float32"
 
 
 # --- what the files say -------------------------------------------------------------------------

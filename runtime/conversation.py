@@ -259,7 +259,7 @@ class Dialogue:
 
 
 def number(text: str) -> int | float | str | None:
-    """A value as it was typed. What is no number is refused by `Sampling`, which knows its limits."""
+    """A value as it was typed. What is no number is refused by `SamplingParams`, which knows its limits."""
     if text == "none":
         return None
     for kind in (int, float):

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from runtime.handle import Handle
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 from runtime.snapshot import ExpertsView, Snapshot
 from sched import Scheduler
 
@@ -42,7 +42,7 @@ class AnyEngine(Protocol):
     def submit(
         self,
         prompt: Any,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         client: str = "",
         origin: Any = None,

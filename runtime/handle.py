@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from runtime.progress import PrefillClock, PrefillProgress
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Metrics, RequestView, percentile
 from sched import Request
 
@@ -99,7 +99,7 @@ class Handle:
         self,
         engine: Any,  # its `text`, `cancel`, `wait`, `clock` and `sched` are used (`engine.py`)
         request: Request,
-        sampling: Sampling,
+        sampling: SamplingParams,
         prompt: str,  # as a person would read it
         origin: Any = None,  # shown to those who watch
         grammar: Any = None,  # where the answer stands in it (`text/grammar.py`)

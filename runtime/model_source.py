@@ -24,7 +24,7 @@ from models.layers import Model
 from models.load import ModelReader
 from models.memory import Sizes, described
 from runtime.files import ModelError
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]  # is told what is done
 
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
 
-    def check(self, held: int = 0, text: Text | None = None) -> Checked:
+    def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
         """Look at all that can be wrong before a tensor is read.
 
         `held`: so many bytes will be free by then.
@@ -54,7 +54,7 @@ class Source(NamedTuple):
                 changed = min(path for path, _ in files.items() ^ self.files.items())
                 why = "has changed since the model was read"
                 raise ModelError(f"{changed} {why}; start anew to serve it.")
-            text = text or Text(folder, reader.config.V)
+            text = text or Tokenizer(folder, reader.config.V)
             sizes = reader.fit(**self.asked)
         return Checked(self._replace(files=files), reader, text, sizes)
 
@@ -70,7 +70,7 @@ class Checked(NamedTuple):
 
     source: Source
     reader: ModelReader
-    text: Text
+    text: Tokenizer
     sizes: Sizes
 
     def read(self) -> Model:

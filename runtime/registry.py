@@ -69,7 +69,7 @@ class Log:
         return tuple(reversed(tuple(islice(reversed(self._entries), new))))
 
 
-class Ledger:
+class RequestRegistry:
     """The handles of all open requests, and what has happened so far: kept in bounded memory for
     those who watch."""
 

@@ -5,7 +5,7 @@ The problem. The settings come from a command line, from Python or over HTTP. A 
 refused with its name and its limits before it reaches a batch, where seven other requests would
 suffer from it.
 
-What this file keeps. A `Sampling` that exists has been checked, and never changes.
+What this file keeps. A `SamplingParams` that exists has been checked, and never changes.
 
 Where next: `sampling.py`, which chooses tokens by it.
 """
@@ -55,14 +55,14 @@ def advised(folder: Path) -> dict[str, float]:
     # In this file, as `transformers` reads it, the temperature left out is 1
     found.setdefault("temperature", 1.0 if advice.get("do_sample") is True else 0.0)
     try:
-        Sampling(**found)
+        SamplingParams(**found)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
     return found
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How one request wants its tokens chosen, and when its answer ends. The default is greedy."""
 
     max_tokens: int | None = 128  # None means to the end of the slot
@@ -94,14 +94,14 @@ class Sampling:
     def __new__(cls, *args, **given):
         if unknown := given.keys() - cls.__annotations__.keys():
             raise ValueError(
-                f"Sampling has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
+                f"SamplingParams has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
             )
         return super().__new__(cls)
 
     def __post_init__(self):
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
-            is_usual = value is getattr(Sampling, name)  # the default
+            is_usual = value is getattr(SamplingParams, name)  # the default
             is_none = value is None and name in ("max_tokens", "seed", "logprobs")
             if not (is_usual or is_none):
                 object.__setattr__(self, name, check(name, value, least, most))

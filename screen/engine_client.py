@@ -37,7 +37,7 @@ from runtime.engine_protocol import AnyEngine
 from runtime.errors import show_fault
 from runtime.handle import Handle
 from runtime.loop import Loop, Stopwatch
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 from runtime.snapshot import ExpertsView, Limits, RequestView, Snapshot
 from sched import QueueFull
 from screen.draw.style import clean
@@ -540,7 +540,7 @@ class EngineRoom(Room):
         settings = engine.text.advice | {"max_tokens": min(ask.max_tokens, room), "seed": ask.seed}
         if ask.temperature is not None:
             settings["temperature"] = ask.temperature
-        sampling = Sampling(**settings, **{"logprobs": ask.logprobs, **form})
+        sampling = SamplingParams(**settings, **{"logprobs": ask.logprobs, **form})
         told = {"client": ask.client, "guesses": ask.guesses}
         told["origin"] = ask._replace(messages=(), read=None)
         handle = engine.submit(prompt, sampling, reuse=reuse, **told)

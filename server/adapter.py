@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from runtime.progress import PrefillProgress
 from server.choice import Choice
-from server.schema import Refusal
+from server.schema import APIError
 from text.tokenizer import Chat
 
 SCORES = 200_000  # log probabilities in one answer, over all choices
 
 
-def ending() -> Refusal:
-    return Refusal(503, "the server is ending", "draining", Retry_After="5")
+def ending() -> APIError:
+    return APIError(503, "the server is ending", "draining", Retry_After="5")
 
 
 # `json.dumps` would make an encoder each time
@@ -50,7 +50,7 @@ class Wish(NamedTuple):
     """A body, understood. Each prompt is a text, a `Chat`, or token ids; each gets `n` choices."""
 
     prompts: list
-    settings: Mapping[str, Any] = {}  # for `Sampling`
+    settings: Mapping[str, Any] = {}  # for `SamplingParams`
     max_tokens: int | None = None
     n: int = 1
     stream: bool = False

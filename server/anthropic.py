@@ -24,8 +24,8 @@ from typing import Any
 from server.adapter import Speaks, Usage, Wish, named_event
 from server.choice import Change, Choice, Item
 from server.schema import (
+    APIError,
     Given,
-    Refusal,
     call_of,
     choose_tools,
     conversation,
@@ -60,7 +60,7 @@ ERRORS = {
 }
 
 
-def error(refusal: Refusal) -> dict:
+def error(refusal: APIError) -> dict:
     kind = ERRORS.get(refusal.status, "invalid_request_error")
     told = {"type": kind, "message": refusal.message}
     if refusal.param == "thread":
@@ -195,7 +195,7 @@ class Message(Speaks):
         delta = {"type": "message_delta", "delta": self._end, "usage": written(usage)}
         return named_event(delta) + named_event({"type": "message_stop"})
 
-    def fail(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         return named_event(error(refusal))
 
     def _message(self, blocks: list[dict], usage: Usage) -> dict:

@@ -46,7 +46,7 @@ from server.access_log import DoorView, Figures, HangUps, Journal, impatient
 from server.adapter import Speaks, ending
 from server.completion import Answer, Served, count
 from server.http import Connection, Gone, Options, Reply, Visit, refused, reply
-from server.schema import Refusal, check_model
+from server.schema import APIError, check_model
 from server.watch import WATCHERS, watch
 from server.watch_frames import Frame
 from text.grammar import TRIAL
@@ -65,7 +65,7 @@ Answering = Callable[[Visit], Awaitable[Reply | None]]
 DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
 
 
-class Door:
+class APIServer:
     """A bound socket at first. `start` lets clients in; `open` gives the door an engine and the loop
     that steps the engine."""
 
@@ -116,7 +116,7 @@ class Door:
 
     # --- what any other thread may call
 
-    def start(self) -> Door:
+    def start(self) -> APIServer:
         self._thread.start()
         return self
 
@@ -284,14 +284,14 @@ class Door:
                 reply = await self._find(visit)(visit)
             if not reply:
                 visit.end_events()
-        except Refusal as refusal:
+        except APIError as refusal:
             reply = refused(visit, refusal)
         except Gone:
             raise
         # A fault of ours: this client is told, and the others do not notice
         except Exception as error:
             show_fault("a request over HTTP failed", error)
-            reply = refused(visit, Refusal(500, describe(error), "internal_error"))
+            reply = refused(visit, APIError(500, describe(error), "internal_error"))
         if reply and visit.status is None:
             await visit.reply(reply)
 
@@ -302,7 +302,7 @@ class Door:
         http.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
-                raise Refusal(
+                raise APIError(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
                 )
             if self.draining:
@@ -314,11 +314,11 @@ class Door:
         known = MODELS if path.startswith(f"{MODELS}/") else path
         if known not in self._routes:
             words = f"there is no {shown(path)} here; there is {', '.join(self._routes)}"
-            raise Refusal(404, words, "unknown_url")
+            raise APIError(404, words, "unknown_url")
         methods, answer = self._routes[known]
         if visit.method not in methods.split(", "):
             words = f"{shown(visit.method)} is not a method of {path}; use {methods}"
-            raise Refusal(405, words, "method_not_allowed", Allow=methods)
+            raise APIError(405, words, "method_not_allowed", Allow=methods)
         return answer
 
     # --- the small routes
@@ -363,7 +363,7 @@ class Door:
 
     async def _watch(self, visit: Visit) -> None:
         if self.watchers >= WATCHERS:
-            raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
+            raise APIError(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
         hello["texts"] = http.may_read(visit, self.options)
         hello["temperature"] = self.served.defaults["temperature"]

@@ -28,7 +28,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from runtime.handle import Handle
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 from text.tool_parser import Parser
 
 
@@ -170,7 +170,7 @@ class Words:
     thousands of tokens wait, and texts take more memory than tokens.
     """
 
-    def __init__(self, text: Text, handle: Handle):
+    def __init__(self, text: Tokenizer, handle: Handle):
         self._text = text
         self._handle = handle
         self._stream = text.stream(())

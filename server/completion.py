@@ -28,7 +28,7 @@ from runtime.engine_protocol import AnyEngine
 from runtime.errors import describe
 from runtime.handle import Handle
 from runtime.progress import UNREAD, PrefillProgress
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 from runtime.validation import GrammarError
 from sched import QueueFull
 from server.access_log import Figures
@@ -42,7 +42,7 @@ from server.adapter import (
 )
 from server.choice import Choice, Words
 from server.http import Reply, Visit
-from server.schema import Refusal, invalid
+from server.schema import APIError, invalid
 from text.sandbox import BusyError
 from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_parser import Parser, Speech, grammar, loads
@@ -78,7 +78,7 @@ class Answer:
         self._client = client
         self._open = open
         # Prompts and settings that have been understood, and are not in line yet
-        self._later: deque[tuple[Prompt, Sampling]] = deque()
+        self._later: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Any = None
         self.shape: Speaks | None = None  # writes this answer, once it is in line
         self._came = time.perf_counter()
@@ -110,7 +110,7 @@ class Answer:
                 if held := grammar_of(engine, wish, read):
                     settings["grammar"] = held
                 for _ in range(wish.n):
-                    asks.append((read, Sampling(**settings)))
+                    asks.append((read, SamplingParams(**settings)))
                     # Else the choices would be the same
                     if type(settings.get("seed")) is int:
                         settings["seed"] += 1
@@ -151,7 +151,7 @@ class Answer:
             running += 1
         return running
 
-    def _begin(self, prompt: Prompt, sampling: Sampling) -> None:
+    def _begin(self, prompt: Prompt, sampling: SamplingParams) -> None:
         engine = self._served.engine
         grammar = self._grammar and self._grammar.copy()
         # A second parser, in the engine's thread: it stops the answer behind the one call
@@ -300,26 +300,28 @@ class Answer:
         progress = self._progress
         return self.shape.progress(progress) if self.wish.progress else progress.comment
 
-    def _failure(self) -> Refusal | None:
+    def _failure(self) -> APIError | None:
         """The refusal to send, if a choice has ended without being complete."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
                 return self._refusal_of(ValueError(handle.error))
             if handle.finish_reason == "error":
-                return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
+                return APIError(500, f"request {handle.id} failed: {handle.error}", "failed")
             if handle.finish_reason == "cancelled":
-                return Refusal(503, f"request {handle.id} was cancelled by the server", "cancelled")
+                return APIError(
+                    503, f"request {handle.id} was cancelled by the server", "cancelled"
+                )
         return None
 
     # --- in any thread
 
-    def _refusal_of(self, error: ValueError | RuntimeError) -> Refusal:
-        """The words of `Sampling` or the engine, with the body's field that they name."""
+    def _refusal_of(self, error: ValueError | RuntimeError) -> APIError:
+        """The words of `SamplingParams` or the engine, with the body's field that they name."""
         if isinstance(error, QueueFull):
-            return Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1")
+            return APIError(429, str(error), "rate_limit_exceeded", Retry_After="1")
         if isinstance(error, BusyError):
-            return Refusal(503, f"the grammar: {error}", "busy", Retry_After="1")
+            return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
         if isinstance(error, RuntimeError):  # the engine has been closed meanwhile
             return ending()
         settings = self.wish.settings

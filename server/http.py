@@ -35,7 +35,7 @@ from runtime.errors import LOG
 from runtime.validation import shown
 from server.access_log import Call, Journal
 from server.adapter import dump
-from server.schema import Refusal
+from server.schema import APIError
 
 CONNECTIONS = 512  # open at once with a request so far; one more gets a 429
 SPARE = 64  # more that have not sent a request yet; beyond, the oldest of these is aborted
@@ -93,8 +93,8 @@ class Gone(Exception):
     """The client has hung up."""
 
 
-def no_http(words: str) -> Refusal:
-    return Refusal(400, f"this is no HTTP: {words}", "invalid_http")
+def no_http(words: str) -> APIError:
+    return APIError(400, f"this is no HTTP: {words}", "invalid_http")
 
 
 class Reply(NamedTuple):
@@ -135,7 +135,7 @@ class Visit:
         # Headers for a page that may read the answer
         self.shared: Mapping[str, str] = {}
         # A refusal's body: a protocol may have a form of its own
-        self.error: Callable[[Refusal], dict] = attrgetter("body")
+        self.error: Callable[[APIError], dict] = attrgetter("body")
         # While the answer is a stream: when the stream last said something
         self._wrote: float | None = None
         self._journal = journal
@@ -253,7 +253,7 @@ def check_host(visit: Visit, options: Options) -> None:
     if visit.host not in options.names:
         words = f"the Host {shown(visit.headers['host'])} is none of this server's names"
         words += "; --allow-host adds one"
-        raise Refusal(403, words, "host_not_allowed")
+        raise APIError(403, words, "host_not_allowed")
 
 
 def guard(visit: Visit, options: Options, connections: int) -> None:
@@ -269,14 +269,14 @@ def guard(visit: Visit, options: Options, connections: int) -> None:
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
-        raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
+        raise APIError(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
     origin = visit.headers.get("origin", "")
     host = visit.headers["host"]
     is_ours = origin in ("", f"http://{host}", f"https://{host}")
     is_own = is_ours and (options.api_key is not None or is_address(visit.host))
     if origin and not is_own and not is_allowed(visit, options):
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
-        raise Refusal(403, words, "origin_not_allowed")
+        raise APIError(403, words, "origin_not_allowed")
     path = visit.path
     keys = [options.api_key]
     if path == "/watch":
@@ -285,10 +285,10 @@ def guard(visit: Visit, options: Options, connections: int) -> None:
     is_free = not options.api_key or path in ("/", "/health")
     if not is_free and not knows_key:
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
-        raise Refusal(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
+        raise APIError(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
     if path == "/watch" and not is_ours and not knows_key:
         words = f"pages from {shown(origin)} may watch with a key alone; --watch-key sets one"
-        raise Refusal(403, words, "origin_not_allowed")
+        raise APIError(403, words, "origin_not_allowed")
 
 
 def has_key(visit: Visit, key: str) -> bool:
@@ -431,7 +431,7 @@ class Connection(asyncio.Protocol):
                 self._http = h11.Connection(h11.SERVER, HEAD)
                 self._take(rest)
                 patience = IDLE_S
-        except Refusal as refusal:
+        except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.begin(said.status, said.head | {"Connection": "close"})
             self.send(h11.Data(said.body))
@@ -470,7 +470,7 @@ class Connection(asyncio.Protocol):
     def _has_asked(self) -> bool:
         """Has the whole request come? What nobody has read of the body is thrown away, if the body
         came in a few pieces."""
-        with suppress(Refusal):
+        with suppress(APIError):
             for _ in range(4):
                 if self._http.their_state is h11.SEND_BODY:
                     self._next()
@@ -602,7 +602,7 @@ async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
     ):
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
-        raise Refusal(415, words, "unsupported_media_type")
+        raise APIError(415, words, "unsupported_media_type")
     check_size(int(visit.headers.get("content-length", 0)))
     parts = []
     try:
@@ -613,23 +613,23 @@ async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
                 check_size(visit.size)
                 if visit.size > LONG and sum(each.size for each in visits) > BODIES:
                     words = f"more than {BODIES:,} bytes of bodies are being read already"
-                    raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1")
+                    raise APIError(429, words, "rate_limit_exceeded", Retry_After="1")
     except TimeoutError:
         words = f"the body has not come within {BODY_S:.0f} s"
-        raise Refusal(408, words, "request_timeout") from None
+        raise APIError(408, words, "request_timeout") from None
     return b"".join(parts)
 
 
 def check_size(bytes: int) -> None:
     if bytes > BODY:
-        raise Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
+        raise APIError(413, f"the body has more than {BODY:,} bytes", "request_too_large")
 
 
 def reply(body: dict, status: int = 200, headers: Mapping[str, str] = {}) -> Reply:
     return Reply(dump(body), status, headers)
 
 
-def refused(visit: Visit, refusal: Refusal) -> Reply:
+def refused(visit: Visit, refusal: APIError) -> Reply:
     visit.is_news = True
     visit.note(
         reason=refusal.code or str(refusal.status),

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 from server.adapter import Progress, Speaks, Usage, Wish, dump, event
 from server.choice import Change, Choice, Item, Word
 from server.schema import (
+    APIError,
     Field,
     Given,
-    Refusal,
     call_of,
     check_count,
     choose_tools,
@@ -69,10 +69,10 @@ CHAT_FIELDS = FIELDS | {
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
 }
-# These go to `Sampling` as they are, and are checked there.
+# These go to `SamplingParams` as they are, and are checked there.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The form of an answer: vLLM's name of the field, and the name in `Sampling.grammar`.
+# The form of an answer: vLLM's name of the field, and the name in `SamplingParams.grammar`.
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -138,7 +138,7 @@ def read_usage(options: dict) -> bool:
 
 
 def read_settings(asked: Given, bias: dict) -> dict[str, Any]:
-    """For `Sampling`."""
+    """For `SamplingParams`."""
     settings = asked.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
         settings["top_k"] = 0  # as other servers write "all"
@@ -304,7 +304,7 @@ class Completion(Speaks):
         }
         return event(last) + done
 
-    def fail(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         return event(refusal.body) + event("[DONE]")
 
     def _own(self, choice: Choice) -> dict:

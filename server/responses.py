@@ -27,8 +27,8 @@ from runtime.validation import shown
 from server.adapter import Speaks, Usage, Wish, named_event
 from server.choice import Change, Choice, Item
 from server.schema import (
+    APIError,
     Given,
-    Refusal,
     call_of,
     choose_tools,
     conversation,
@@ -225,7 +225,7 @@ class Response(Speaks):
         self._body["usage"] = written(usage)
         return self._event(self._body["status"], response=self._body)
 
-    def fail(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         self._body["status"] = "failed"
         self._body["error"] = {"code": "server_error", "message": refusal.message}
         return self._event("failed", response=self._body)

@@ -9,7 +9,7 @@ on: a value of another kind becomes a refusal with the place, the value and the 
 remembers the fields that have been read. All other fields have not been understood. They are
 refused, unless they ask for nothing (`refuse_rest`).
 
-What this file keeps. A bad body raises a `Refusal`, and no other exception.
+What this file keeps. A bad body raises a `APIError`, and no other exception.
 
 Where next: `protocol.py`, for the fields that all protocols have.
 """
@@ -54,7 +54,7 @@ class Field(NamedTuple):
     most: int = sys.maxsize
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """An answer that is an error. OpenAI's clients have an exception for each status."""
 
     TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
@@ -86,8 +86,8 @@ class Refusal(Exception):
         return {"error": error}
 
 
-def invalid(param: str | None, words: str, code: str = "invalid_value") -> Refusal:
-    return Refusal(400, words, code, param)
+def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIError:
+    return APIError(400, words, code, param)
 
 
 def param_of(place: str) -> str:
@@ -95,7 +95,7 @@ def param_of(place: str) -> str:
     return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
 
 
-def bad(place: str, value: Any, what: str) -> Refusal:
+def bad(place: str, value: Any, what: str) -> APIError:
     param = param_of(place)
     if value is None:
         return invalid(param, f"{place} is missing; give {what}", "missing_parameter")
@@ -189,10 +189,10 @@ class Given:
         self._known.update(names)
         return {name: self.fields[name] for name in names if name in self.fields}
 
-    def bad(self, name: str, what: str) -> Refusal:
+    def bad(self, name: str, what: str) -> APIError:
         return bad(self._place + name, self.fields.get(name), what)
 
-    def unsupported(self, name: str, words: str) -> Refusal:
+    def unsupported(self, name: str, words: str) -> APIError:
         """`name`: any text of the client's, even a whole book."""
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
         return invalid(param_of(self._place + name), words, "unsupported_parameter")
@@ -238,7 +238,7 @@ def read_json(body: bytes) -> Given:
     marks = sum(map(body.count, (b"[", b"{", b":")))
     if marks > MARKS:
         words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
-        raise Refusal(413, words, "request_too_large")
+        raise APIError(413, words, "request_too_large")
     try:
         given = strict(body.decode("utf-8-sig"))
         if not isinstance(given, dict):
@@ -250,7 +250,7 @@ def read_json(body: bytes) -> Given:
         words = "it is nested too deep"
     except ValueError as error:
         words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
-    raise Refusal(400, f"the body is no valid JSON: {words}", "invalid_json")
+    raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
 
 
 # --- fields that several protocols have ---------------------------------------------------------
@@ -269,7 +269,7 @@ def check_model(model: Any, names: Sequence[str]) -> None:
     if model not in names and "*" not in names:
         words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
         words += f"; {command('serve.py')} --alias gives it more names"
-        raise Refusal(404, words, "model_not_found", "model")
+        raise APIError(404, words, "model_not_found", "model")
 
 
 def conversation(asked: Given, name: str) -> list[Given]:
@@ -287,7 +287,7 @@ def conversation(asked: Given, name: str) -> list[Given]:
 
 
 def read_stop(asked: Given, name: str) -> list[str]:
-    """Texts alone: `Sampling` would take a number for a token id."""
+    """Texts alone: `SamplingParams` would take a number for a token id."""
     stops = asked.get(name, [])
     stops = [stops] if isinstance(stops, str) else asked.read(name, list, [])
     check_count(name, len(stops), "texts", STOPS)
@@ -299,7 +299,7 @@ def read_stop(asked: Given, name: str) -> list[str]:
 
 
 def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
-    """The JSON form of an answer, as `Sampling.grammar`; empty if any text will do.
+    """The JSON form of an answer, as `SamplingParams.grammar`; empty if any text will do.
 
     `inner`: the form's field with the schema; empty if the form holds the schema itself.
     """

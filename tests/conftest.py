@@ -18,7 +18,7 @@ from quick import QUICK
 
 from kernels import matmul
 from models.load import read_model
-from nanobatch import Engine, Model, Text
+from nanobatch import Engine, Model, Tokenizer
 from text import grammar, template_check
 
 # What a user's environment may say to the programs, and no test expects
@@ -115,9 +115,9 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def parts(tmp_path_factory) -> tuple[Model, Text]:
+def parts(tmp_path_factory) -> tuple[Model, Tokenizer]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
-    return read_model(folder), Text(folder, 272)
+    return read_model(folder), Tokenizer(folder, 272)
 
 
 @pytest.fixture(scope="session", params=["smollm2", "qwen"])

@@ -160,7 +160,7 @@ class Grammars:
         return Trials("text.grammar", self._known, TRIAL)
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
-        """`source`: as `Sampling.grammar` has it. Raises ValueError, or BusyError."""
+        """`source`: as `SamplingParams.grammar` has it. Raises ValueError, or BusyError."""
         try:
             if fault := self._judge(source):
                 raise ValueError(fault)

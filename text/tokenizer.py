@@ -5,7 +5,7 @@ The problem. Tokens are not characters. One emoji may take four tokens, a stop s
 the middle of one token and end in another, and a model that speaks in turns wants its prompts
 wrapped exactly as in its training.
 
-What this file keeps. The pieces of a `TextStream` join to the decoded whole. No piece ends within a
+What this file keeps. The pieces of a `StreamingDetokenizer` join to the decoded whole. No piece ends within a
 character, and no part of a stop string is ever shown. The cost of a token does not depend on how
 long the answer is already.
 
@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+import tokenizers
 
 from runtime.files import ModelError, check_plain, check_size, read_json_if_any, read_text
 from runtime.sampling_params import advised
@@ -60,7 +60,7 @@ class Chat(NamedTuple):
     hints: Mapping[str, Any] = {}  # and some that it need not know
 
 
-class Text:
+class Tokenizer:
     """A model's tokenizer, chat template and end tokens.
 
     `unfit`: why there is a chat template that is not used, in one line; else empty.
@@ -79,7 +79,7 @@ class Text:
         self.config = older | read_json_if_any(folder / "tokenizer_config.json")
         self._source, self.unfit = self._try_out(path)
         try:
-            self.tokenizer = calmly(Tokenizer.from_file, str(path))
+            self.tokenizer = calmly(tokenizers.Tokenizer.from_file, str(path))
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -123,8 +123,8 @@ class Text:
         with suppress(UnicodeEncodeError):  # half a surrogate pair, which is no token
             return self.tokenizer.token_to_id(self.special(name)) if self.special(name) else None
 
-    def stream(self, stops: Sequence[str]) -> TextStream:
-        return TextStream(self.tokenizer, stops, self._silent)
+    def stream(self, stops: Sequence[str]) -> StreamingDetokenizer:
+        return StreamingDetokenizer(self.tokenizer, stops, self._silent)
 
     def ask(self, prompt: str, raw: bool = False) -> list[int]:
         """A prompt as a person types it: one message of a user, or plain text if it is `raw` or
@@ -253,7 +253,7 @@ class Text:
             raise ValueError(f"{why}; give other words, or token ids") from None
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
-        """What a request's answer must be, from `Sampling.grammar`. It may take a second."""
+        """What a request's answer must be, from `SamplingParams.grammar`. It may take a second."""
         return self._grammars.grammar(source)
 
     @cached_property
@@ -390,7 +390,7 @@ def is_ours(data: str | bytes, name: str) -> bool:
     return path.exists() and data == path.read_bytes()
 
 
-class TextStream:
+class StreamingDetokenizer:
     """The text of one answer as it grows: `push` takes a token and returns a piece, `finish`
     returns what is left.
 
@@ -407,7 +407,10 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        stops: Sequence[str] = (),
+        silent: frozenset[int] | None = None,
     ):
         """`silent` holds the ids of the special tokens, if the caller has them already."""
         self._tokenizer = tokenizer
@@ -513,7 +516,7 @@ def calmly(function: Callable, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError(f"the tokenizer failed: {error}") from None
 
 
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(
         token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
     )

@@ -9,7 +9,7 @@ whose probability is at least
     a x p x p        p is the probability of the likeliest token, at temperature 1
 
 So where the model is sure (p near 1) it keeps what `min_p` would, and where it is not, many more.
-Give every request a `Sampling(top_a=0.3)`; 0 keeps all. With a = 0.3:
+Give every request a `SamplingParams(top_a=0.3)`; 0 keeps all. With a = 0.3:
 
     probability   0.50   0.30   0.10   0.06   0.04
     a x p x p     0.075                               keeps three
@@ -18,7 +18,7 @@ Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. 
 probability is e^-gap / total, so the likeliest token has the probability 1 / total. What is the
 largest gap that `top_a` keeps? It depends on `total`.
 
-Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `runtime/sampling_params.py`;
+Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in `runtime/sampling_params.py`;
 one more gap in `Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option
 `--top-a`; and its name in `PLAIN` of `server/openai.py`, so that clients over HTTP may ask for it.
 
@@ -35,10 +35,10 @@ from hints import not_done
 import ask
 import sampling
 from kernels.mlx import mx
-from runtime.sampling_params import Sampling
-from sampling import Pick, SlotState, choose
+from runtime.sampling_params import SamplingParams
+from sampling import SamplingRow, SlotState, choose
 from server.openai import understand
-from server.schema import Refusal
+from server.schema import APIError
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
 DRAWS = 1_000
@@ -47,10 +47,12 @@ MESSAGE = {"role": "user", "content": "Why?"}
 
 def drawn(**options) -> set[int]:
     """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
-    if "top_a" not in {field.name for field in fields(Sampling)}:
-        not_done("runtime/sampling_params.py: Sampling has no field top_a")
+    if "top_a" not in {field.name for field in fields(SamplingParams)}:
+        not_done("runtime/sampling_params.py: SamplingParams has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
-    picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
+    picks = [
+        SamplingRow(slot, SamplingParams(**options), seed=5, index=slot) for slot in range(DRAWS)
+    ]
     logits = mx.broadcast_to(logits, (DRAWS, 256))
     return set(choose(logits, picks, SlotState(DRAWS, 256))[0].tolist())
 
@@ -83,7 +85,8 @@ def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
     settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
     logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))
     picks = [
-        Pick(i, Sampling(temperature=1.0, **settings[i % 4]), seed=5, index=i) for i in range(DRAWS)
+        SamplingRow(i, SamplingParams(temperature=1.0, **settings[i % 4]), seed=5, index=i)
+        for i in range(DRAWS)
     ]
     tokens = choose(logits, picks, SlotState(DRAWS, 256))[0].tolist()
     assert [set(tokens[i::4]) for i in range(4)] == [set(range(n)) for n in (3, 2, 5, 2)]
@@ -93,10 +96,10 @@ def test_top_a_is_checked_and_is_an_option_of_the_command_line():
     drawn(top_a=0.3)
     for wrong in (-0.1, 1.1, math.nan):
         try:
-            Sampling(top_a=wrong)
+            SamplingParams(top_a=wrong)
         except ValueError:
             continue
-        not_done(f"Sampling(top_a={wrong}) is not refused: top_a has no limits in LIMITS")
+        not_done(f"SamplingParams(top_a={wrong}) is not refused: top_a has no limits in LIMITS")
     try:
         args = ask.parse_arguments(["--top-a", "0.3", "Why?"])
     except SystemExit:
@@ -111,6 +114,6 @@ def test_a_client_may_ask_for_top_a_over_http():
         body = json.dumps({"model": "demo", "top_a": 0.3, **body})
         try:
             wish = understand(body.encode(), ["demo"], is_chat)
-        except Refusal as refusal:
+        except APIError as refusal:
             not_done(f"server/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
         assert wish.settings["top_a"] == 0.3

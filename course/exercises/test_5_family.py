@@ -34,9 +34,9 @@ from llama import forward
 from models.families import FAMILIES
 from models.load import read_model
 from models.memory import slab_shape
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.files import ModelError
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 CONFIG = {
     "model_type": "minicpm",
@@ -102,8 +102,10 @@ def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers
 def test_the_family_answers_as_mlx_lm_does(folder):
     """Greedy, three prompts at once, unless mlx-lm's two best tokens are nearer than rounding."""
     prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
-    with Engine(read_model(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) as engine:
-        results = engine.generate(prompts, Sampling(max_tokens=TOKENS, ignore_eos=True))
+    with Engine(
+        read_model(folder), Tokenizer(folder, 272), slots=2, max_len=128, chunk=32
+    ) as engine:
+        results = engine.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     for prompt, result in zip(prompts, results, strict=True):
         tokens, margins = reference.greedy(prompt, TOKENS)
         decided = next((i for i, margin in enumerate(margins) if margin < 1e-4), TOKENS)

@@ -38,7 +38,7 @@ import pytest
 from harness import Tap
 from hints import not_done, not_right
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 
 PROMPTS = [
     "Tell me a story about a fox.",
@@ -47,7 +47,7 @@ PROMPTS = [
     "Reverse the word stone.",
     "Is fox in this list: cat, dog, owl, bee, cow, hen, pig, fox?",
 ]
-WISH = Sampling(max_tokens=30, ignore_eos=True, logprobs=3)
+WISH = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=3)
 
 
 def load(bits: int = 8, **options) -> Engine:

@@ -14,9 +14,9 @@ from kernels.mlx import mx
 from models.hub import DEMO
 from models.load import read_model
 from models.memory import slab_shape
-from nanobatch import Engine, Handle, Sampling
+from nanobatch import Engine, Handle, SamplingParams
 from sched import Request
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 SUM = "What is 17 + 6?"
 ANSWERS = {
@@ -66,7 +66,7 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
 
 @cache
 def demo() -> tuple:
-    return read_model(DEMO), Text(DEMO, 1536)
+    return read_model(DEMO), Tokenizer(DEMO, 1536)
 
 
 def ids_of(prompt: str = SUM) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def run_all(engine: Engine) -> None:
 
 
 def ask(engine: Engine, prompt: str = SUM, **settings) -> Handle:
-    return engine.submit(ids_of(prompt), Sampling(**{"max_tokens": 40} | settings))
+    return engine.submit(ids_of(prompt), SamplingParams(**{"max_tokens": 40} | settings))
 
 
 def steps_for(engine: Engine, prompts: Iterable[str]) -> int:

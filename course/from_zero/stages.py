@@ -355,7 +355,7 @@ start it; return [states], [logits], slots     (or [], [], [])""",
             Task(
                 "nanobatch.Runner._choose",
                 """`begun.logits` has a row for each of `begun.slots`; `picks` says, by slot, how its
-                token is chosen: a list of one `Pick`. Return an array (slots, 1): the token of each
+                token is chosen: a list of one `SamplingRow`. Return an array (slots, 1): the token of each
                 slot that was asked, and -1 for the others; the log probabilities, as `choose` returns
                 them; and an empty dict. If nothing was asked: all -1, and the others empty. (Leave
                 guesses and vectors aside.)""",
@@ -528,7 +528,7 @@ for request in sorted(requests, key=self._rest):
                 """Choose the tokens (`_choose`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
                 `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return a
-                `Flight`. Its `build_s` is what this half and `begun.took` took together, without
+                `InFlightStep`. Its `build_s` is what this half and `begun.took` took together, without
                 `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
@@ -539,7 +539,7 @@ emitted, logprobs, vectors = self._choose(begun, picks)
 self._newest = mx.where(...)
 self._enqueue(emitted, self._newest, logprobs)
 took = begun.took + self.clock() - resumed
-return Flight(emitted, logprobs, vectors, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
+return InFlightStep(emitted, logprobs, vectors, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
                 ),
             ),
             Task(

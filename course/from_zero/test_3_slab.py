@@ -125,7 +125,7 @@ def test_read():
     slab = kv.Slab(2, 4, 2, 32, 4, mx.float32)
     slab.k[1] = drawn(slab.shape, 9)
     slab.v[1] = drawn(slab.shape, 10)
-    look = kv.Look(slots=slice(1, 3), T=6, mask=None)
+    look = kv.AttentionGroup(slots=slice(1, 3), T=6, mask=None)
     keys, values = kv.Window(slab, [1, 2], [4, 5], 1).read(1, look)
     assert_close(keys, slab.k[1][1:3, :, :6], "the keys")
     assert_close(values, slab.v[1][1:3, :, :6], "the values")

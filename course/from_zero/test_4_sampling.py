@@ -9,7 +9,7 @@ import pytest
 import sampling
 from course.from_zero.helpers import assert_close, new_engine, run_all, text_of
 from kernels.mlx import mx
-from nanobatch import Pick, Sampling
+from nanobatch import SamplingParams, SamplingRow
 
 
 @pytest.mark.about("argmax")
@@ -85,7 +85,7 @@ def test_keep_first():
         """How many of the likely tokens, in each row."""
         spread = sampling.Spread.of(logits_of(len(settings)))
         spread = spread.only(mx.broadcast_to(mx.array(IDS), (len(settings), 5)))
-        filters = sampling.Filters.of(spread, [Sampling(**each) for each in settings])
+        filters = sampling.Filters.of(spread, [SamplingParams(**each) for each in settings])
         keep = sampling.keep_first(spread, filters).tolist()
         assert all(row == sorted(row, reverse=True) for row in keep), "the likeliest are kept"
         return [sum(row) for row in keep]
@@ -103,8 +103,8 @@ def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
     seed and an index of its own."""
     picks = []
     for row, slot in enumerate(slots):
-        options = Sampling(**settings[row % len(settings)])
-        picks.append(Pick(slot, options, seed=row % 50, index=row // 50))
+        options = SamplingParams(**settings[row % len(settings)])
+        picks.append(SamplingRow(slot, options, seed=row % 50, index=row // 50))
     state = sampling.SlotState(DRAWS, 300)
     tokens = sampling.choose(logits_of(DRAWS), picks, state)[0].tolist()
     assert {*tokens} <= {*IDS}, "a token came that is not likely"
@@ -158,8 +158,8 @@ def test_seeds():
     """An engine with your sampler says the same for the same seed."""
     with new_engine(slots=2) as engine:
         prompt = engine.text.ask("Tell me a story about a fox.")
-        warm = Sampling(temperature=0.9, top_p=0.95, seed=7, max_tokens=12)
-        other = Sampling(temperature=0.9, seed=8, max_tokens=12)
+        warm = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=12)
+        other = SamplingParams(temperature=0.9, seed=8, max_tokens=12)
         handles = [engine.submit(prompt, each) for each in (warm, warm, other)]
         run_all(engine)
         first, same, different = [handle.tokens for handle in handles]

@@ -16,7 +16,7 @@ from course.from_zero.helpers import (
     text_of,
 )
 from models.memory import Sizes
-from nanobatch import Decoding, Order, Pick, Prefill, Runner, Sampling
+from nanobatch import Decoding, ForwardBatch, Prefill, Runner, SamplingParams, SamplingRow
 
 
 @pytest.mark.about("_admit")
@@ -60,10 +60,12 @@ def test_the_policy_says_who_is_next():
 
 def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
     """A step of a runner with 3 slots: by slot, what is said. `decodes`: slots and rows."""
-    order = Order((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
+    order = ForwardBatch((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
     slots = [prefill.slot for prefill in prefills if prefill.asked]
     slots += [slot for slot, _ in decodes]
-    picks = {slot: [Pick(slot, Sampling(**settings), seed=0, index=0)] for slot in slots}
+    picks = {
+        slot: [SamplingRow(slot, SamplingParams(**settings), seed=0, index=0)] for slot in slots
+    }
     tokens, logprobs = runner.run(order, picks).read()
     assert [len(each) for each in tokens] == [1, 1, 1], "a token of each slot, or -1"
     if settings.get("logprobs"):

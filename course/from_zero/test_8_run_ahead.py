@@ -18,7 +18,7 @@ from course.from_zero.helpers import (
 )
 from kernels.mlx import device_lock
 from models.memory import Sizes
-from nanobatch import Flight, Order, Pick, Prefill, Runner, Sampling
+from nanobatch import ForwardBatch, InFlightStep, Prefill, Runner, SamplingParams, SamplingRow
 
 
 def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:
@@ -28,7 +28,7 @@ def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:
     def note(what: str) -> None:
         lines.append(f"{what} {1 + sum(line.startswith(what) for line in lines)}")
 
-    class Noted(Flight):
+    class Noted(InFlightStep):
         def read(self) -> tuple:
             note("read")
             return super().read()
@@ -77,8 +77,8 @@ def test_flight():
     enqueue = runner._enqueue
     started: list[object] = []
     runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
-    order = Order((), [Prefill(1, ids_of(), 0, None, asked=True)], [])
-    flight = runner.run(order, {1: [Pick(1, Sampling(), seed=0, index=0)]})
+    order = ForwardBatch((), [Prefill(1, ids_of(), 0, None, asked=True)], [])
+    flight = runner.run(order, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
     assert any(each is flight.tokens for each in started), (
         "the tokens were never handed to self._enqueue: the device would start too late"
     )
@@ -134,7 +134,7 @@ def test_failure():
 def test_exit():
     """SystemExit ends the requests, too, but is for the whole program: it is raised again."""
 
-    def leave(order: Order) -> None:
+    def leave(order: ForwardBatch) -> None:
         raise SystemExit(3)
 
     with new_engine(slots=2) as engine:
@@ -152,7 +152,7 @@ def test_lock():
     with new_engine(slots=2) as engine, ThreadPoolExecutor(1) as other:
         begin = engine.runner.begin
 
-        def look_and_begin(order: Order):
+        def look_and_begin(order: ForwardBatch):
             taken.append(other.submit(device_lock.acquire, blocking=False).result())
             return begin(order)
 
@@ -186,7 +186,7 @@ def test_batch_invariance():
         warm = {"temperature": 0.8, "seed": number} if number % 3 == 0 else {}
         ids = [dice.randrange(5, 1500) for _ in range(dice.randint(1, 60))]
         tokens = dice.randint(1, 10)
-        asks.append((ids, Sampling(max_tokens=tokens, ignore_eos=True, logprobs=3, **warm)))
+        asks.append((ids, SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=3, **warm)))
     with new_engine(slots=5, budget=48) as engine:
         together = [engine.submit(*each) for each in asks]
         run_all(engine)

@@ -26,7 +26,7 @@ from models.hub import DEMO
 from models.layers import Model
 from models.load import read_model
 from screen.draw.style import GLYPHS, NAMES
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 Cell = tuple[str, int]  # what a slot did in a step, and for which request (0: for none)
 PROMPTS = [
@@ -43,10 +43,10 @@ GLYPH = dict(zip(NAMES, GLYPHS, strict=True))
 WIDTH = 96  # steps in a line; a longer run goes on below
 
 
-def load() -> tuple[Model, Text]:
+def load() -> tuple[Model, Tokenizer]:
     """The demo model: 2.7 million weights. It tells stories, counts, spells, and adds up to 99."""
     model = read_model(DEMO)
-    text = Text(DEMO, model.config.V)
+    text = Tokenizer(DEMO, model.config.V)
     return model, text
 
 
@@ -102,7 +102,7 @@ class Timeline:
         return "".join(glyphs)
 
 
-def show_answers(text: Text, prompts: Sequence[str], answers: Sequence[Sequence[int]]) -> None:
+def show_answers(text: Tokenizer, prompts: Sequence[str], answers: Sequence[Sequence[int]]) -> None:
     """Under each prompt its answer, without the token that ends it."""
     print()
     for number, prompt in enumerate(prompts, 1):

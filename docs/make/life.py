@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parents[2]
 ROOT = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else HERE
 sys.path.insert(0, str(ROOT))
 
-from nanobatch import Engine, Sampling  # noqa: E402
+from nanobatch import Engine, SamplingParams  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
 FILES = ("models/ops", "models/rope", "models/layers", "kernels/mlx", "kernels/row_ops")
@@ -36,7 +36,7 @@ LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, 
 }
 
 
-SAMPLING = Sampling(max_tokens=8)
+SAMPLING = SamplingParams(max_tokens=8)
 
 
 def is_ours(frame: FrameType) -> bool:

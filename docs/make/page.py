@@ -136,14 +136,14 @@ def read_talk(path: str) -> list[dict]:
 
 def talk_demo() -> list[dict]:
     """A conversation with the demo model: each turn, and what was read for it."""
-    from nanobatch import Engine, Sampling
+    from nanobatch import Engine, SamplingParams
 
     turns = []
     messages = []
     with Engine.load("demo", slots=2, max_len=512) as engine:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
-            result = engine.submit(messages, Sampling(max_tokens=240)).result()
+            result = engine.submit(messages, SamplingParams(max_tokens=240)).result()
             messages.append({"role": "assistant", "content": result.text})
             figures = result.metrics
             counts = {"cached": figures.cached_tokens, "tokens": figures.output_tokens}

@@ -47,7 +47,7 @@ from benchmarks.report import cell_text, summarise
 from docs.make import plot
 from kernels import mlx as device
 from models.load import read_model
-from nanobatch import Engine, Text
+from nanobatch import Engine, Tokenizer
 from runtime.snapshot import StepView
 
 BENCH = Path(__file__).parents[2] / "bench.py"
@@ -360,7 +360,7 @@ def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
 
 def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
     folder = make_checkpoint(tmp_path)
-    parts = read_model(folder), Text(folder, 272)
+    parts = read_model(folder), Tokenizer(folder, 272)
     said = []
     for guesses in (0, 3):
         with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
@@ -487,7 +487,10 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         dtypes.append(sample.contestant.engine.model.view.form)
         sample.contestant.close()
     narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
-    assert dtypes == [narrow if device.is_exact() else "float32, widened", "float32, widened"]
+    assert dtypes == [
+        narrow if device.is_batch_invariant() else "float32, widened",
+        "float32, widened",
+    ]
 
 
 # --- what goes wrong ----------------------------------------------------------------------------

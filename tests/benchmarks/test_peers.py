@@ -16,7 +16,7 @@ from benchmarks.peers import TimedRequest
 from benchmarks.plan import Spec
 from kernels.mlx import mx
 from models.load import read_model
-from nanobatch import Engine, Sampling, Text
+from nanobatch import Engine, SamplingParams, Tokenizer
 
 V = 272
 
@@ -225,9 +225,10 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
     folder = make_checkpoint(tmp_path / "model", seed=1)
     rng = np.random.default_rng(0)
     asks = [TimedRequest(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
-    with Engine(read_model(folder), Text(folder, V), slots=4, max_len=128) as engine:
+    with Engine(read_model(folder), Tokenizer(folder, V), slots=4, max_len=128) as engine:
         handles = [
-            engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks
+            engine.submit(ask.prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+            for ask in asks
         ]
         ours = [handle.result().tokens for handle in handles]
     peer = peers.PEERS[who](str(folder), 4, 128)

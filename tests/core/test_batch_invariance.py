@@ -22,12 +22,12 @@ from kernels.mlx import mx
 from kernels.packed import Matrix
 from models import ops
 from models.layers import Norm
-from models.rope import Kind
-from nanobatch import Engine, Model, Sampling, Text
+from models.rope import AttentionType
+from nanobatch import Engine, Model, SamplingParams, Tokenizer
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> list[tuple[Model, Text]]:
+def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
     return company.make_models(tmp_path_factory.mktemp("company"))
 
 
@@ -85,7 +85,7 @@ def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
         for rows in (3, 1024, 1024)
     )
     seen = 30
-    q, kind = q[0].swapaxes(0, 1), Kind(None, None, None, None, None)  # (3, 2, 24)
+    q, kind = q[0].swapaxes(0, 1), AttentionType(None, None, None, None, None)  # (3, 2, 24)
     near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)), kind)
     mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None]
     assert mx.array_equal(llama.attention(q, k[:, :, :reach], v[:, :, :reach], mask, kind), near)
@@ -151,7 +151,7 @@ def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_
                         rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
                         for _ in range(neighbours)
                     ]
-                    sampling = Sampling(max_tokens=12, ignore_eos=True)
+                    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
                     handles = [engine.submit(each, sampling) for each in (*others, prompt)]
                     engine.wait(
                         lambda handles=handles: all(handle.finish_reason for handle in handles)
@@ -274,7 +274,7 @@ def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(
     ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
         # It never says the poisoned token
-        longer = Sampling(max_tokens=60, ignore_eos=True, logit_bias={99: -100})
+        longer = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())
         after = engine.submit(good.prompt, good.sampling())
@@ -288,9 +288,11 @@ def test_a_prompt_cancelled_before_its_first_token_leaves_no_poison(models):
     """Nobody has looked at its numbers yet, so its slot is scrubbed, too."""
     model, text = models[0]
     with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1) as engine:
-        alone = engine.submit([5, 6, 7], Sampling(max_tokens=90)).result()
-        bad = engine.submit([99] * 150, Sampling(max_tokens=6))
+        alone = engine.submit([5, 6, 7], SamplingParams(max_tokens=90)).result()
+        bad = engine.submit([99] * 150, SamplingParams(max_tokens=6))
         engine.step(), engine.step()
         assert 0 < bad.request.prefilled < 150
         bad.cancel()
-        assert engine.submit([5, 6, 7], Sampling(max_tokens=90)).result().tokens == alone.tokens
+        assert (
+            engine.submit([5, 6, 7], SamplingParams(max_tokens=90)).result().tokens == alone.tokens
+        )

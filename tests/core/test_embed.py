@@ -11,10 +11,10 @@ from parity import CONFIGS
 from planted_bugs import poisoned
 
 from kernels.mlx import mx
-from nanobatch import Engine, ModelError, Sampling
+from nanobatch import Engine, ModelError, SamplingParams
 from runtime.embeddings import unit
 
-EMBED = Sampling(embeds=True)
+EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 # Of different families, whole and packed. The last norm of tied Gemma and Granite is divided
 SHAPES = (
@@ -99,7 +99,7 @@ def test_a_vector_has_the_same_bits_in_any_company(folder):
             for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold all of it
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
-                    wish = Sampling(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
+                    wish = SamplingParams(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
                     others.append(engine.submit(ids[: len(ids) // 2] or ids, wish))
                 for _ in range(int(rng.integers(0, 4))):
                     engine.step()
@@ -114,7 +114,7 @@ def test_a_vector_has_the_same_bits_in_any_company(folder):
 
 def test_neighbours_of_vectors_answer_as_alone(folder):
     prompt = list(range(40, 70))
-    wish = Sampling(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
     with Engine.load(folder, slots=3, max_len=128) as engine:
         alone = engine.generate([prompt], wish)[0]
     with Engine.load(folder, slots=3, max_len=128, reuse=False) as engine:
@@ -147,7 +147,7 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
     """What refers to a state may refer to the slab, and the next write would copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
         size = engine.runner.slab.k[0].nbytes
-        engine.submit(list(range(40)), Sampling(max_tokens=60, ignore_eos=True))
+        engine.submit(list(range(40)), SamplingParams(max_tokens=60, ignore_eos=True))
         rng = np.random.default_rng(1)
         engine.step()
         before = mx.get_active_memory()
@@ -199,7 +199,7 @@ def test_a_model_that_was_not_made_for_vectors_says_so(tmp_path):
     with Engine.load(folder, slots=1, max_len=64) as engine:
         with pytest.raises(ValueError, match=r"not made for embeddings: its folder has no 1_Pool"):
             engine.embed(["Once"])
-        assert engine.generate(["Once"], Sampling(max_tokens=2))[0].tokens
+        assert engine.generate(["Once"], SamplingParams(max_tokens=2))[0].tokens
     with Engine.load(folder, slots=1, max_len=64, embeds=True) as engine:
         assert len(engine.embed(["Once"])[0]) == 64
 
@@ -243,6 +243,6 @@ def test_a_model_without_a_head_is_read_as_it_is_published(tmp_path, folder):
 
 
 def test_embeds_is_true_or_false():
-    assert Sampling(embeds=True, max_tokens=50).max_tokens == 1
+    assert SamplingParams(embeds=True, max_tokens=50).max_tokens == 1
     with pytest.raises(ValueError, match="embeds = 1, but it must be True or False"):
-        Sampling(embeds=1)
+        SamplingParams(embeds=1)

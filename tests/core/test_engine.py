@@ -19,10 +19,10 @@ from waiting import wait_for
 import nanobatch
 from kernels.mlx import mx
 from models.load import read_model
-from nanobatch import Engine, Runner, Sampling, Text
+from nanobatch import Engine, Runner, SamplingParams, Tokenizer
 
-LONG = Sampling(max_tokens=60, ignore_eos=True)
-FEW = Sampling(max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+FEW = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 # --- handles ------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_metrics_say_what_happened(parts):
     ticks = iter(range(10**6))
     with Engine(*parts, slots=1, max_len=128, chunk=32, clock=lambda: float(next(ticks))) as engine:
         first, second = engine.generate(
-            [[1, 2, 3], [4, 5]], Sampling(max_tokens=5, ignore_eos=True)
+            [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=5, ignore_eos=True)
         )
     assert (
         first.metrics.prompt_tokens,
@@ -66,7 +66,7 @@ def test_metrics_say_what_happened(parts):
 
 def test_token_0_is_a_token_like_any_other(parts):
     """With run-ahead, the device hands each step's token to the next one: token 0, too."""
-    asked = Sampling(max_tokens=5, ignore_eos=True, logit_bias={0: 30.0}, logprobs=5)
+    asked = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={0: 30.0}, logprobs=5)
     with Engine(*parts, slots=1, max_len=128, chunk=32, reuse=False, guesses=0) as engine:
         assert any(engine.submit([1], LONG).result().tokens)  # and the slot has had others
         ahead = engine.submit([7, 8], asked).result()
@@ -76,7 +76,7 @@ def test_token_0_is_a_token_like_any_other(parts):
 
 
 def test_one_token_has_a_ttft_and_no_rate(engine):
-    metrics = engine.submit([1], Sampling(max_tokens=1)).result().metrics
+    metrics = engine.submit([1], SamplingParams(max_tokens=1)).result().metrics
     assert metrics.ttft_s > 0 and metrics.tokens_per_s is None and metrics.itl_max_s is None
 
 
@@ -87,7 +87,7 @@ def test_the_end_token_ends_an_answer_unless_it_is_to_be_ignored(parts):
         text.end_tokens, before = frozenset({tokens[4]}), text.end_tokens
         first = tokens.index(tokens[4])
         try:
-            ended = engine.submit([7, 8], Sampling(max_tokens=60)).result()
+            ended = engine.submit([7, 8], SamplingParams(max_tokens=60)).result()
             assert (ended.finish_reason, ended.tokens) == ("stop", tokens[: first + 1])
             assert engine.submit([7, 8], LONG).result().tokens == tokens
         finally:
@@ -134,7 +134,7 @@ def test_a_wrong_prompt_is_refused_at_submit_and_disturbs_nobody(engine, prompt,
 
 def test_an_unknown_field_is_refused_by_name():
     with pytest.raises(ValueError, match=r"temprature.*max_tokens"):
-        Sampling(temprature=0.5)
+        SamplingParams(temprature=0.5)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_client_is_a_text_and_anything_else_is_refused_at_submit(engine):
     """A client that cannot be counted would have failed the step that admits its request."""
     with pytest.raises(ValueError, match="client is a list; give a text"):
         engine.submit([1, 2], client=["anna"])
-    assert engine.submit([1, 2], Sampling(max_tokens=3), client="anna").result().finish_reason
+    assert engine.submit([1, 2], SamplingParams(max_tokens=3), client="anna").result().finish_reason
 
 
 @pytest.mark.parametrize("budget", [2_000_000, 2**31 - 1])
@@ -204,7 +204,7 @@ def test_any_thread_may_submit_read_step_and_cancel(engine):
 def test_serving_again_and_again_leaves_no_threads_behind(engine):
     def serve_once():
         with engine.serving():
-            engine.submit([1], Sampling(max_tokens=3)).result(timeout=60)
+            engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60)
 
     def threads() -> int:
         return (
@@ -222,7 +222,7 @@ def test_serving_again_and_again_leaves_no_threads_behind(engine):
 
 def test_an_idle_engine_sleeps_and_a_submit_wakes_it(engine):
     with engine.serving():
-        engine.submit([1], Sampling(max_tokens=3)).result(timeout=60)
+        engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60)
 
         # Threads that multiply spin before they sleep, on a busy machine for longer. One that never
         # sleeps takes a good part of every second.
@@ -233,7 +233,8 @@ def test_an_idle_engine_sleeps_and_a_submit_wakes_it(engine):
 
         wait_for(is_asleep)
         assert (
-            engine.submit([1], Sampling(max_tokens=3)).result(timeout=60).finish_reason == "length"
+            engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60).finish_reason
+            == "length"
         )
 
 
@@ -248,7 +249,7 @@ def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
     """To start the next step takes nearly as long as that step there, so the token is read
     before."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        running = engine.submit([1] * 8, Sampling(max_tokens=40, ignore_eos=True))
+        running = engine.submit([1] * 8, SamplingParams(max_tokens=40, ignore_eos=True))
         engine.step()
         assert len(running.tokens) == 1
         engine.step()
@@ -266,7 +267,7 @@ def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
 def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
     with Engine(*parts, slots=1, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
         expected = engine.submit([9, 9], FEW).result().tokens
-        doomed = engine.submit([1] * 90, Sampling(max_tokens=4, ignore_eos=True))
+        doomed = engine.submit([1] * 90, SamplingParams(max_tokens=4, ignore_eos=True))
         for _ in range(steps):
             engine.step()
         heir = engine.submit([9, 9], FEW)
@@ -304,7 +305,7 @@ def test_close_ends_every_open_handle_and_refuses_what_comes_after(parts):
 STATES = {
     "idle": "",
     "with a queue that nobody steps": "engine.submit([1], LONG)",
-    "in prefill": "engine.submit([1] * 100, Sampling(max_tokens=9)); engine.step()",
+    "in prefill": "engine.submit([1] * 100, SamplingParams(max_tokens=9)); engine.step()",
     "in decode": "h = engine.submit([1], LONG); [engine.step() for _ in range(9)]",
     "while a thread serves": "s = engine.serving(); s.__enter__(); engine.submit([1], LONG)",
     "in a fault": "engine.submit([1], LONG); engine.step(); 1 / 0",
@@ -318,8 +319,8 @@ def test_a_process_exits_cleanly_in_every_state(tmp_path_factory, state):
     folder = make_checkpoint(tmp_path_factory.mktemp("exit"), hidden_size=128, num_hidden_layers=4)
     code = f"""
 import sys
-from nanobatch import Engine, Sampling
-LONG = Sampling(max_tokens=100, ignore_eos=True)
+from nanobatch import Engine, SamplingParams
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
 engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 {STATES[state]}
 """
@@ -359,7 +360,8 @@ def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_w
         takes(1000, mx, "eval")
         takes(10_000, engine.sched, "commit")
         handles = [
-            engine.submit([n] * 20 * n, Sampling(max_tokens=6, ignore_eos=True)) for n in (1, 2, 3)
+            engine.submit([n] * 20 * n, SamplingParams(max_tokens=6, ignore_eos=True))
+            for n in (1, 2, 3)
         ]
         while engine.step():
             pass
@@ -389,7 +391,7 @@ def test_an_engine_that_is_dropped_gives_its_slab_back_at_once(parts):
         engine = Engine(*parts, slots=2, max_len=128, chunk=32)
         with engine.serving():
             engine.generate(
-                ["one", [2, 2], [3]], Sampling(max_tokens=3, logprobs=2, ignore_eos=True)
+                ["one", [2, 2], [3]], SamplingParams(max_tokens=3, logprobs=2, ignore_eos=True)
             )
         with pytest.raises(ValueError, match="empty"):
             engine.submit("")
@@ -416,14 +418,14 @@ def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, roun
     it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
     with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
-        engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
+        engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
         mx.reset_peak_memory()
         gc.collect()
         active, resident = mx.get_active_memory(), rss()
         before = engine.steps
         for _ in range(rounds):
-            engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=501, ignore_eos=True))
+            engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=501, ignore_eos=True))
         assert engine.steps - before >= 500 * rounds
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
         assert abs(mx.get_active_memory() - active) < 200 * 500 * rounds
@@ -441,9 +443,9 @@ def count_copies(folder: Path) -> tuple[int, int]:
     with wide projections makes the pass before slow until it has read.
     """
     model = read_model(folder)
-    say = Sampling(max_tokens=12, ignore_eos=True)
+    say = SamplingParams(max_tokens=12, ignore_eos=True)
     with Engine(
-        model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
+        model, Tokenizer(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
     ) as engine:
         copies, orders, begin = 0, [], engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)

@@ -10,24 +10,24 @@ from checkpoints import make_checkpoint
 from processes import python
 
 import nanobatch
-from nanobatch import Engine, Order, QueueFull, Runner, Sampling
+from nanobatch import Engine, ForwardBatch, QueueFull, Runner, SamplingParams
 from policies import POLICIES
 from runtime.errors import describe, show_fault
 from runtime.handle import Handle
 from sched import Scheduler
 
-LONG = Sampling(max_tokens=30, ignore_eos=True)
-FEW = Sampling(max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+FEW = SamplingParams(max_tokens=6, ignore_eos=True)
 # Each part of a step: the function that raises.
 PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_room"),
-    "order": (Order, "of"),
+    "order": (ForwardBatch, "of"),
     "forward": (nanobatch, "forward"),
     "a sampler": (nanobatch, "choose"),
     "runner": (Runner, "begin"),
     "choice": (Runner, "finish"),
-    "read": (nanobatch.Flight, "read"),
+    "read": (nanobatch.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
     "record": (nanobatch.StepView, "of"),
 }
@@ -145,7 +145,7 @@ def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(
         handle = engine.submit([1], LONG)
         engine.step(), engine.step()
         monkeypatch.setattr(nanobatch, "forward", bug)
-        monkeypatch.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
+        monkeypatch.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
         engine.step()
         assert handle.error == "Bug: the device is on fire"
         assert (
@@ -211,10 +211,10 @@ def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
     )
     code = f"""
 import hacked, nanobatch
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 nanobatch.forward = hacked.forward
 with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
-    print(engine.submit([1], Sampling(max_tokens=3)).result().error)
+    print(engine.submit([1], SamplingParams(max_tokens=3)).result().error)
 """
     done = python(code, PYTHONPATH=str(tmp_path))
     error = "AttributeError: 'list' object has no attribute 'nothing'"

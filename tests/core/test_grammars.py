@@ -11,12 +11,12 @@ from harness import Tap
 from planted_bugs import poisoned
 
 import nanobatch
-from nanobatch import Engine, Runner, Sampling
+from nanobatch import Engine, Runner, SamplingParams
 from text.grammar import Grammar
 
 DIGITS = {"regex": "[0-9]{8}"}
 LIST = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
-PLAIN = Sampling(max_tokens=20, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=20, ignore_eos=True)
 SETTINGS = [
     {},
     {"temperature": 1.0},
@@ -47,8 +47,8 @@ def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has
     """In company every setting runs beside itself without a grammar."""
     wishes = []
     for n, settings in enumerate(SETTINGS):
-        wishes.append(Sampling(max_tokens=30, seed=n, grammar=DIGITS, **settings))
-        wishes.append(Sampling(max_tokens=12, seed=n, ignore_eos=True, **settings))
+        wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
+        wishes.append(SamplingParams(max_tokens=12, seed=n, ignore_eos=True, **settings))
     asks = list(zip(prompts(len(wishes)), wishes, strict=True))
     with Engine(*parts, slots=7, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
         tap = Tap(engine)
@@ -68,7 +68,7 @@ def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has
 
 def test_log_probabilities_are_those_of_the_allowed_tokens(engine):
     """What is forbidden has the probability 0, and what is left adds up to 1."""
-    handle = engine.submit([1, 2, 3], Sampling(max_tokens=30, grammar=DIGITS, logprobs=12))
+    handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=30, grammar=DIGITS, logprobs=12))
     for logprob in handle.result().logprobs:
         chances = {token: math.exp(value) for token, value in logprob.top}
         assert abs(sum(chances.values()) - 1) < 1e-4
@@ -78,16 +78,16 @@ def test_log_probabilities_are_those_of_the_allowed_tokens(engine):
 
 
 def test_an_answer_that_is_cut_says_so_and_one_that_ends_with_its_last_token_is_complete(engine):
-    cut = engine.submit([1, 2], Sampling(max_tokens=7, grammar=DIGITS)).result()
+    cut = engine.submit([1, 2], SamplingParams(max_tokens=7, grammar=DIGITS)).result()
     assert (cut.finish_reason, len(cut.text)) == ("length", 7)
-    whole = engine.submit([1, 2], Sampling(max_tokens=8, grammar=DIGITS)).result()
+    whole = engine.submit([1, 2], SamplingParams(max_tokens=8, grammar=DIGITS)).result()
     assert (whole.finish_reason, len(whole.text)) == ("stop", 8)
 
 
 def test_a_stop_text_ends_an_answer_before_its_grammar_does(engine):
-    whole = engine.submit([1, 2], Sampling(max_tokens=30, grammar=DIGITS)).result()
+    whole = engine.submit([1, 2], SamplingParams(max_tokens=30, grammar=DIGITS)).result()
     stopped = engine.submit(
-        [1, 2], Sampling(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])
+        [1, 2], SamplingParams(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])
     ).result()
     assert stopped.finish_reason == "stop"
     assert stopped.text == whole.text[: whole.text.index(whole.text[3:5])]
@@ -96,14 +96,14 @@ def test_a_stop_text_ends_an_answer_before_its_grammar_does(engine):
 def test_the_end_token_ends_an_answer_where_the_grammar_allows_it(engine):
     bias = {257: 1e9}  # the end token is as likely as can be
     result = engine.submit(
-        [1], Sampling(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
+        [1], SamplingParams(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
     ).result()
     assert result.finish_reason == "stop" and len(result.text) == 3
 
 
 def test_of_several_choices_each_has_its_own_place_in_the_grammar(engine):
     wishes = [
-        Sampling(grammar=LIST, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)
+        SamplingParams(grammar=LIST, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)
     ]
     handles = [engine.submit([7, 8, 9], wish) for wish in wishes]
     answers = [handle.result() for handle in handles]
@@ -113,11 +113,11 @@ def test_of_several_choices_each_has_its_own_place_in_the_grammar(engine):
 
 def test_a_slot_that_is_cancelled_or_reused_leaves_no_grammar(engine):
     prompt = (prompts(1)[0] * 90)[:90]
-    first = engine.submit(prompt, Sampling(max_tokens=30, grammar=DIGITS))
+    first = engine.submit(prompt, SamplingParams(max_tokens=30, grammar=DIGITS))
     while len(first.tokens) < 3:
         engine.step()
     first.cancel()
-    second = engine.submit(prompt, Sampling(max_tokens=30, grammar=DIGITS))
+    second = engine.submit(prompt, SamplingParams(max_tokens=30, grammar=DIGITS))
     again = second.result()
     assert again.tokens[:3] == first.tokens[:3] and again.metrics.cached_tokens > 0
     assert first.grammar is None and second.grammar is None, "a handle may be kept for long"
@@ -132,10 +132,12 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
     token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
     grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}
     with Engine(poisoned(model, token), text, slots=2, max_len=64, chunk=32) as engine:
-        bad = engine.submit([1, 99, 2], Sampling(max_tokens=30, grammar=grammar))
+        bad = engine.submit([1, 99, 2], SamplingParams(max_tokens=30, grammar=grammar))
         assert bad.result().finish_reason == "error" and "finite" in bad.error
         assert (
-            engine.submit([1], Sampling(max_tokens=30, grammar={"choice": ["x"]})).result().text
+            engine.submit([1], SamplingParams(max_tokens=30, grammar={"choice": ["x"]}))
+            .result()
+            .text
             == "x"
         )
 
@@ -145,7 +147,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
     """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
-    events, begin, finish, read = [], Runner.begin, Runner.finish, nanobatch.Flight.read
+    events, begin, finish, read = [], Runner.begin, Runner.finish, nanobatch.InFlightStep.read
     count = {"begin": 0, "finish": 0, "read": 0}
 
     def noted(name, function):
@@ -160,7 +162,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         engine.hurries = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
-        monkeypatch.setattr(nanobatch.Flight, "read", noted("read", read))
+        monkeypatch.setattr(nanobatch.InFlightStep, "read", noted("read", read))
         for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
             handle.result()
     monkeypatch.undo()
@@ -180,7 +182,7 @@ def test_without_a_grammar_a_step_is_started_whole_before_the_one_before_is_read
 def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(parts, monkeypatch):
     """And as soon as no row of a step has a grammar, run-ahead is whole again."""
     events = events_of(
-        parts, monkeypatch, Sampling(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
+        parts, monkeypatch, SamplingParams(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
     )
     steps = max(step for _, step in events)
     waited = 0
@@ -204,7 +206,7 @@ def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
         handles = [engine.submit([n], PLAIN) for n in range(3)]
-        handles.append(engine.submit([3], Sampling(max_tokens=30, grammar=DIGITS)))
+        handles.append(engine.submit([3], SamplingParams(max_tokens=30, grammar=DIGITS)))
         engine.wait(lambda: all(handle.finish_reason for handle in handles))
     assert asked == [1] * 8
 
@@ -225,10 +227,10 @@ def test_a_grammar_is_made_before_submit_returns_and_never_by_the_thread_that_st
     monkeypatch.setattr(Grammar, "__init__", noted)
     engine.sched.guess = lambda decoding, left: {}  # a guess is tried on a copy
     with engine.serving():
-        handle = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS))
+        handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))
         assert makers == ["grammar"]
         with pytest.raises(ValueError, match="unknown name"):
-            engine.submit([1], Sampling(grammar={"lark": "start: x"}))
+            engine.submit([1], SamplingParams(grammar={"lark": "start: x"}))
         assert handle.result().finish_reason == "stop"
     assert makers == ["grammar"]
 
@@ -244,10 +246,10 @@ def test_a_grammar_that_fails_ends_its_own_request(
     parts, monkeypatch, caplog, method, error, run_ahead
 ):
     with Engine(*parts, slots=3, max_len=64, chunk=32, run_ahead=run_ahead) as engine:
-        good = [Sampling(max_tokens=30, grammar=DIGITS), PLAIN]
+        good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
         expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
         handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
-        bad = engine.submit([9], Sampling(max_tokens=30, grammar=DIGITS))
+        bad = engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS))
         usual = getattr(Grammar, method)
 
         def fail(self, *arguments):
@@ -261,7 +263,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
         assert bad.finish_reason == "error" and "out of fuel" in bad.error
         assert [handle.tokens for handle in handles] == expected
         assert (
-            engine.submit([9], Sampling(max_tokens=30, grammar=DIGITS)).result().finish_reason
+            engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS)).result().finish_reason
             == "stop"
         )
 
@@ -270,8 +272,8 @@ def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine
     parts, monkeypatch, caplog
 ):
     with Engine(*parts, slots=2, max_len=64, chunk=32) as engine:
-        expected = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS)).result().tokens
-        handle = engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS))
+        expected = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS)).result().tokens
+        handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))
         while len(handle.tokens) < 3:
             engine.step()
         monkeypatch.setattr(Runner, "finish", lambda *rest: 1 / 0)
@@ -279,20 +281,21 @@ def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine
         monkeypatch.undo()
         assert handle.finish_reason == "error" and "ZeroDivisionError" in handle.error
         assert (
-            engine.submit([1], Sampling(max_tokens=30, grammar=DIGITS)).result().tokens == expected
+            engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS)).result().tokens
+            == expected
         )
 
 
 def test_a_tap_records_no_ghost(parts):
     """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
-    sampling = Sampling(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
+    sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
     with Engine(*parts, slots=1, max_len=128, guesses=0) as engine:
         tap = Tap(engine)
         handle = engine.submit([5, 6, 7], sampling)
         handle.result()
         engine.wait(lambda: not engine.has_work)
         ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
-        first = engine.submit([5, 6, 7], Sampling(max_tokens=1))
+        first = engine.submit([5, 6, 7], SamplingParams(max_tokens=1))
         first.result()
     assert ghosts == 1 and len(handle.tokens) > 1
     assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])

@@ -101,7 +101,7 @@ def test_long_positions_stay_close_too(tmp_path):
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
         tap = Tap(engine)
-        handle = engine.submit(prompt, nanobatch.Sampling(max_tokens=16, ignore_eos=True))
+        handle = engine.submit(prompt, nanobatch.SamplingParams(max_tokens=16, ignore_eos=True))
         handle.result()
         expected = Reference(folder).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]
         assert np.abs(tap.of(handle) - expected).max() < CLOSE

@@ -10,11 +10,11 @@ from harness import Tap
 from planted_bugs import poisoned
 
 from kernels.mlx import mx
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from sched import Scheduler
 
 CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them
-SHORT = Sampling(max_tokens=4, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -50,8 +50,8 @@ def test_the_longest_match_wins_live_or_free(parts):
     long = tokens(140)
     with Engine(*parts, slots=3, max_len=256, chunk=32) as engine:
         engine.submit(long[:70], SHORT).result()
-        other = engine.submit(tokens(40, seed=9), Sampling(max_tokens=200, ignore_eos=True))
-        live = engine.submit(long, Sampling(max_tokens=100, ignore_eos=True))
+        other = engine.submit(tokens(40, seed=9), SamplingParams(max_tokens=200, ignore_eos=True))
+        live = engine.submit(long, SamplingParams(max_tokens=100, ignore_eos=True))
         while not live.tokens:
             engine.step()
         assert engine.submit([*long[:135], 1, 2, 3], SHORT).result().metrics.cached_tokens == 135
@@ -129,7 +129,7 @@ def turns(
     answer."""
     said, told = first, []
     for turn in range(count):
-        result = engine.submit(said, Sampling(max_tokens=answer, ignore_eos=True)).result()
+        result = engine.submit(said, SamplingParams(max_tokens=answer, ignore_eos=True)).result()
         told.append((len(said), result.metrics.cached_tokens, result.tokens))
         said = said + result.tokens + tokens(9, seed=turn + 1)
     return told
@@ -157,7 +157,7 @@ def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_to
 ):
     """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and
     30 of an answer."""
-    longer = Sampling(max_tokens=30, ignore_eos=True)
+    longer = SamplingParams(max_tokens=30, ignore_eos=True)
     with (
         Engine(*parts, slots=2, max_len=256, chunk=32) as engine,
         Engine(*parts, slots=2, max_len=256) as plain,
@@ -189,7 +189,7 @@ def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(pa
         poisoned(model, 99), text, slots=1, max_len=256, chunk=32, run_ahead=run_ahead
     ) as engine:
         cancelled = engine.submit(
-            prompt, Sampling(max_tokens=50, ignore_eos=True, logit_bias={99: -1e9})
+            prompt, SamplingParams(max_tokens=50, ignore_eos=True, logit_bias={99: -1e9})
         )
         while len(cancelled.tokens) < 10:
             engine.step()
@@ -200,7 +200,7 @@ def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(pa
         assert failed.result().finish_reason == "error"
         assert [slot.remembered for slot in engine.snapshot().slots] == [0]
         again = engine.submit(
-            [*said, 7], Sampling(max_tokens=100, ignore_eos=True, logit_bias={99: -1e9})
+            [*said, 7], SamplingParams(max_tokens=100, ignore_eos=True, logit_bias={99: -1e9})
         ).result()
         assert again.metrics.cached_tokens == 0 and again.finish_reason == "length"
 
@@ -211,7 +211,7 @@ def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         engine.submit(tokens(40), SHORT).result()
         assert [slot.remembered for slot in engine.snapshot().slots] == [43, 0]
-        handle = engine.submit(tokens(20, seed=1), Sampling(max_tokens=50, ignore_eos=True))
+        handle = engine.submit(tokens(20, seed=1), SamplingParams(max_tokens=50, ignore_eos=True))
         while len(handle.tokens) < 10:
             engine.step()
         handle.cancel()
@@ -251,7 +251,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
         going = []
 
         def say(prompt: list[int], turn: int, before: int) -> None:
-            sampling = Sampling(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
+            sampling = SamplingParams(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
             cancel = engine.steps + int(rng.integers(1, 40)) if rng.random() < 0.2 else 10**9
             going.append((engine.submit(prompt, sampling), cancel, turn, before))
 
@@ -329,7 +329,7 @@ def test_a_chat_of_messages_goes_on_behind_its_own_answer():
     with Engine.load("demo", slots=2, max_len=256) as engine:
         for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):
             chat.append({"role": "user", "content": question})
-            handle = engine.submit(chat, Sampling(max_tokens=40))
+            handle = engine.submit(chat, SamplingParams(max_tokens=40))
             result = handle.result()
             chat.append({"role": "assistant", "content": result.text})
             prompt = list(handle.request.prompt)

@@ -13,10 +13,10 @@ from soak import SOAK, soak
 
 import nanobatch
 from kernels.mlx import mx
-from nanobatch import POLICIES, Engine, Sampling
+from nanobatch import POLICIES, Engine, SamplingParams
 
-LONG = Sampling(max_tokens=30, ignore_eos=True)
-FEW = Sampling(max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+FEW = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 def test_soak_of_random_requests_cancels_and_bad_input(parts):
@@ -38,8 +38,8 @@ CALLS = [
     "Runner._copy_prefix",
     "Runner._padded",
     "Runner._choose",
-    "Flight.read",
-    "Order.of",
+    "InFlightStep.read",
+    "ForwardBatch.of",
     "Scheduler.plan",
     "Slab.bucket",
     "mx.eval",
@@ -71,7 +71,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
 
             monkeypatch.setattr(owner, name, failing)
             handles = [
-                engine.submit([n] * 20 * n, Sampling(max_tokens=4, ignore_eos=True))
+                engine.submit([n] * 20 * n, SamplingParams(max_tokens=4, ignore_eos=True))
                 for n in (1, 2, 3)
             ]
             results = [handle.result(timeout=60) for handle in handles]
@@ -91,8 +91,10 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
     """A's third and last token is in flight when the step after it, which holds B alone, cannot be
     built."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
-        expected = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True)).result().tokens
-        a = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True))
+        expected = (
+            engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True)).result().tokens
+        )
+        a = engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
         b = engine.submit([3, 4], LONG)
         while a.request.planned < 3:
             engine.step()
@@ -161,15 +163,17 @@ def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
     model, text = parts
     with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
         first = engine.submit([7] * 40, LONG).result().tokens[0]
-        alone = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True)).result().tokens
+        alone = (
+            engine.submit([3, 4], SamplingParams(max_tokens=60, ignore_eos=True)).result().tokens
+        )
     bad = poisoned(model, first)  # as soon as it has said its first token, its next row is NaN
     with Engine(bad, text, slots=1, max_len=128, chunk=32) as engine:
-        settings = Sampling(max_tokens=20, stop=[first]) if ends_by == "stop" else LONG
+        settings = SamplingParams(max_tokens=20, stop=[first]) if ends_by == "stop" else LONG
         a = engine.submit([7] * 40, settings)
         while not a.tokens:
             engine.step()
         a.cancel()
-        b = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True))
+        b = engine.submit([3, 4], SamplingParams(max_tokens=60, ignore_eos=True))
         b.result()
         said = alone[: alone.index(first) + 1] if first in alone else alone
         assert b.tokens == said, "the next owner was poisoned"
@@ -179,7 +183,7 @@ def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
     """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes
     later still."""
     model, text = parts
-    good = Sampling(max_tokens=60, ignore_eos=True)
+    good = SamplingParams(max_tokens=60, ignore_eos=True)
     with Engine(
         poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False
     ) as engine:
@@ -230,13 +234,13 @@ def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatc
     with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
         expected = engine.submit([4, 5], LONG).result().tokens
         a, b = (
-            engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)),
+            engine.submit([1, 2], SamplingParams(max_tokens=2, ignore_eos=True)),
             engine.submit([4, 5], LONG),
         )
         while a.request.planned < 2:
             engine.step()
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
+            broken.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
             engine.step()
         assert a.finish_reason == "error" and b.result(timeout=60).tokens == expected
 
@@ -245,10 +249,10 @@ def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
     """The chunk is in flight when the request is cancelled. On a GPU its padding is written,
     too."""
     model, text = parts
-    good = Sampling(max_tokens=95, ignore_eos=True)
+    good = SamplingParams(max_tokens=95, ignore_eos=True)
     with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64) as engine:
         alone = engine.submit([5, 6, 7], good).result().tokens
-        bad = engine.submit([99] * 90, Sampling(max_tokens=5))
+        bad = engine.submit([99] * 90, SamplingParams(max_tokens=5))
         while not bad.request.planned:
             engine.step()
         bad.cancel()
@@ -267,7 +271,7 @@ def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
 def test_settings_at_their_limits_disturb_nobody(engine, settings):
     expected = engine.submit([1, 2], LONG).result().tokens
     odd, good = (
-        engine.submit([1, 2], Sampling(max_tokens=9, **settings)),
+        engine.submit([1, 2], SamplingParams(max_tokens=9, **settings)),
         engine.submit([1, 2], LONG),
     )
     assert odd.result().finish_reason in ("length", "stop") and good.result().tokens == expected
@@ -277,7 +281,7 @@ def test_settings_at_their_limits_disturb_nobody(engine, settings):
 
 def test_what_was_checked_at_submit_cannot_be_changed_after(engine):
     bias = {5: 1.0}
-    sampling = Sampling(logit_bias=bias)
+    sampling = SamplingParams(logit_bias=bias)
     bias[100_000] = 1.0
     assert dict(sampling.logit_bias) == {5: 1.0}
     with pytest.raises(TypeError):
@@ -299,7 +303,7 @@ def test_what_is_not_finite_is_not_kept_after_a_cancel(parts, value, at):
     spoiled = replace(model, table=model.table._replace(weight=mx.array(weight)))
     good = [n % 90 for n in range(130)]
     with Engine(spoiled, text, slots=1, max_len=256, chunk=32, budget=1) as engine:
-        settings = Sampling(max_tokens=20, ignore_eos=True, logit_bias={99: -100})
+        settings = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={99: -100})
         alone = engine.submit(good, settings).result().tokens
         engine.submit([5], settings).result()
         bad = engine.submit([*good[:at], 99, *good[at:]], settings)

@@ -12,8 +12,8 @@ from harness import random_asks
 
 from kernels.mlx import device_lock, device_stream, mx
 from models.memory import Sizes
-from nanobatch import Engine, Order, Picks, Prefill, Runner, Sampling
-from sampling import Pick
+from nanobatch import Engine, ForwardBatch, Picks, Prefill, Runner, SamplingParams
+from sampling import SamplingRow
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
 KINDS = [
@@ -34,19 +34,19 @@ class Recorded:
         self.runner, self.steps, self.tokens, self.logprobs = runner, [], [], []
 
     @property
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[ForwardBatch]:
         return [order for order, _ in self.steps]
 
     @property
     def picks(self) -> list[Picks]:
         return [picks for _, picks in self.steps]
 
-    def play(self, order: Order, picks: Picks) -> None:
+    def play(self, order: ForwardBatch, picks: Picks) -> None:
         tokens, logprobs = self.runner.run(order, picks).read()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
-    def play_all(self, steps: list[tuple[Order, Picks]]) -> Recorded:
+    def play_all(self, steps: list[tuple[ForwardBatch, Picks]]) -> Recorded:
         with device_lock, device_stream():
             for step in steps:
                 self.play(*step)
@@ -82,7 +82,7 @@ def record(parts) -> Recorded:
             settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[
                 n % len(KINDS)
             ]
-            handles.append(engine.submit(ask.prompt, Sampling(**settings)))
+            handles.append(engine.submit(ask.prompt, SamplingParams(**settings)))
             for _ in range(n % 3):
                 engine.step()
             if n % 7 == 6:
@@ -166,12 +166,12 @@ def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
 def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record, monkeypatch):
     """How tokens are gathered into passes and windows is a matter of speed alone."""
 
-    def one_by_one(order: Order) -> list:
+    def one_by_one(order: ForwardBatch) -> list:
         return [([prefill], ()) for prefill in order.prefills] + [
             ([], (decode,)) for decode in order.decodes
         ]
 
-    monkeypatch.setattr(Order, "passes", one_by_one)
+    monkeypatch.setattr(ForwardBatch, "passes", one_by_one)
     played = Recorded(Runner(parts[0], SIZES)).play_all(record.steps)
     assert played.tokens == record.tokens and played.logprobs == record.logprobs
     assert played.slab == record.slab
@@ -197,7 +197,7 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
 def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
     first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
     copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
-    order = Order((), (first, other, copies_old, copies), ((5, 8, ()),))
+    order = ForwardBatch((), (first, other, copies_old, copies), ((5, 8, ()),))
     assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
 
@@ -224,7 +224,9 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
         chunk = Prefill(2, (7, 8, 9), 0, None, True)
-        flight = runner.run(Order((), (chunk,), ()), {2: [Pick(2, Sampling(), 0, 0)]})
+        flight = runner.run(
+            ForwardBatch((), (chunk,), ()), {2: [SamplingRow(2, SamplingParams(), 0, 0)]}
+        )
         assert flight.began == began + 1 and flight.build_s > 0
         assert flight.device_s == 2  # the forward pass was started, then the sampling
         assert flight.wait_s == 1  # for the pass before
@@ -247,10 +249,12 @@ def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_cop
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)
-        runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), ()), {}).read()
+        runner.run(ForwardBatch((), (Prefill(0, (7,) * 32, 0, None, False),), ()), {}).read()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        runner.run(Order(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}).read()
+        runner.run(
+            ForwardBatch(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}
+        ).read()
         mx.synchronize()
         assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes

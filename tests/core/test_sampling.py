@@ -11,8 +11,8 @@ from checkpoints import Reference, make_checkpoint
 import sampling
 from kernels.mlx import mx
 from models.load import read_model
-from nanobatch import Engine, Model, Sampling, Text
-from sampling import Pick, SlotState, choose, edit
+from nanobatch import Engine, Model, SamplingParams, Tokenizer
+from sampling import SamplingRow, SlotState, choose, edit
 
 DRAWS = 20_000
 V = 272
@@ -24,8 +24,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def parts(folder) -> tuple[Model, Text]:
-    return read_model(folder), Text(folder, V)
+def parts(folder) -> tuple[Model, Tokenizer]:
+    return read_model(folder), Tokenizer(folder, V)
 
 
 @pytest.fixture(params=["sorted", "bisected"])
@@ -76,7 +76,7 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
         *[
             (name, "bisected")
             for name, options in OPTIONS.items()
-            if Sampling(**options).group == "long list"
+            if SamplingParams(**options).group == "long list"
         ],
     ],
     indirect=["how"],
@@ -88,9 +88,9 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
     expected = expected_distribution(logits, options)
     counts = np.zeros(V)
-    batch, asked = 500, Sampling(**options)
+    batch, asked = 500, SamplingParams(**options)
     for start in range(0, DRAWS, batch):
-        picks = [Pick(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
+        picks = [SamplingRow(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
         tokens, _ = choose(
             mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotState(batch, V)
         )
@@ -128,17 +128,19 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
             x = process(mx.array(prompt + tokens), x)
         tokens.append(int(mx.argmax(x[0]).item()))
     with Engine(*parts, slots=3, max_len=128, chunk=32) as engine:
-        neighbour = engine.submit([1, 2], Sampling(max_tokens=25, repetition_penalty=1.2))
-        handle = engine.submit(prompt, Sampling(max_tokens=30, ignore_eos=True, **options))
+        neighbour = engine.submit([1, 2], SamplingParams(max_tokens=25, repetition_penalty=1.2))
+        handle = engine.submit(prompt, SamplingParams(max_tokens=30, ignore_eos=True, **options))
         assert handle.result().tokens == tokens
         neighbour.result()
 
 
 def test_the_penalties_count_the_tokens_of_the_answer_and_no_other():
     """A short answer is filled up with its first token, which must not count again."""
-    asked = Sampling(presence_penalty=1.0, frequency_penalty=0.5)
+    asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)
     answers = [(), (5,), (5, 6, 5)]
-    picks = [Pick(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)]
+    picks = [
+        SamplingRow(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)
+    ]
     x = edit(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
     assert x[0] == [0] * 8
     assert x[1] == [0, 0, 0, 0, 0, -1.5, 0, 0]
@@ -173,12 +175,13 @@ def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(folder, par
         x -= options.get("presence_penalty", 0) * (counts > 0)
         x -= options.get("frequency_penalty", 0) * counts
         tokens.append(int(x.argmax()))
-    plain = Sampling(max_tokens=90, ignore_eos=True)
-    asked = Sampling(max_tokens=90, ignore_eos=True, **options)
+    plain = SamplingParams(max_tokens=90, ignore_eos=True)
+    asked = SamplingParams(max_tokens=90, ignore_eos=True, **options)
     for run_ahead in (True, False):
         with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
             neighbours = [
-                engine.submit([1, 2], Sampling(max_tokens=n, frequency_penalty=1)) for n in (5, 70)
+                engine.submit([1, 2], SamplingParams(max_tokens=n, frequency_penalty=1))
+                for n in (5, 70)
             ]
             handle = engine.submit(prompt, asked)
             again = engine.submit(prompt, asked)
@@ -224,15 +227,17 @@ KINDS = {
 }
 
 
-def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
+def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
     """A pick for each kind, in slots of their own, from `at` on."""
     return [
-        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3))
+        SamplingRow(
+            at + i, SamplingParams(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3)
+        )
         for i, kind in enumerate(kinds)
     ]
 
 
-def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int, tuple]:
+def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
     tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
     measured = {pick.slot: (own, top) for part in parts for pick, own, top, _ in part.read()}
@@ -290,7 +295,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
     for levels, widest in [(3, 9), (50, 9), (10**6, 9), (10**6, 1e-3), (10**6, 900)]:
         x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(widest / levels)
         settings = [
-            Sampling(
+            SamplingParams(
                 temperature=1,
                 top_k=int(rng.choice([0, 1, 66, 200, 640, 10**9])),
                 top_p=float(rng.choice([1, 1 - 1e-6, 0.997, 0.61, 0.3, 1e-3, 1e-60])),
@@ -332,7 +337,10 @@ def test_bisection_keeps_what_a_sort_would_keep():
 def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, kept, how):
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
-    picks = [Pick(i, Sampling(temperature=1, **options), seed=1, index=i) for i in range(200)]
+    picks = [
+        SamplingRow(i, SamplingParams(temperature=1, **options), seed=1, index=i)
+        for i in range(200)
+    ]
     tokens, _ = choose(mx.array(logits), picks, SlotState(200, V))
     assert sorted(set(tokens.tolist())) == kept
 
@@ -410,19 +418,19 @@ def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
 def test_a_bias_is_built_once_a_request_and_no_other_request_gets_it():
     """100,000 entries took a second in each step."""
     state, bias = SlotState(2, V), {5: 1.0}
-    first, same, other = (Pick(0, Sampling(logit_bias=bias), 0, 0) for _ in range(3))
+    first, same, other = (SamplingRow(0, SamplingParams(logit_bias=bias), 0, 0) for _ in range(3))
     same = same._replace(sampling=first.sampling, index=7)
     built = state.bias(first)
     assert state.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
     assert state.bias(other) is not built
-    assert not state.bias(Pick(0, Sampling(), 0, 0)).any()
+    assert not state.bias(SamplingRow(0, SamplingParams(), 0, 0)).any()
 
 
 def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
     with Engine(*parts, slots=1, max_len=64) as engine:
         plain, *results = [
-            engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True, logit_bias=bias))
+            engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias))
             .result()
             .tokens
             for bias in wishes
@@ -433,16 +441,16 @@ def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
 # --- in company ---------------------------------------------------------------------------------
 
 EIGHT = [
-    Sampling(max_tokens=24, ignore_eos=True),
-    Sampling(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
-    Sampling(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
-    Sampling(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
-    Sampling(
+    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
+    SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
+    SamplingParams(
         max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3
     ),
-    Sampling(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
-    Sampling(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
-    Sampling(
+    SamplingParams(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
+    SamplingParams(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
+    SamplingParams(
         max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0
     ),
 ]
@@ -469,8 +477,8 @@ def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(par
 def test_a_penalty_is_none_of_a_longer_answers_business_beside_it(parts):
     """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
     wishes = [
-        Sampling(max_tokens=90, ignore_eos=True, logprobs=0),
-        Sampling(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
+        SamplingParams(max_tokens=90, ignore_eos=True, logprobs=0),
+        SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
     ]
     with Engine(*parts, slots=2, max_len=128) as engine:
         alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
@@ -483,13 +491,13 @@ def test_a_penalty_is_none_of_a_longer_answers_business_beside_it(parts):
 def test_seeds_make_answers_repeat_and_differ(parts):
     hot = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
     with Engine(*parts, slots=4, max_len=128) as engine:
-        seeded = [engine.submit([1, 2], Sampling(seed=5, **hot)) for _ in range(3)]
+        seeded = [engine.submit([1, 2], SamplingParams(seed=5, **hot)) for _ in range(3)]
         assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
         others = [
-            engine.submit([1, 2], Sampling(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
+            engine.submit([1, 2], SamplingParams(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
         ]
         assert len({tuple(handle.result().tokens) for handle in others}) == 5
-        unseeded = [engine.submit([1, 2], Sampling(**hot)) for _ in range(5)]
+        unseeded = [engine.submit([1, 2], SamplingParams(**hot)) for _ in range(5)]
         assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
 
 
@@ -504,7 +512,7 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
     )
     with Engine(*parts, slots=8, max_len=128) as engine:
         monkeypatch.setattr(sampling, "edit", lambda *args: pytest.fail("a greedy row was edited"))
-        engine.generate([[n] for n in range(8)], Sampling(max_tokens=5, ignore_eos=True))
+        engine.generate([[n] for n in range(8)], SamplingParams(max_tokens=5, ignore_eos=True))
         assert not calls
         monkeypatch.undo()
         monkeypatch.setattr(
@@ -512,18 +520,18 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
             "draw",
             lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
         )
-        hot = Sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)
+        hot = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)
         engine.generate([[n] for n in range(8)], hot)
         assert ("open", 8) in calls
 
 
 def test_logprobs_are_those_of_the_model(folder, parts):
     with Engine(*parts, slots=2, max_len=128) as engine:
-        neighbour = engine.submit([4], Sampling(max_tokens=12, logprobs=1, ignore_eos=True))
+        neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
         result = engine.submit(
-            [1, 2, 3], Sampling(max_tokens=12, logprobs=5, ignore_eos=True)
+            [1, 2, 3], SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
         ).result()
-        plain = engine.submit([1, 2, 3], Sampling(max_tokens=12, ignore_eos=True)).result()
+        plain = engine.submit([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)).result()
         assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
     assert plain.logprobs is None and plain.tokens == result.tokens
     logits = Reference(folder).logits([1, 2, 3, *result.tokens[:-1]])[2:].astype(np.float64)
@@ -539,10 +547,10 @@ def test_logprobs_are_those_of_the_model(folder, parts):
 
 def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
     with Engine(*parts, slots=1, max_len=100) as engine:
-        result = engine.submit([1] * 10, Sampling(max_tokens=None, ignore_eos=True)).result()
+        result = engine.submit([1] * 10, SamplingParams(max_tokens=None, ignore_eos=True)).result()
         assert len(result.tokens) == 90 and result.finish_reason == "length"
         with pytest.raises(ValueError, match=r"100.*100"):
-            engine.submit([1] * 100, Sampling(max_tokens=None))
+            engine.submit([1] * 100, SamplingParams(max_tokens=None))
 
 
 # --- bad input ----------------------------------------------------------------------------------
@@ -579,7 +587,7 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
 )
 def test_an_impossible_setting_is_refused_at_once_with_its_name(field, value):
     with pytest.raises(ValueError, match=field) as caught:
-        Sampling(**{field: value})
+        SamplingParams(**{field: value})
     assert "\n" not in str(caught.value)
 
 
@@ -589,4 +597,4 @@ def test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submi
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match=r"(272|-1).*272"),
     ):
-        engine.submit([1], Sampling(max_tokens=4, **settings))
+        engine.submit([1], SamplingParams(max_tokens=4, **settings))

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import make_checkpoint
 from schemas import random_schema
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 
 SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 36))
 
@@ -34,7 +34,7 @@ def test_every_answer_that_ended_by_itself_is_valid_and_the_others_say_that_they
             for seed in range(start, min(start + 100, SCHEMAS)):
                 schema = random_schema(seed)
                 jsonschema.Draft202012Validator.check_schema(schema)
-                sampling = Sampling(
+                sampling = SamplingParams(
                     max_tokens=500, temperature=1.0, seed=seed, grammar={"json": schema}
                 )
                 try:

@@ -11,8 +11,8 @@ from planted_bugs import poisoned
 
 import kv
 import nanobatch
-from nanobatch import Engine, Handle, Sampling
-from prompt_lookup import Guesser, Hints
+from nanobatch import Engine, Handle, SamplingParams
+from prompt_lookup import Drafter, PromptLookup
 from sched import Decode, Request, Scheduler
 
 ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
@@ -41,14 +41,14 @@ KINDS = {
 }
 
 
-def asks(rng: np.random.Generator) -> list[tuple[str, list[int], Sampling]]:
+def asks(rng: np.random.Generator) -> list[tuple[str, list[int], SamplingParams]]:
     """Requests of each kind, and some whose stop text stands in the midst of what they say."""
     found = []
     for seed, (kind, settings) in enumerate(KINDS.items()):
         for again in range(2):
             prompt = rng.integers(0, 256, int(rng.integers(1, 40))).tolist()
             wish = {"max_tokens": 24, "ignore_eos": True, "seed": 2 * seed + again} | settings
-            found.append((kind, prompt, Sampling(**wish)))
+            found.append((kind, prompt, SamplingParams(**wish)))
     return found
 
 
@@ -85,7 +85,9 @@ def outcome(handle: Handle) -> tuple:
     return handle.tokens, handle.text, handle.finish_reason, handle.error, handle.logprobs, usage
 
 
-def serve(engine: Engine, wishes: list[tuple[str, list[int], Sampling]], dice) -> list[Handle]:
+def serve(
+    engine: Engine, wishes: list[tuple[str, list[int], SamplingParams]], dice
+) -> list[Handle]:
     """They come one by one, and every invariant is checked in every step."""
     handles: list[Handle] = []
     while len(handles) < len(wishes) or engine.has_work:
@@ -131,9 +133,9 @@ def compare(parts, seed: int, **options) -> tuple[list[str], Counter, Counter]:
     return differ, right, wrong
 
 
-def replaced(sampling: Sampling, stop: str) -> Sampling:
-    settings = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
-    return Sampling(**settings | {"stop": [stop]})
+def replaced(sampling: SamplingParams, stop: str) -> SamplingParams:
+    settings = {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
+    return SamplingParams(**settings | {"stop": [stop]})
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -175,7 +177,7 @@ def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
         monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
     never = {99: -100.0}  # it is guessed, and never said
-    wish = Sampling(max_tokens=60, ignore_eos=True, logit_bias=never)
+    wish = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=never)
     wishes = [("", [n, 5, 6], wish) for n in range(6)]
     dice = np.random.default_rng(1)
     with Engine(model, text, guesses=0, **sizes) as engine:
@@ -198,7 +200,7 @@ def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
 def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
     """And the slot's next owner is not disturbed by what is left in it."""
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
-    wish = Sampling(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
+    wish = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
     prompts = [[7, n, 9, 7, n] for n in range(20)]
     with Engine(*parts, guesses=0, **sizes) as engine:
         plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
@@ -223,7 +225,7 @@ def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_o
 def test_a_conversation_goes_on_behind_guesses_in_its_own_rows(parts):
     """The rows of right guesses are taken over by the next turn, and those of wrong ones are not."""
     sizes = {"slots": 1, "max_len": 160, "chunk": 32}
-    wish = Sampling(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
+    wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
     turns = []
     for guesses in (0, 5):
         with Engine(*parts, guesses=guesses, **sizes) as engine:
@@ -244,8 +246,8 @@ def test_a_conversation_goes_on_behind_guesses_in_its_own_rows(parts):
 # --- what is guessed ----------------------------------------------------------------------------
 
 
-def hints_of(prompt: list[int]) -> Hints:
-    hints = Hints()
+def hints_of(prompt: list[int]) -> PromptLookup:
+    hints = PromptLookup()
     hints.begin(prompt, None)
     return hints
 
@@ -277,9 +279,9 @@ def test_how_likely_a_guess_is_right_is_learned_for_each_length_of_a_run():
     assert hints.next == (second, 2)
 
 
-def priced(row_s: float) -> Guesser:
+def priced(row_s: float) -> Drafter:
     """A step takes 1 second, and so many more for each row."""
-    guesses = Guesser()
+    guesses = Drafter()
     guesses._step_s = 1.0
     guesses._row_s = row_s
     return guesses
@@ -288,7 +290,7 @@ def priced(row_s: float) -> Guesser:
 def copying(id: int, client: str = "") -> Request:
     """An answer that copies its prompt, and one token of which is to be planned."""
     request = Request(id, tuple(range(40)), 30, 0.0, client=client)
-    request.hints = Hints()
+    request.hints = PromptLookup()
     request.slot = id
     request.answer += range(8)
     request.planned = 8
@@ -316,7 +318,7 @@ def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
     """Each step of free text under a grammar waited for its tokens, and asked in vain."""
     grammar = Silent()
     request = inventing(0)
-    request.hints = Hints(grammar)
+    request.hints = PromptLookup(grammar)
     guesses = priced(0.4)
     waited = 0
     for n in range(200):
@@ -366,7 +368,7 @@ def test_who_gains_nothing_by_guesses_waits_a_twentieth_longer_at_most():
 
 
 def test_a_step_that_another_program_made_long_is_no_price():
-    guesses = Guesser()
+    guesses = Drafter()
     now = 0.0
     for n in range(60):
         decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
@@ -378,11 +380,11 @@ def test_a_step_that_another_program_made_long_is_no_price():
 
 
 def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
-    guesses = Guesser(4)
+    guesses = Drafter(4)
 
     def guessed(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
         request = Request(1, prompt, 20, 0.0, client=client)
-        request.hints = Hints()
+        request.hints = PromptLookup()
         request.slot = slot
         request.planned = 1
         request.answer.append(4)
@@ -406,8 +408,10 @@ def test_an_engine_guesses_by_itself_and_says_the_same(parts, guesses):
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
     }
     schema["json"] |= {"required": ["a_long_key_of_many_bytes"], "additionalProperties": False}
-    wishes = [("", [1, 2, 3], Sampling(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))]
-    wishes += [("", [4, 2, 3], Sampling(max_tokens=90, grammar=schema))]
+    wishes = [
+        ("", [1, 2, 3], SamplingParams(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))
+    ]
+    wishes += [("", [4, 2, 3], SamplingParams(max_tokens=90, grammar=schema))]
     found = []
     for most in (0, guesses):
         with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=most) as engine:

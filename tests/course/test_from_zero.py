@@ -439,8 +439,8 @@ import sys
 from course import overlay
 overlay.PATIENCE_S = 1
 overlay.open_book(sys.argv[1])
-from nanobatch import Engine, Sampling
-short = Sampling(max_tokens=20)
+from nanobatch import Engine, SamplingParams
+short = SamplingParams(max_tokens=20)
 with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
     for _ in range(2):
         result = engine.submit(engine.text.ask("What is 17 + 6?"), short).result(timeout=60)

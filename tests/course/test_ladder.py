@@ -13,7 +13,7 @@ import pytest
 from processes import run, without_backend
 from source import places, tokens_by_line
 
-from nanobatch import Engine, Result, Sampling
+from nanobatch import Engine, Result, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "course" / "ladder"
@@ -74,7 +74,7 @@ def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, t
     said = done.stdout
     answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", said, re.MULTILINE)
     assert answers
-    sampling = Sampling(max_tokens=128)
+    sampling = SamplingParams(max_tokens=128)
     results = engine.generate([engine.text.ask(prompt) for prompt, _, _ in answers], sampling)
     for (prompt, text, count), result in zip(answers, results, strict=True):
         assert (text, int(count)) == (result.text, len(result.tokens)), prompt

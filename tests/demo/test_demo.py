@@ -21,7 +21,7 @@ import stories
 import tui
 from kernels.mlx import mx
 from models.hub import DEMO
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from screen.engine_client import BURST, EVENING
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
@@ -202,7 +202,7 @@ def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
     model.set_dtype(mx.float32)
     asked = [task.prompt for skill in corpus.SKILLS for task in exam.questions(skill, 2)]
     messages = [[{"role": "user", "content": prompt}] for prompt in asked]
-    ours = demo.generate(messages, Sampling(max_tokens=40))
+    ours = demo.generate(messages, SamplingParams(max_tokens=40))
     assert len(ours) >= 20 and sum(len(result.tokens) for result in ours) > 200
     for message, result in zip(messages, ours, strict=True):
         prompt = demo.text.encode_chat(message)
@@ -284,6 +284,6 @@ def test_in_a_burst_of_the_screen_two_prompts_share_a_beginning():
         alike = [prompt for prompt, _ in BURST if EVENING in prompt]
         cached = [
             result.metrics.cached_tokens
-            for result in engine.generate(alike, Sampling(max_tokens=1))
+            for result in engine.generate(alike, SamplingParams(max_tokens=1))
         ]
     assert cached == [0, 64]

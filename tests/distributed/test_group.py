@@ -42,8 +42,8 @@ from kernels.mlx import mx
 from models.config import read_config
 from models.layers import Chain
 from models.load import ModelReader
-from models.memory import check_alike, is_exact
-from models.sharding import Share
+from models.memory import check_alike, is_batch_invariant
+from models.sharding import Shard
 from nanobatch import Engine, Prefill, Runner
 from runtime import cli
 from runtime.files import ModelError
@@ -69,7 +69,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     }
     c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
     for size in range(1, 9):
-        shares = [Share.of(c, rank, size) for rank in range(size)]
+        shares = [Shard.of(c, rank, size) for rank in range(size)]
         assert [head for share in shares for head in share.queries] == list(range(H))
         assert [number for share in shares for number in share.hidden] == list(range(hidden))
         for share in shares:
@@ -139,7 +139,7 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
     down = lambda layer: own(layer.mlp)(x)  # noqa: E731
     for size in (2, 3, 4):
         models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
-        shares = [Share.of(c, rank, size) for rank in range(size)]
+        shares = [Shard.of(c, rank, size) for rank in range(size)]
         for model, share in zip(models, shares, strict=True):
             queries, keys = (
                 slice(heads.start * c.Dh, heads.stop * c.Dh)
@@ -219,7 +219,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
     with pytest.raises(
         ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"
     ):
-        Share.of(c, 0, 5)
+        Shard.of(c, 0, 5)
 
 
 # --- orders -------------------------------------------------------------------------------------
@@ -779,7 +779,7 @@ def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tm
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
     monkeypatch.setattr("kernels.mlx.is_exact", lambda: own)
-    assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
+    assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
 def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):

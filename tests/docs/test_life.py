@@ -45,7 +45,9 @@ def test_a_request_goes_the_way_that_is_drawn(engine, monkeypatch):
     monkeypatch.setattr(life, "ROOT", ROOT)  # it looks for a folder among the program's arguments
     entered = [name for _, _, name in life.trace(engine, "Count.")]
     stations = [name for _, name in STATIONS]
-    inside = stations[stations.index("Engine.submit") : stations.index("TextStream.push") + 1]
+    inside = stations[
+        stations.index("Engine.submit") : stations.index("StreamingDetokenizer.push") + 1
+    ]
     inside.remove("Loop.turn")  # life.py steps by itself
     assert len(inside) >= 10
     firsts = [entered.index(name) for name in inside]

@@ -21,7 +21,7 @@ from models.config import Config
 from models.families import FAMILIES
 from models.memory import slab_nbytes
 from models.rope import Rope
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from screen.engine_client import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_the_scheduler_is_as_long_as_the_reading_path_says():
 
 
 def test_every_place_that_answers_a_question_exists():
-    found = re.findall(r"`((?:Scheduler|Engine|Runner|Flight|Window)\.\w+)`", LIFE + SLOTS)
+    found = re.findall(r"`((?:Scheduler|Engine|Runner|InFlightStep|Window)\.\w+)`", LIFE + SLOTS)
     assert len(found) > 8
     for name in found:
         owner, method = name.split(".")
@@ -249,11 +249,11 @@ def test_what_the_page_about_slots_works_out_by_hand_is_what_the_engine_does():
         prompts = [
             [5 + at % 200 for at in range(320)] + [300 + request] * 9 for request in range(8)
         ]
-        results = engine.generate(prompts, Sampling(max_tokens=2))
+        results = engine.generate(prompts, SamplingParams(max_tokens=2))
         taken_over = [result.metrics.cached_tokens for result in results]
         assert taken_over[0] == 0 and taken_over.count(320) >= 6, taken_over
         with pytest.raises(ValueError, match="but a slot holds 1,024"):
-            engine.submit([1] * 1000, Sampling(max_tokens=100))
+            engine.submit([1] * 1000, SamplingParams(max_tokens=100))
 
 
 def test_b_sends_as_many_prompts_as_the_readme_says():

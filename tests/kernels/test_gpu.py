@@ -30,10 +30,10 @@ from kernels.mlx import mx
 from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model
-from models.rope import Kind, rope_periods
-from nanobatch import Engine, Prefill, Sampling
+from models.rope import AttentionType, rope_periods
+from nanobatch import Engine, Prefill, SamplingParams
 from policies import POLICIES
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_the_trial_passes_where_mlx_is_right(dtype):
 def test_a_soak(tmp_path):
     """300 requests from four threads, with cancels: each gets what it gets alone, and ends once."""
     folder = make_checkpoint(tmp_path, seed=1)
-    counts = soak(read_model(folder, "float32"), Text(folder, 272), 300)
+    counts = soak(read_model(folder, "float32"), Tokenizer(folder, 272), 300)
     assert counts["wrong"] == 0 and counts["compared"] > 100 and counts["cancelled"] > 20
 
 
@@ -342,11 +342,11 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=512) as engine:
         plans, plan = [], engine.sched.plan
         engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
-        engine.submit([1] * 400, Sampling(max_tokens=2)).result()
+        engine.submit([1] * 400, SamplingParams(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
-    form = partial(llama.mask_of, kind=Kind(*[None] * 5), H=4)
-    assert window.looks(None, form) == [kv.Look(slice(1, 2), 112, "causal")]
+    form = partial(llama.mask_of, kind=AttentionType(*[None] * 5), H=4)
+    assert window.looks(None, form) == [kv.AttentionGroup(slice(1, 2), 112, "causal")]
     both = Window(window.slab, [0, 1], [64, 9], 48)
     assert [look.mask.shape for look in both.looks(None, form)] == [(2, 4, 48, 128)]
 
@@ -374,7 +374,7 @@ def test_idle_slots_take_no_part(tmp_path):
         object.__setattr__(
             engine.runner.model, "head", lambda x: widths.append(x.shape[0]) or head(x)
         )
-        engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
+        engine.generate([[1, 2], [3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True))
         assert set(widths) == {2}
 
 

@@ -18,11 +18,13 @@ from kernels import mlx as device
 from kernels.mlx import mx, tree_flatten
 from kernels.packed import Matrix, address, joined, packed
 from models.load import ModelReader, read_model
-from models.memory import is_exact
+from models.memory import is_batch_invariant
 from models.param_count import arrays
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 
-pytestmark = pytest.mark.skipif(not device.is_exact(), reason="our own product does not run here")
+pytestmark = pytest.mark.skipif(
+    not device.is_batch_invariant(), reason="our own product does not run here"
+)
 
 TURNS = int(os.environ.get("NANOBATCH_LOADS", "12"))
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -131,7 +133,7 @@ def test_no_family_differs_in_a_bit_from_itself_widened(name, tmp_path):
     way = WAYS[seed % 3] if "quantize" in CONFIGS[name] else WAYS[1 + seed % 2]
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
     narrow, wide = read_model(folder), read_model(folder, "float32")
-    assert is_exact(narrow) and is_exact(wide)
+    assert is_batch_invariant(narrow) and is_batch_invariant(wide)
     assert any(part.claim for part in claimants(narrow)) and not claimants(wide)
     tokens = np.random.default_rng(seed).integers(0, 250, 45).tolist()
     for prompt in (tokens, tokens[:1], tokens[:9]):
@@ -249,7 +251,7 @@ def test_loads_and_unloads_under_load_change_nothing_and_keep_nothing(tmp_path):
     folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
     other = make_checkpoint(tmp_path / "b", seed=2, dtype=mx.bfloat16)
     begun, ends, wrong = threading.Event(), threading.Event(), []
-    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def work() -> None:
         with Engine.load(other, slots=4, max_len=64) as engine:

@@ -12,7 +12,7 @@ import numpy as np
 import nanobatch
 import prefix
 import sched
-from nanobatch import Engine, Handle, Order, Sampling
+from nanobatch import Engine, ForwardBatch, Handle, SamplingParams
 from runtime import handle as handle_file
 from runtime import loop, registry, signals, snapshot
 
@@ -34,7 +34,7 @@ class Tap:
 
         owners = {}
 
-        def tapped_begin(order: Order):
+        def tapped_begin(order: ForwardBatch):
             calls.clear()
             owners.update((request.slot, request.id) for request in engine.sched.running.values())
             begun = begin(order)
@@ -70,10 +70,10 @@ class Ask:
     cancel_after: int | None = None
     grammar: dict | None = None
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         if self.grammar:
-            return Sampling(max_tokens=self.max_tokens, grammar=self.grammar)
-        return Sampling(max_tokens=self.max_tokens, ignore_eos=True)
+            return SamplingParams(max_tokens=self.max_tokens, grammar=self.grammar)
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
 
 
 def random_asks(

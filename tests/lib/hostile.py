@@ -80,7 +80,7 @@ LARKS = {
     + "".join(f'A{n}: ("b" | A{n + 1})* "c"\n' for n in range(490))
     + 'A490: "a"',
 }
-HOSTILE: dict[str, dict[str, Any]] = {  # as `Sampling` takes them
+HOSTILE: dict[str, dict[str, Any]] = {  # as `SamplingParams` takes them
     **{name: {"json": schema} for name, schema in SCHEMAS.items()},
     **{name: {"regex": regex} for name, regex in REGEXES.items()},
     **{name: {"lark": lark} for name, lark in LARKS.items()},

@@ -35,7 +35,7 @@ from tokenizers import AddedToken
 
 from nanobatch import Engine
 from runtime.loop import Loop, Stopwatch
-from server.app import Door
+from server.app import APIServer
 from server.http import Options
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -164,7 +164,7 @@ class Parrot:
         self.engine = Engine.load(folder, slots=slots, max_len=max_len, embeds=True)
         if is_taught:
             teach(self.engine)
-        self.door = Door(Options(port=port, **options)).start()
+        self.door = APIServer(Options(port=port, **options)).start()
         self.loop = Loop(self.engine, watch=Stopwatch()).start()
         self.door.open(self.engine, self.loop, "parrot")
 

@@ -34,9 +34,9 @@ from harness import Ask, Tap, random_asks, run_schedule
 
 from kernels import matmul
 from models.load import read_model
-from nanobatch import Engine, Handle, Model, Sampling, Text
+from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
-from prompt_lookup import Guesser
+from prompt_lookup import Drafter
 from sched import Request
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
@@ -148,9 +148,9 @@ GRAMMARS = [
 ]
 
 
-def make_models(folder: Path) -> list[tuple[Model, Text]]:
+def make_models(folder: Path) -> list[tuple[Model, Tokenizer]]:
     folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(SHAPES)]
-    return [(model := read_model(each), Text(each, model.config.V)) for each in folders]
+    return [(model := read_model(each), Tokenizer(each, model.config.V)) for each in folders]
 
 
 def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
@@ -162,7 +162,7 @@ def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
     }
 
 
-def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
+def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> Count:
     """Random schedules in company, one after another on the same engine, and their requests alone
     in another engine.
 
@@ -203,7 +203,7 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
     return total
 
 
-def boldly(guesses: Guesser, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+def boldly(guesses: Drafter, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
     """What the engine guesses by itself, and of any other answer that its newest token comes again:
     random models repeat themselves."""
     found = guesses(decoding, left)
@@ -229,7 +229,7 @@ def play(
         if rng.random() < 0.25:
             ask.grammar = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
     far = (
-        engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True))
+        engine.submit(long_prompt, SamplingParams(max_tokens=120, ignore_eos=True))
         if long_prompt
         else None
     )
@@ -279,7 +279,7 @@ def compare(
     if many > 1:
         # The same answer read as a prompt: its rows come from a chunk, and not one by one.
         said = [*prompt, *handle.tokens[: many - 1]]
-        whole = other.submit(said, Sampling(max_tokens=1, ignore_eos=True))
+        whole = other.submit(said, SamplingParams(max_tokens=1, ignore_eos=True))
         whole.result()
         ours, right = crowded.logits[handle.id, many - 1], lonely.logits[whole.id, 0]
         told = difference(f"{name}, token {many - 1}, read as a prompt", ours, right)

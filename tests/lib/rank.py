@@ -26,7 +26,7 @@ from harness import Tap, random_asks, run_schedule
 
 from distributed import channel
 from models.load import ModelReader
-from nanobatch import POLICIES, Engine, Sampling
+from nanobatch import POLICIES, Engine, SamplingParams
 from sched import Request
 
 channel.SILENCE_S = 2  # while one is silent, the other waits inside MLX, with all of a processor
@@ -61,7 +61,9 @@ def live(engine: Engine) -> list[list[int]]:
         handles = []
         for n in range(6):
             prompt = [*OPENING[: 14 * n], 33 + n, 80 - n, 50 + 3 * n]
-            sampling = Sampling(max_tokens=3 + n, ignore_eos=True, **SETTINGS[n % len(SETTINGS)])
+            sampling = SamplingParams(
+                max_tokens=3 + n, ignore_eos=True, **SETTINGS[n % len(SETTINGS)]
+            )
             handles.append(engine.submit(prompt, sampling))
         handles[5].cancel()
         step = 0
@@ -136,7 +138,7 @@ def fail(fault: str) -> None:
 
     with engine.serving():
         handles = [
-            engine.submit("Tell me a story.", Sampling(max_tokens=900, ignore_eos=True))
+            engine.submit("Tell me a story.", SamplingParams(max_tokens=900, ignore_eos=True))
             for _ in range(4)
         ]
         for handle in handles:
@@ -175,7 +177,7 @@ def delay(how: str, victim: int) -> None:
         engine.runner.begin = late
         if engine.ranks.rank:
             sys.exit(engine.follow())
-        sampling = Sampling(max_tokens=12, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
         results = engine.generate(["Tell me a story."] * 4, sampling)
         print(json.dumps([[r.finish_reason, len(r.tokens)] for r in results]), flush=True)
 

@@ -295,7 +295,7 @@ class Runner:
         self._newest = mx.where(newest < 0, self._newest, newest)
         self._enqueue(tokens, self._newest, logprobs)
         took = begun.took + self.clock() - resumed
-        return Flight(
+        return InFlightStep(
             tokens,
             logprobs,
             vectors,

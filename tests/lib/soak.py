@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from serve_memory import Weight, can_weigh, weigh
 
-from nanobatch import Engine, Handle, Model, QueueFull, Sampling, Text
+from nanobatch import Engine, Handle, Model, QueueFull, SamplingParams, Tokenizer
 
 SOAK = int(os.environ.get("NANOBATCH_SOAK", 0))  # requests in the long form; 0: the short form
 # With fewer requests the histories that are kept are not full, and memory still grows
@@ -52,7 +52,7 @@ def growth(weights: list[Weight]) -> Weight:
     return Weight(last.in_use - first.in_use, last.resident - first.resident)
 
 
-def make_cases(rng: random.Random) -> list[tuple[list[int], Sampling]]:
+def make_cases(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     """Prompts and settings of many kinds, half of the prompts with a common beginning. All are
     seeded."""
     opening, cases = [rng.randrange(256) for _ in range(80)], []
@@ -72,14 +72,14 @@ def make_cases(rng: random.Random) -> list[tuple[list[int], Sampling]]:
             }
         if n % 5 == 0:
             settings |= {"stop": [rng.choice("aeiou "), rng.randrange(256)]}
-        cases.append((prompt, Sampling(**settings)))
+        cases.append((prompt, SamplingParams(**settings)))
     return cases
 
 
 BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
-def soak(model: Model, text: Text, requests: int, seed: int = 0) -> Counter[str]:
+def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
     """How many requests ended, and how. An answer that is wrong is counted as "wrong"."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
@@ -111,7 +111,7 @@ def soak(model: Model, text: Text, requests: int, seed: int = 0) -> Counter[str]
         for case, handle in open_handles:
             settle(case, handle)
 
-    def submit(prompt: list[int], sampling: Sampling) -> Handle:
+    def submit(prompt: list[int], sampling: SamplingParams) -> Handle:
         while True:
             try:
                 return engine.submit(prompt, sampling)

@@ -14,7 +14,7 @@ from distributed.group import ALONE
 from kernels.mlx import mx
 from models.config import Config
 from models.rope import Rope
-from nanobatch import Engine, Order, Picks
+from nanobatch import Engine, ForwardBatch, Picks
 from policies import POLICIES
 from runtime.handle import TokenLogprob
 from runtime.snapshot import ModelView
@@ -121,7 +121,7 @@ class WordRunner:
         self.prompts = [""] * self.slots
         self.flight: WordFlight | None = None
 
-    def begin(self, order: Order) -> WordFlight:
+    def begin(self, order: ForwardBatch) -> WordFlight:
         if self.fail:
             error, self.fail = self.fail, None
             raise error

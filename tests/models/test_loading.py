@@ -25,7 +25,7 @@ from models import families, weights
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
 from models.memory import slab_nbytes, slab_shape
-from nanobatch import Engine, Sampling, Text
+from nanobatch import Engine, SamplingParams, Tokenizer
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError
 from text import tokenizer as text
 
@@ -110,17 +110,17 @@ def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
 
 
 def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(folder):
-    assert Text(folder, V).end_tokens == {257}
+    assert Tokenizer(folder, V).end_tokens == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
-    assert Text(folder, V).end_tokens == {257, 259}
+    assert Tokenizer(folder, V).end_tokens == {257, 259}
     change_config(folder, eos_token_id=[5])
-    assert Text(folder, V).end_tokens == {5, 257, 259}
+    assert Tokenizer(folder, V).end_tokens == {5, 257, 259}
     change_config(folder, eos_token_id=...)
     (folder / "generation_config.json").unlink()
-    assert Text(folder, V).end_tokens == frozenset()
+    assert Tokenizer(folder, V).end_tokens == frozenset()
     for spelling in ("</s>", {"content": "</s>", "special": True}):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelling}))
-        assert Text(folder, V).end_tokens == {257}
+        assert Tokenizer(folder, V).end_tokens == {257}
 
 
 @pytest.mark.parametrize("value", ["</s>", [[1]], 1.5])
@@ -141,7 +141,7 @@ def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, mo
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with Engine.load("someone/tiny", slots=1, max_len=64) as engine:
-        assert len(engine.submit([1, 2], Sampling(max_tokens=3)).result().tokens) == 3
+        assert len(engine.submit([1, 2], SamplingParams(max_tokens=3)).result().tokens) == 3
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -558,7 +558,7 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
     refused(whole, "weights", "KiB")
     model = None
     monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
-    model, text = read_model(whole), Text(whole, V)
+    model, text = read_model(whole), Tokenizer(whole, V)
     with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
         Engine(model, text, slots=64, max_len=2048)
     with Engine(model, text) as engine:  # not asked for a size, it takes one that fits

@@ -15,7 +15,7 @@ from kernels.mlx import device_lock, device_stream, mx
 from kernels.packed import Matrix
 from models.layers import Model
 from models.load import ModelReader, read_model
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.handle import Handle
 from runtime.snapshot import Roof
 from screen.pages.step_cost import asked_of, parts_of
@@ -70,7 +70,7 @@ def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
     assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 128
     assert view.token_nbytes == 128 * 5 // 8
     assert view.row_nbytes == whole.row_nbytes // 2
-    if device.is_exact():  # packed as well, but for norms and the slab
+    if device.is_batch_invariant():  # packed as well, but for norms and the slab
         kept = read_model(folder).view
         assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
             row_nbytes=0, body_nbytes=0, tail_nbytes=0
@@ -82,7 +82,7 @@ def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
 def test_weights_of_16_bits_are_read_as_such_and_each_row_has_a_scale(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
     view, whole = read_model(folder).view, read_model(folder, "float32").view
-    if device.is_exact():
+    if device.is_batch_invariant():
         rows = 2 * 128 + 64 + 2 * 96 + 64
         assert view.form == "bfloat16"
         assert view.body_nbytes == 2 * view.body_products + 4 * rows + 4 * 3 * 64
@@ -178,7 +178,7 @@ def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, chang
     with Engine.load(folder, dtype=dtype, slots=slots, max_len=256, chunk=32, budget=34) as engine:
         meter = Meter(monkeypatch)
         for length in (70, 5, 40, 96):
-            handle = engine.submit(prompt(length), Sampling(max_tokens=8, ignore_eos=True))
+            handle = engine.submit(prompt(length), SamplingParams(max_tokens=8, ignore_eos=True))
             handle._ends = EndsAfter(handle, tokens=length // 10)
         seen = Counter()
         before = None
@@ -220,7 +220,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
         make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
     ) as engine:
         for length in (200, 5, 40):
-            engine.submit(prompt(length), Sampling(max_tokens=4, ignore_eos=True))
+            engine.submit(prompt(length), SamplingParams(max_tokens=4, ignore_eos=True))
         seen = Counter()
         engine.run_ahead = False
         while engine.step():
@@ -238,7 +238,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
 
 
 def test_a_model_without_experts_takes_none(engine):
-    engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     assert engine.chosen() == (engine.steps, ())
 
 
@@ -249,7 +249,7 @@ def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
         make_checkpoint(tmp_path, **EXPERTS), slots=2, max_len=16_384, chunk=32, budget=34
     ) as engine:
         for length in (200, 170):
-            engine.submit(prompt(length), Sampling(max_tokens=4, ignore_eos=True))
+            engine.submit(prompt(length), SamplingParams(max_tokens=4, ignore_eos=True))
         steps = copies = 0
         before = mx.get_active_memory()
         while True:

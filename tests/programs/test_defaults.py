@@ -13,7 +13,7 @@ from nanobatch import Engine
 from runtime.files import ModelError
 from runtime.sampling_params import ADVICE, advised
 from screen.engine_client import EngineRoom, Settings
-from server.app import Door
+from server.app import APIServer
 from server.http import Options
 
 QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
@@ -46,7 +46,7 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     assert ask.main([*few, "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert ask.main([*few, "--chat"]) == 0
-    door = Door(Options(port=0))
+    door = APIServer(Options(port=0))
     room = EngineRoom(
         lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), door, "small"
     )

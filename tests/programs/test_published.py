@@ -28,7 +28,7 @@ from servers import CHAT, Server
 from tooluse import check, random_ask
 
 import tui
-from nanobatch import Engine, Sampling, Text
+from nanobatch import Engine, SamplingParams, Tokenizer
 from runtime.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def engine(published):
 def results(engine):
     """An answer to each prompt, in company."""
     prompts = [engine.text.ask(prompt) for prompt in PROMPTS]
-    return engine.generate(prompts, Sampling(max_tokens=TOKENS))
+    return engine.generate(prompts, SamplingParams(max_tokens=TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,9 @@ def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
         choices = [event["choices"][0] for event in streamed.events[:-1] if event["choices"]]
         text = "".join(choice["delta"].get("content") or "" for choice in choices)
         whole = server.ask("/v1/chat/completions", fields).json["choices"][0]["message"]["content"]
-        (alone,) = engine.generate([engine.text.encode_chat(turns)], Sampling(max_tokens=TOKENS))
+        (alone,) = engine.generate(
+            [engine.text.encode_chat(turns)], SamplingParams(max_tokens=TOKENS)
+        )
         assert text == whole == alone.text
         turns.append({"role": "assistant", "content": text})
     assert "\n" in turns[1]["content"] and turns[3]["content"]
@@ -173,11 +175,11 @@ def test_ten_turns_read_only_what_is_new_and_are_answered_as_alone(published, ro
         assert "Ida" in answers[1][1]
     with Engine.load(published, slots=1, max_len=2048, reuse=False, guesses=0) as engine:
         for messages, text, _ in answers[::3]:
-            alone = engine.submit(messages, Sampling(max_tokens=40)).result()
+            alone = engine.submit(messages, SamplingParams(max_tokens=40)).result()
             assert alone.text == text and alone.metrics.cached_tokens == 0
 
 
-def haystack(text: Text, tokens: int) -> list[dict]:
+def haystack(text: Tokenizer, tokens: int) -> list[dict]:
     """A question about one line of a list that fills so many tokens."""
     places = ("the mill", "the harbour", "the school", "the market")
     lines = [
@@ -214,7 +216,7 @@ def read_until(server: Server, fields: dict, tokens: int) -> int:
 def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy):
     """At most one chunk is read twice. All was read again, so an impatient client never got an
     answer. And the model finds a line in the middle of it."""
-    messages = haystack(Text(published, 10**6), PROMPT)
+    messages = haystack(Tokenizer(published, 10**6), PROMPT)
     fields = {"messages": messages, "max_tokens": 40, "temperature": 0}
     read = read_until(roomy, fields, PROMPT // 2)
     assert roomy.is_idle()

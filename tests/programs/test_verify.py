@@ -190,7 +190,7 @@ def test_a_model_without_grammars_is_compared_with_the_other_settings(capsys, fe
     def refuse(self, source):
         raise ValueError("grammar: this tokenizer is unknown")
 
-    monkeypatch.setattr(nanobatch.Text, "grammar", refuse)
+    monkeypatch.setattr(nanobatch.Tokenizer, "grammar", refuse)
     assert verify.main(["--ways", "company"]) == 0
     assert "settings   drawn, filtered, greedy, penalties\n" in capsys.readouterr().out
 

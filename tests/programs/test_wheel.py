@@ -93,7 +93,8 @@ def test_import_nanobatch_beside_a_wheel_says_in_one_line_how_to_reach_the_engin
     )
     remedy = line[line.index("sys.path.insert") :].partition(", and then")[0]
     done = user(
-        site, f"import sys; {remedy}; from nanobatch import Sampling; print(Sampling(seed=3))"
+        site,
+        f"import sys; {remedy}; from nanobatch import SamplingParams; print(SamplingParams(seed=3))",
     )
     assert "seed=3" in done.stdout, done.stderr
 

@@ -13,11 +13,11 @@ import pytest
 from checkpoints import make_checkpoint
 from processes import run
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.conversation import Conversation, Dialogue
 
 ROOT = Path(__file__).parents[2]
-SHORT = Sampling(max_tokens=12, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def engine():
         yield engine
 
 
-def talk(engine: Engine, *lines: str, sampling: Sampling = SHORT) -> tuple[Dialogue, str]:
+def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple[Dialogue, str]:
     """These lines, typed one after the other, and what was written."""
     typed = iter(lines)
     written = []
@@ -79,7 +79,7 @@ def test_a_system_message_leads_and_stays_when_a_new_conversation_begins(engine)
 def test_what_does_not_fit_is_never_cut_and_drop_makes_room(engine):
     """The question waits, and is asked again as soon as the oldest one is forgotten."""
     long = "Count from 3 to 5. " * 11
-    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
     dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
     assert "tokens are left: /drop and /new make room" in said
     assert re.search(

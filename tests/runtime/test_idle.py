@@ -15,13 +15,13 @@ import nanobatch
 from kernels.mlx import mx
 from models.memory import slab_of
 from models.param_count import nbytes_of
-from nanobatch import Engine, ModelError, Sampling
+from nanobatch import Engine, ModelError, SamplingParams
 from runtime.idle import Idle
 
 EXCHANGES = int(os.environ.get("NANOBATCH_EXCHANGES", 6))
 PROMPTS = [[60 + n, 3, 9, n, 200 - n] * (1 + n % 4) for n in range(12)]
 SIZES = {"slots": 2, "max_len": 128, "chunk": 32}
-GREEDY = Sampling(max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 SHAPES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
 
 
@@ -91,7 +91,7 @@ def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
 
 
 def test_a_handle_of_a_request_that_has_ended_can_be_read_after_the_model_has_gone(engine, folders):
-    handle = engine.submit("Once", Sampling(max_tokens=5, logprobs=2, ignore_eos=True))
+    handle = engine.submit("Once", SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True))
     before = handle.result()
     engine.release()
     assert handle.result() == before and "".join(handle) == before.text
@@ -101,7 +101,7 @@ def test_a_handle_of_a_request_that_has_ended_can_be_read_after_the_model_has_go
 
 def test_steps_are_numbered_on_and_none_is_lost_when_the_weights_go(engine):
     """A step may be in flight in which nothing but a ghost runs."""
-    engine.submit(PROMPTS[0], Sampling(max_tokens=4))
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=4))
     for _ in range(3):
         engine.step()
     engine.snapshot().requests  # noqa: B018
@@ -225,7 +225,7 @@ def test_guesses_come_back_with_a_model_that_is_exact(engine, folders, monkeypat
     """A model whose bits may differ beside others makes none. Those after it made none, either."""
     assert engine.guesser.most is None
     with monkeypatch.context() as patch:
-        patch.setattr(nanobatch, "is_exact", lambda model: False)
+        patch.setattr(nanobatch, "is_batch_invariant", lambda model: False)
         engine.reload(folders[1])
         assert engine.guesser.most == 0
     engine.reload(folders[0])

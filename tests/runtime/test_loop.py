@@ -8,11 +8,11 @@ import time
 import pytest
 from waiting import wait_for
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.loop import Loop, Stopwatch
 
-LONG = Sampling(max_tokens=60, ignore_eos=True)
-SHORT = Sampling(max_tokens=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, 
             inside.pop()
 
     engine.runner.begin = watched
-    handle = engine.submit([1], Sampling(max_tokens=100, ignore_eos=True))
+    handle = engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(50):
         loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
         time.sleep(0.001)
@@ -233,7 +233,7 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
         loop.slow = 2.0
         loop.wish(lambda: None)
         began, told, before = time.monotonic(), watch(), engine.steps
-        handle = engine.submit([1], Sampling(max_tokens=4, ignore_eos=True))
+        handle = engine.submit([1], SamplingParams(max_tokens=4, ignore_eos=True))
         assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
         took = time.monotonic() - began
         counted = engine.snapshot().steps[-1].ended - told
@@ -266,7 +266,7 @@ def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
         loop.slow = 0.5
-        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=60)
+        engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True)).result(timeout=60)
         count = len(turns)
         time.sleep(0.2)
         assert len(turns) <= count + 1

@@ -14,12 +14,12 @@ from waiting import wait_for
 
 import nanobatch
 from kernels.mlx import device_lock
-from nanobatch import Engine, Handle, Sampling
+from nanobatch import Engine, Handle, SamplingParams
 from runtime.loop import Loop
 
 ROOT = Path(__file__).parents[2]
-LONG = Sampling(max_tokens=30, ignore_eos=True)
-SHORT = Sampling(max_tokens=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
@@ -83,7 +83,7 @@ def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
     stop = engine.submit([1, 2], LONG).result().tokens[3]
     hook = Hook(engine)
     first = engine.submit(
-        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ())
+        [1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ())
     )
     behind = engine.submit([3], SHORT)
     engine.step()
@@ -198,7 +198,7 @@ def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
 
 STORM = int(os.environ.get("NANOBATCH_STORM", 400))  # requests
 THREADS = 16
-BRIEF = Sampling(max_tokens=2, ignore_eos=True)
+BRIEF = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 def fail(error: BaseException) -> None:
@@ -264,7 +264,7 @@ def test_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(pa
     both loops stop. NANOBATCH_STORM=5000 is the long form."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
     with Engine(*parts, **sizes) as engine:
-        asks = [([n, 3], Sampling(max_tokens=4 + n, ignore_eos=True)) for n in range(9)]
+        asks = [([n, 3], SamplingParams(max_tokens=4 + n, ignore_eos=True)) for n in range(9)]
         alone = [engine.submit(*ask).result().tokens for ask in asks]
     seen, wrong = [], []
 

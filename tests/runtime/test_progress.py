@@ -3,10 +3,10 @@
 import pytest
 from word_engine import Clock, word_engine
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.progress import PrefillClock, PrefillProgress, work_of
 
-SHORT = Sampling(max_tokens=3, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 def test_the_estimate_grows_with_the_depth_of_the_prompt():

@@ -11,11 +11,11 @@ from harness import interrupt
 from processes import python
 
 import nanobatch
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.signals import Held
 
-LONG = Sampling(max_tokens=30, ignore_eos=True)
-FEW = Sampling(max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+FEW = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = ([1], [2] * 30, [3] * 60)
 
 

@@ -7,11 +7,11 @@ import threading
 import pytest
 from word_engine import Clock, word_engine
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.handle import Handle
-from runtime.registry import Ledger, Log
+from runtime.registry import Log, RequestRegistry
 
-SHORT = Sampling(max_tokens=3, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
 def settle(engine: Engine) -> None:
@@ -25,7 +25,7 @@ def settle(engine: Engine) -> None:
 def test_between_two_looks_no_step_is_lost_or_seen_twice(engine):
     seen, look = [], engine.snapshot()
     for n in range(40):
-        engine.submit([n], Sampling(max_tokens=1 + n % 9, ignore_eos=True))
+        engine.submit([n], SamplingParams(max_tokens=1 + n % 9, ignore_eos=True))
     while engine.step():
         if engine.steps % 7 == 0:
             look = engine.snapshot(look)
@@ -43,10 +43,10 @@ def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
-        engine.submit([1], Sampling(max_tokens=3_900, ignore_eos=True)).result()
+        engine.submit([1], SamplingParams(max_tokens=3_900, ignore_eos=True)).result()
         look = engine.snapshot(first)
         assert look.missed == 0 and [step.step for step in look.steps] == list(range(1, 3_901))
-        engine.submit([1], Sampling(max_tokens=900, ignore_eos=True)).result()
+        engine.submit([1], SamplingParams(max_tokens=900, ignore_eos=True)).result()
         late = engine.snapshot(first)
         assert len(late.steps) == 4096 and late.missed == 4_800 - 4096
         assert [late.steps[0].step, late.steps[-1].step] == [late.missed + 1, 4_800]
@@ -60,7 +60,7 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
     with Engine(
         *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
     ) as engine:
-        a = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True))
+        a = engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
         engine.step()
         b, c, d, e = (
             engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1))
@@ -83,7 +83,7 @@ def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
     with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
         token = engine.submit([1, 2], SHORT).result().tokens[1]
         before = engine.snapshot()
-        engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[token])).result()
+        engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[token])).result()
         settle(engine)
         steps = engine.snapshot(before).steps
         assert [step.ghosts for step in steps][-1] == (0,) and steps[-1].tokens == 0
@@ -95,7 +95,7 @@ def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
 
 def test_of_ended_requests_so_many_are_kept_as_their_texts_have_room(parts, monkeypatch):
     """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
-    monkeypatch.setattr(Ledger, "TEXTS", 1000)
+    monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         for number in range(10):
             engine.submit(str(number) * 100, SHORT).result()
@@ -123,7 +123,7 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
     length = engine.submit([1, 2], SHORT, origin=origins[0])
     stopped = engine.submit(
-        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1]
+        [1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1]
     )
     error = engine.submit([1, 2], SHORT, origin=origins[2])
     error._stream.push = lambda token: 1 / 0
@@ -234,7 +234,7 @@ def test_a_newcomer_in_line_is_seen_exactly_once_while_it_waits(parts):
 
 
 def test_a_running_request_is_described_anew_in_each_look(engine):
-    handle = engine.submit([1], Sampling(max_tokens=20, ignore_eos=True))
+    handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
     look, texts = engine.snapshot(), []
     while handle.finish_reason is None:
         engine.step()
@@ -255,9 +255,11 @@ def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
     """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
     may become a stop string, or are half a character, come later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
-    stops = [engine.generate(["a prompt"], Sampling(max_tokens=40, ignore_eos=True))[0].text[20:23]]
+    stops = [
+        engine.generate(["a prompt"], SamplingParams(max_tokens=40, ignore_eos=True))[0].text[20:23]
+    ]
     handles = [
-        engine.submit("a prompt", Sampling(max_tokens=40, ignore_eos=True, stop=stop))
+        engine.submit("a prompt", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
         for stop in ([], stops)
     ]
     seen = {handle.id: {} for handle in handles}
@@ -272,7 +274,7 @@ def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
 
 def test_a_slot_is_blocked_only_as_long_as_somebody_waits(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static", run_ahead=False) as engine:
-        engine.submit([2], Sampling(max_tokens=20, ignore_eos=True))
+        engine.submit([2], SamplingParams(max_tokens=20, ignore_eos=True))
         engine.step()
         assert phases(engine) == ["decode", "free"]
         waiting = engine.submit([3], SHORT)
@@ -305,7 +307,9 @@ def test_a_snapshot_says_which_policy_comes_when_all_that_runs_has_ended(parts):
 
 def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine, engine.serving():
-        handles = [engine.submit([n], Sampling(max_tokens=20, ignore_eos=True)) for n in range(5)]
+        handles = [
+            engine.submit([n], SamplingParams(max_tokens=20, ignore_eos=True)) for n in range(5)
+        ]
         engine.drain("static")
         assert all(handle.result(timeout=60).finish_reason == "length" for handle in handles)
         assert engine.snapshot().policy == "static"
@@ -315,7 +319,7 @@ def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
 
 
 def test_a_snapshot_does_not_change_while_the_engine_goes_on(engine):
-    handle = engine.submit([1], Sampling(max_tokens=20, ignore_eos=True))
+    handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
     for _ in range(5):
         engine.step()
     look = engine.snapshot()
@@ -345,7 +349,7 @@ def test_looking_from_another_thread_while_the_engine_works_is_always_consistent
     watcher = threading.Thread(target=watch)
     watcher.start()
     for n in range(30):
-        engine.submit([n], Sampling(max_tokens=10, ignore_eos=True))
+        engine.submit([n], SamplingParams(max_tokens=10, ignore_eos=True))
     settle(engine)
     done.set()
     watcher.join(60)

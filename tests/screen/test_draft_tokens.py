@@ -5,7 +5,7 @@ import random
 import pytest
 from screen_stage import Stage, drawn, guess_at_random, plain
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from screen.draw.panes import draw_timeline
 from screen.draw.step import draw_step
 from screen.pages.requests import figures_of
@@ -19,7 +19,7 @@ def guessing(seed: int = 3) -> Stage:
     stage = Stage(slots=2).load()
     guess_at_random(stage.engine, random.Random(seed))
     for letter in (97, 98):
-        stage.engine.submit([letter] * 20, Sampling(max_tokens=40, ignore_eos=True))
+        stage.engine.submit([letter] * 20, SamplingParams(max_tokens=40, ignore_eos=True))
     return stage.finish()
 
 

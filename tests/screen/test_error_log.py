@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from screen_stage import Stage, at_every_size, drawn, plain, show
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime.errors import show_fault
 from screen import app, engine_client
 from screen.pages import error_log
@@ -153,7 +153,7 @@ def test_a_request_that_has_failed_without_a_traceback_is_on_the_page_of_errors(
     """After a NaN the page said that nothing had failed."""
     stage = Stage().load()
     stage.session.obey("one")
-    handle = stage.engine.submit([97], Sampling(max_tokens=9))
+    handle = stage.engine.submit([97], SamplingParams(max_tokens=9))
     stage.turns(2)
     ended = replace(handle.view(), reason="error", error="the model computed no number", ended=1.0)
     stage.state.ended.append(ended)

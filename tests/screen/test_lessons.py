@@ -9,7 +9,7 @@ import pytest
 from screen_stage import Stage, drawn, plain, show
 from word_engine import Clock, WordRunner
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from screen import step_columns, widgets
 from screen.draw import charts, panes, style
 from screen.draw import step as steps
@@ -178,7 +178,7 @@ def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_
     for _ in range(700):
         stage.engine.submit([1]).cancel()
     for _ in range(42):
-        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+        stage.engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True)).result()
     stage.turns()
     gone = stage.engine.steps - 4096
     assert gone > 0 and [fault.message for fault in stage.state.faults] == [
@@ -193,10 +193,10 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     """The timeline went on as if nothing had been between, and tokens/s left out what had come
     meanwhile."""
     stage = Stage(slots=2).load()
-    stage.engine.submit([1], Sampling(max_tokens=9, ignore_eos=True)).result()
+    stage.engine.submit([1], SamplingParams(max_tokens=9, ignore_eos=True)).result()
     stage.turns()
     for _ in range(45):
-        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+        stage.engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True)).result()
     stage.turns()
     history, missed = (
         stage.state.history,

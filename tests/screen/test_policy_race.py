@@ -10,7 +10,7 @@ from screen_stage import EndsAfter, Stage, disturb, drawn, like_golden, plain, s
 import ask
 import tui
 from analysis import step_times
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from policies import POLICIES
 from screen import keys, state, step_columns
 from screen import policy_runs as runs
@@ -60,7 +60,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     for prompt in ("late", "and later " * 20):
         stage.session.obey(prompt)
         ids = stage.engine.text.ask(prompt[::-1])  # else the second waits for rows of the first
-        stage.engine.submit(ids, Sampling(max_tokens=9), client="other")
+        stage.engine.submit(ids, SamplingParams(max_tokens=9), client="other")
     stage.finish()
     limits = stage.state.view.engine.limits
     requests = sorted(stage.state.requests.values(), key=lambda r: r.id)
@@ -78,9 +78,9 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     as useful, and its token as delivered."""
     stage = Stage(slots=4).load()
     for most in (5, 9, 14, 20, 26):
-        handle = stage.engine.submit([96 + most] * 5, Sampling(max_tokens=100))
+        handle = stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100))
         handle._ends = EndsAfter(handle, most)
-    stage.engine.submit([96] * 5, Sampling(max_tokens=31))
+    stage.engine.submit([96] * 5, SamplingParams(max_tokens=31))
     stage.finish()
     stage.session.obey("/compare")
     own, _ = stage.state.kept["compare"].runs

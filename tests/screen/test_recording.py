@@ -9,7 +9,7 @@ from screen_stage import Stage
 
 import tui
 from docs.make import page
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from policies import POLICIES
 from runtime.snapshot import Limits, Metrics, RequestView, StepView
 from screen import recording as record
@@ -127,7 +127,7 @@ def test_a_recording_names_no_client_and_tells_no_error():
     """An error's words may hold a path, and the origin of a request at the door is an address."""
     stage = Stage().load()
     ids = stage.engine.text.ask("words")
-    stage.engine.submit(ids, Sampling(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
+    stage.engine.submit(ids, SamplingParams(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
     stage.session.obey("/burst 2")
     stage.turns(2)
     failed = next(iter(stage.state.requests.values()))
@@ -144,7 +144,7 @@ def test_a_recording_of_fair_still_knows_who_is_who():
     stage = Stage(policy="fair", slots=2).load()
     for number in range(12):
         ids = stage.engine.text.ask(f"prompt {number}")
-        stage.engine.submit(ids, Sampling(max_tokens=9), client="ab"[number in (7, 9)])
+        stage.engine.submit(ids, SamplingParams(max_tokens=9), client="ab"[number in (7, 9)])
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))

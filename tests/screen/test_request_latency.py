@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from screen_stage import EndsAfter, Stage, drawn, guess_at_random, like_golden, plain, show
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from policies import POLICIES
 from screen import latency_breakdown as life
 from screen.commands import PlainLog, orders_of
@@ -42,7 +42,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
                 prompt = [dice.randint(97, 122) for _ in range(dice.randint(1, 80))]
                 if shares:
                     prompt = EVENINGS[dice.randint(0, 2)][: dice.randint(0, 80)] + prompt
-                most = Sampling(max_tokens=dice.randint(1, 25))
+                most = SamplingParams(max_tokens=dice.randint(1, 25))
                 handle = engine.submit(prompt, most, client=dice.choice(clients))
                 if dice.random() < 0.5:
                     handle._ends = EndsAfter(handle, dice.randint(1, 25))
@@ -127,11 +127,11 @@ def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
     """It was left out. So its chunks took no time, and the first token of a request that was
     cancelled beside it came 10.50 ms before the request."""
     stage = Stage(slots=4, max_len=4_000).load()
-    stage.engine.submit([97] * 5, Sampling(max_tokens=600))
+    stage.engine.submit([97] * 5, SamplingParams(max_tokens=600))
     stage.turns(10)
-    stage.engine.submit([98] * 3_000, Sampling(max_tokens=5))
+    stage.engine.submit([98] * 3_000, SamplingParams(max_tokens=5))
     stage.turns(60)
-    late = stage.engine.submit([99] * 5, Sampling(max_tokens=200))
+    late = stage.engine.submit([99] * 5, SamplingParams(max_tokens=200))
     stage.turns(20)
     late.cancel()
     stage.turns(3)
@@ -146,8 +146,8 @@ def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
     """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
     stage = Stage(policy="fair", slots=2).load()
     for id in range(1, 10):
-        stage.engine.submit([97] * 5, Sampling(max_tokens=6 + id % 2), client="many")
-    late = stage.engine.submit([98] * 5, Sampling(max_tokens=6), client="one")
+        stage.engine.submit([97] * 5, SamplingParams(max_tokens=6 + id % 2), client="many")
+    late = stage.engine.submit([98] * 5, SamplingParams(max_tokens=6), client="one")
     stage.finish()
     life = lives(stage)
     assert late.id == 10
@@ -174,7 +174,7 @@ def page(stage: Stage, which: str, width: int = 80) -> list[style.Line]:
 def test_under_static_it_says_how_long_a_free_slot_was_shut():
     stage = Stage(slots=2, policy="static").load()
     for most in (2, 30, 2):
-        stage.engine.submit([97] * 5, Sampling(max_tokens=most))
+        stage.engine.submit([97] * 5, SamplingParams(max_tokens=most))
     stage.finish()
     life = lives(stage)[3]
     assert life.shut == pytest.approx(0.27, abs=0.03)
@@ -184,9 +184,9 @@ def test_under_static_it_says_how_long_a_free_slot_was_shut():
 def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
     """r1 decodes, and the long prompt of r2 goes in beside it, in eight chunks of 16."""
     stage = Stage(slots=2).load()
-    stage.engine.submit([97] * 5, Sampling(max_tokens=60))
+    stage.engine.submit([97] * 5, SamplingParams(max_tokens=60))
     stage.turns(20)
-    stage.engine.submit([98] * 128, Sampling(max_tokens=5))
+    stage.engine.submit([98] * 128, SamplingParams(max_tokens=5))
     stage.finish()
     first, second = (lives(stage)[id] for id in (1, 2))
     assert list(first.chunks) == [2] and not second.chunks
@@ -209,7 +209,7 @@ def test_a_percentile_leads_to_the_request_that_stands_there(percent):
 def test_what_cannot_be_replayed_says_why():
     stage = Stage(slots=1).load()
     for _ in range(2):
-        stage.engine.submit([97] * 5, Sampling(max_tokens=9))
+        stage.engine.submit([97] * 5, SamplingParams(max_tokens=9))
     stage.turns(4)
     assert "it has no token yet" in "\n".join(plain(page(stage, "2")))
     stage.finish()
@@ -222,7 +222,7 @@ def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():
     """The replay planned one token more than the slot holds, and was refused."""
     stage = Stage(slots=1, max_len=40).load()
     for _ in range(2):
-        handle = stage.engine.submit([97] * 10, Sampling(max_tokens=30))
+        handle = stage.engine.submit([97] * 10, SamplingParams(max_tokens=30))
         handle._ends = EndsAfter(handle, 30)
     stage.finish()
     assert [r.reason for r in stage.state.ended] == ["stop", "stop"]
@@ -248,7 +248,7 @@ def test_the_plain_log_tells_a_life_in_a_line_on_demand():
     stage = Stage(slots=2).load()
     log = PlainLog(stage.session, lines.append)
     for _ in range(5):
-        stage.engine.submit([97] * 5, Sampling(max_tokens=9))
+        stage.engine.submit([97] * 5, SamplingParams(max_tokens=9))
     stage.finish()
     log.obey("/why p95")
     (line,) = lines

@@ -6,7 +6,7 @@ from jsonschema import validate
 from rich.style import Style
 from screen_stage import plain
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, SamplingParams
 from runtime.snapshot import Metrics, RequestView
 from screen.draw import panes, style
 from screen.draw.canvas import Paper
@@ -32,7 +32,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
 def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
     with Engine.load("demo", slots=1, max_len=256, guesses=0) as engine:
-        wish = Sampling(max_tokens=150, grammar={"json": SCHEMA}, logprobs=SEEN)
+        wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=SEEN)
         handle = engine.submit(engine.text.ask("Tell me a story about a fox."), wish)
         said, forbidden = "", 0
         while handle.finish_reason is None:
@@ -50,6 +50,6 @@ def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
 
 def test_without_a_grammar_there_is_no_glass():
     with Engine.load("demo", slots=1, max_len=64) as engine:
-        handle = engine.submit([5, 6, 7], Sampling(max_tokens=5, logprobs=3))
+        handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, logprobs=3))
         engine.step()
         assert handle.view().glass == ()

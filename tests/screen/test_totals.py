@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from screen_stage import Stage, drawn, like_golden, plain, show
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime.snapshot import RanksView, percentile
 from screen import step_columns
 from screen.draw import panes, step
@@ -156,7 +156,8 @@ def test_requests_whose_ends_were_missed_are_forgotten():
     """They stood among the open ones for ever: memory grew, and each chart went through them."""
     stage = Stage(slots=2).load()
     handles = [
-        stage.engine.submit([1], Sampling(max_tokens=400, ignore_eos=True)) for _ in range(1500)
+        stage.engine.submit([1], SamplingParams(max_tokens=400, ignore_eos=True))
+        for _ in range(1500)
     ]
     stage.turns(3)
     assert len(stage.state.requests) == 1500
@@ -174,7 +175,7 @@ def test_counts_go_on_beyond_what_is_remembered():
     stage.state.REMEMBERED = 50
     for _ in range(6):
         for _ in range(100):
-            stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
+            stage.engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True))
         stage.finish()
     assert "600 ended" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
     assert (
@@ -189,7 +190,7 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
     stage = Stage(slots=2).load()
     stage.state.TEXTS = 9 * 10_000
     for number in range(30):
-        view = stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).view()
+        view = stage.engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True)).view()
         view = replace(view, prompt=str(number % 10) * 10_000, ended=0.0)
         stage.state._absorb_requests(replace(stage.engine.snapshot(), ended=(view,)), False)
     assert [view.prompt[0] for view in stage.state.ended] == list("23456789")

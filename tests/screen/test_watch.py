@@ -23,7 +23,7 @@ from screen_stage import Show, Stage, drawn, like_golden, plain, show
 from servers import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 
 import tui
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from screen.app import PANES
 from screen.commands import PlainLog, Session
 from screen.draw import panes, style
@@ -33,7 +33,7 @@ from screen.remote_client import RemoteRoom, base_of
 from screen.state import State
 from server import watch_frames
 from server.access_log import Call, DoorView
-from server.app import Door
+from server.app import APIServer
 from server.http import Options
 
 LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -70,7 +70,7 @@ class Watched(Server):
 @contextmanager
 def serving(engine):
     """A room with a door, as `tui.py --serve` opens it."""
-    door = Door(Options(port=0)).start()
+    door = APIServer(Options(port=0)).start()
     room = EngineRoom(lambda report, clock: engine, door, "small")
     room.start()
     try:
@@ -195,7 +195,7 @@ def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
 
 
 def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
-    door = Door(Options(port=0)).start()
+    door = APIServer(Options(port=0)).start()
     try:
         room = EngineRoom(lambda report, clock: None, door)
         state = State()
@@ -300,7 +300,7 @@ def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch)
 
 def test_a_prompt_for_a_server_that_loads_its_model_waits_for_it(engine):
     """It came back, refused with 503."""
-    door = Door(Options(port=0)).start()
+    door = APIServer(Options(port=0)).start()
     room = RemoteRoom(door.address)
     room.start()
     it = Watched(room, door.address)
@@ -565,7 +565,7 @@ def canned_door() -> tuple[DoorView, list[Call]]:
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        it.stage.room.door = type("Door", (), {"journal": type("Journal", (), {"changes": 0})})
+        it.stage.room.door = type("APIServer", (), {"journal": type("Journal", (), {"changes": 0})})
         views = [canned_door()[0], DoorView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
         it.stage.room.door.look = lambda since: views[bool(since)]
         it.stage.session.obey("/burst 3")
@@ -610,7 +610,7 @@ def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
     seen = heard = None
     for number in range(6):
         for _ in range(3):
-            engine.submit([number], Sampling(max_tokens=4, ignore_eos=True)).result()
+            engine.submit([number], SamplingParams(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
         heard = watch_frames.joined(heard, watch_frames.Frame(False, 0, 0.0, seen, door))
     assert [step.step for step in heard.engine.steps][-1] == engine.steps

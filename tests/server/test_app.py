@@ -28,12 +28,12 @@ from waiting import wait_for
 from runtime import progress
 from runtime.handle import TokenLogprob
 from runtime.loop import Loop, Stopwatch
-from runtime.sampling_params import Sampling
+from runtime.sampling_params import SamplingParams
 from server import adapter, completion, http, openai
 from server.access_log import AccessLog
 from server.adapter import Wish
 from server.anthropic import Message
-from server.app import Door
+from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
 from server.completion import Answer, Served
 from server.http import LONG, Options
@@ -41,7 +41,7 @@ from server.openai import ChatCompletion
 from server.responses import Response
 from text.grammar import Grammars
 from text.sandbox import BusyError, Trials
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 from text.tool_parser import FORMATS, Parser, Speech
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -51,7 +51,7 @@ class Here(Server):
     """A door in this process, spoken to like a server in another."""
 
     def __init__(self, engine, **options):
-        self.door = Door(Options(port=0, **options)).start()
+        self.door = APIServer(Options(port=0, **options)).start()
         self.loop = Loop(engine, watch=Stopwatch()).start()
         self.door.open(engine, self.loop, "small")
         host, port = self.door.address.removeprefix("http://").split(":")
@@ -182,7 +182,7 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
         while frame is not None:
             functions.add(frame.f_code)
             frame = frame.f_back
-        return Door.wait.__code__ in functions
+        return APIServer.wait.__code__ in functions
 
     def strike() -> None:
         wait_for(is_waiting)
@@ -253,7 +253,7 @@ def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
     with Here(engine) as here:
         assert here.complete().status == 200 and engine.on_commit is not None
     assert engine.on_commit is None
-    engine.generate([[1]], Sampling(max_tokens=3))
+    engine.generate([[1]], SamplingParams(max_tokens=3))
     assert engine.snapshot().faults == ()
 
 
@@ -762,13 +762,13 @@ def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypat
     monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
     monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
     sizes = []
-    encode = Text._ids
+    encode = Tokenizer._ids
 
-    def note(text: Text, given: str, special: bool) -> list[int]:
+    def note(text: Tokenizer, given: str, special: bool) -> list[int]:
         sizes.append(len(given))
         return encode(text, given, special)
 
-    monkeypatch.setattr(Text, "_ids", note)
+    monkeypatch.setattr(Tokenizer, "_ids", note)
     words = "so long " * 400_000
     chat = {"messages": [{"role": "user", "content": words}]}
     reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
@@ -844,7 +844,7 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
     def slow(answer):
         asked.append(answer)
         assert goes_on.wait(20)
-        raise openai.Refusal(400, "made too late")
+        raise openai.APIError(400, "made too late")
 
     monkeypatch.setattr(Answer, "submit", slow)
     body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
@@ -921,7 +921,7 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
         (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 130_000}),
         (openai.Completion, {"prompt": ["a"] * 129}),
     ):
-        with pytest.raises(adapter.Refusal):
+        with pytest.raises(adapter.APIError):
             Answer(Served(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
@@ -1059,4 +1059,4 @@ def test_a_call_costs_the_same_however_many_there_are():
 def test_every_setting_of_a_request_can_be_asked_for_over_http():
     """A new sampler that the door does not know would be refused as an unknown field."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
-    assert {field.name for field in fields(Sampling)} - by_another_way == {*openai.PLAIN}
+    assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from servers import CHAT, Server
 
-from nanobatch import Engine, Handle, Sampling
+from nanobatch import Engine, Handle, SamplingParams
 from runtime.loop import Loop, Stopwatch
-from server.app import Door
+from server.app import APIServer
 from server.http import Options
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ class Here(Server):
     """A server in this process, so that its threads can be watched."""
 
     def __init__(self, engine: Engine):
-        self.door = Door(Options(port=0)).start()
+        self.door = APIServer(Options(port=0)).start()
         self.loop = Loop(engine, watch=Stopwatch()).start()
         self.door.open(engine, self.loop, "demo")
         self.host, port = self.door.address.removeprefix("http://").split(":")
@@ -76,7 +76,7 @@ def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
         handles = []
         for each in settings:
             prompt = f"Count from {dice.randrange(3, 9)} to {dice.randrange(20, 40)}."
-            sampling = Sampling(max_tokens=60, seed=seed, **each)
+            sampling = SamplingParams(max_tokens=60, seed=seed, **each)
             handles.append(demo.submit(demo.text.ask(prompt), sampling))
         texts = dict.fromkeys(handles, "")
         open_handles = list(handles)
@@ -113,13 +113,13 @@ def test_streamed_is_whole(demo, kind):
 def test_one_wake_up_a_step_and_one_for_a_whole_answer(demo, monkeypatch, stream):
     """A wake-up is a system call of the thread that steps."""
     wakes = []
-    wake = Door._wake
+    wake = APIServer._wake
 
     def counted(door, answers) -> None:
         wakes.append(demo.steps)
         wake(door, answers)
 
-    monkeypatch.setattr(Door, "_wake", counted)
+    monkeypatch.setattr(APIServer, "_wake", counted)
     asked = {"messages": QUESTION, "max_tokens": 30, "ignore_eos": True, "n": 3, "stream": stream}
     with Here(demo) as here:
         before = demo.steps

@@ -11,11 +11,11 @@ from parrot import Taught
 from servers import CHAT
 from waiting import wait_for
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime.embeddings import unit
 from runtime.handle import Handle
 
-EMBED = Sampling(embeds=True)
+EMBED = SamplingParams(embeds=True)
 PATH = "/v1/embeddings"
 TEXTS = ["Why batch?", "What is a slot?", "Why batch?", "x" * 300]
 

@@ -1198,16 +1198,16 @@ sys.path[:0] = [os.getcwd(), "tests/lib"]
 import serve
 from checkpoints import make_checkpoint
 from server import app as rooms
-from nanobatch import Engine, Text
+from nanobatch import Engine, Tokenizer
 from models.load import read_model
 
 folder = make_checkpoint(Path(sys.argv[1]), seed=1)
-parts = read_model(folder), Text(folder, 272)
+parts = read_model(folder), Tokenizer(folder, 272)
 serve.load = lambda args, **how: Engine(*parts, slots=2, max_len=128)
 WATCHED = {module.__file__ for module in (threading, serve, rooms)}
 ended = 0
 for at in map(int, sys.argv[2:]):
-    door = serve.Door(serve.Options(port=0))
+    door = serve.APIServer(serve.Options(port=0))
     lines = iter(range(10**9))
     second = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
 

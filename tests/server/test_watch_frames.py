@@ -7,15 +7,15 @@ import time
 import pytest
 from servers import Line, Server
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime.snapshot import RequestView, Snapshot
 from server import watch as watch_module
 from server import watch_frames
 from server.access_log import Call, DoorView, Journal
-from server.app import Door
+from server.app import APIServer
 from server.http import Options
 
-LONG = Sampling(max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 def over_the_wire(
@@ -202,7 +202,7 @@ USUAL_NGINX = [
     ],
 )
 def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
-    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    door = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     with engine.serving() as loop:
         door.open(engine, loop, "small")
         host, port = door.address.removeprefix("http://").split(":")
@@ -242,7 +242,7 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 )
 def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
     """Any page of this machine, on whatever port, read everybody's prompts and answers."""
-    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    door = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     loop = engine.serving()
     with loop:
         door.open(engine, loop, "small")
@@ -265,7 +265,7 @@ def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
     """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
     in this process."""
     monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
-    door = Door(Options(port=0)).start()
+    door = APIServer(Options(port=0)).start()
     loop = engine.serving()
     with loop:
         door.open(engine, loop, "small")
@@ -278,7 +278,7 @@ def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
             deadline, most = time.monotonic() + 60, 0
             while time.monotonic() < deadline and not (most and door.look().watchers == 0):
                 most = max(most, door.look().watchers)
-                engine.submit("x", Sampling(max_tokens=100, ignore_eos=True)).result()
+                engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
             assert most == 1 and door.look().watchers == 0
         finally:
             door.close()

@@ -28,7 +28,7 @@ from tokenizers import AddedToken, processors
 from waiting import wait_for
 
 from analysis.simulator import Replay
-from nanobatch import Text
+from nanobatch import Tokenizer
 from policies import POLICIES
 from prefix import SEGMENT
 from runtime.files import ModelError
@@ -249,7 +249,7 @@ def make_model(
     adds_bos: bool = True,
     as_dict: bool = False,
     **config,
-) -> Text:
+) -> Tokenizer:
     """What of a model folder concerns its text. `as_dict` spells the special tokens as older
     configs do."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ def make_model(
         ]
         config["chat_template"] = [others[0], {"name": "default", "template": template}, others[1]]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Text(folder, tokenizer.get_vocab_size())
+    return Tokenizer(folder, tokenizer.get_vocab_size())
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def published(tmp_path_factory):
     """A model of this template, made once: to read it takes longer than a conversation does."""
 
     @cache
-    def made(name: str, adds_bos: bool = True) -> Text:
+    def made(name: str, adds_bos: bool = True) -> Tokenizer:
         template = TEMPLATES.get(name) or READS[name][0]
         return make_model(tmp_path_factory.mktemp("published"), template, adds_bos=adds_bos)
 
@@ -374,7 +374,7 @@ def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, plac
         (named,) = [each for each in config["chat_template"] if each["name"] == "tool_use"]
         named["template"] = FOR_TOOLS
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    text = Text(tmp_path, 300)
+    text = Tokenizer(tmp_path, 300)
     assert text.speech.format.name == "Hermes"
     for tools in (TOOLS, []):
         for messages in (turns("x"), PROBE):
@@ -389,7 +389,7 @@ def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_
     make_model(tmp_path, PLAIN_CHAT, "a file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
-    text = Text(tmp_path, 300)
+    text = Tokenizer(tmp_path, 300)
     assert text.has_template and text.render(turns("x")) == "<|user|>x<|end|>"
     assert text.speech.why == "this model's chat template takes no tools"
 
@@ -398,7 +398,7 @@ def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
     """A model saved again by a newer library may have both, and the config's is the old one."""
     text = make_model(tmp_path, "old", chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
-    text = Text(tmp_path, 300)
+    text = Tokenizer(tmp_path, 300)
     assert text.render(turns("x")) == reference(tmp_path, turns("x"))[0] == "new x"
 
 
@@ -409,7 +409,7 @@ def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tm
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
     )
-    text = Text(tmp_path, 300)
+    text = Tokenizer(tmp_path, 300)
     assert (text.render(turns("x")), text.encode_chat(turns("x"))) == reference(
         tmp_path, turns("x")
     )
@@ -509,7 +509,7 @@ def test_an_empty_prompt_has_no_tokens(tmp_path, template, raw):
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def refusal(text: Text, messages, kind: type = ValueError) -> str:
+def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
     """The one line with which a conversation is refused, by `render` and `encode_chat` alike."""
     with pytest.raises(kind) as caught:
         text.render(messages)
@@ -681,7 +681,7 @@ HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
 no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
 
 
-def unfit(text: Text) -> str:
+def unfit(text: Tokenizer) -> str:
     """The one line that says why a template is not used. Plain text goes on as it was."""
     assert not text.has_template
     assert text.ask("Hi", raw=True) == text.encode("Hi")
@@ -758,11 +758,11 @@ def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp
 LOADS = """
 import signal, sys
 from pathlib import Path
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 stride = signal.default_int_handler if sys.argv[2] == "ends" else lambda *_: None
 signal.signal(signal.SIGINT, stride)
-text = Text(Path(sys.argv[1]), 300)
+text = Tokenizer(Path(sys.argv[1]), 300)
 print(text.render([{"role": "user", "content": "x"}]))
 """
 

@@ -13,12 +13,12 @@ import pytest
 from checkpoints import make_tokenizer
 from hostile import HOSTILE
 
-from runtime.sampling_params import GRAMMAR, Sampling
+from runtime.sampling_params import GRAMMAR, SamplingParams
 from runtime.validation import GrammarError
 from text import grammar as grammar_file
 from text.grammar import Grammars
 from text.sandbox import Trials
-from text.tokenizer import Text
+from text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 V, ENDS = 272, (257, 259)
@@ -30,7 +30,7 @@ def grammars() -> Grammars:
 
 
 def make(grammars: Grammars, **source):
-    return grammars.grammar(Sampling(grammar=source).grammar)
+    return grammars.grammar(SamplingParams(grammar=source).grammar)
 
 
 def allowed(grammar) -> set[int]:
@@ -134,8 +134,8 @@ def test_ids_that_no_token_has_are_forbidden(grammars):
 
 
 def test_a_models_text_makes_grammars(tmp_path):
-    text = Text(ROOT / "demo" / "model", 1536)
-    grammar = text.grammar(Sampling(grammar={"choice": ["yes", "no"]}).grammar)
+    text = Tokenizer(ROOT / "demo" / "model", 1536)
+    grammar = text.grammar(SamplingParams(grammar={"choice": ["yes", "no"]}).grammar)
     assert {text.tokenizer.id_to_token(token) for token in allowed(grammar)} >= {"y", "n"}
 
 
@@ -199,20 +199,20 @@ def test_a_grammar_that_cannot_be_is_refused_in_one_line(grammars, source, words
 )
 def test_settings_refuse_what_is_no_grammar(wish, words):
     if words is None:  # one choice
-        assert Sampling(grammar=wish).grammar == {"choice": ("yes",)}
+        assert SamplingParams(grammar=wish).grammar == {"choice": ("yes",)}
         return
     with pytest.raises(ValueError, match="grammar") as refusal:
-        Sampling(grammar=wish)
+        SamplingParams(grammar=wish)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_a_grammar_that_has_been_checked_cannot_change():
     schema = {"type": "integer"}
-    sampling = Sampling(grammar={"json": schema})
+    sampling = SamplingParams(grammar={"json": schema})
     schema["type"] = "nonsense"
     assert json.loads(sampling.grammar["json"]) == {"type": "integer"}
     with pytest.raises(ValueError, match="ignore_eos"):
-        Sampling(grammar={"json": {}}, ignore_eos=True)
+        SamplingParams(grammar={"json": {}}, ignore_eos=True)
 
 
 # --- what is hostile ----------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import json
 import sys
 
 import pytest
+import tokenizers
 from checkpoints import make_tokenizer
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from nanobatch import Text
+from nanobatch import Tokenizer
 from runtime.files import ModelError
 from text import template_check
 from text import tokenizer as tokens
@@ -50,30 +51,30 @@ def test_a_tokenizer_that_takes_all_memory_is_refused_at_load(tmp_path, monkeypa
     )
     (tmp_path / "tokenizer.json").write_text(hostile(name))
     with pytest.raises(ModelError) as refused:
-        Text(tmp_path, 300)
+        Tokenizer(tmp_path, 300)
     assert "the tokenizer takes more than " in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
 def test_a_tokenizer_whose_padding_takes_all_memory_is_not_padded(tmp_path):
     (tmp_path / "tokenizer.json").write_text(hostile("padding"))
-    assert Text(tmp_path, 300).encode("Hi") == [256, 39, 72]
+    assert Tokenizer(tmp_path, 300).encode("Hi") == [256, 39, 72]
 
 
 def test_a_tokenizer_that_only_panics_is_served(tmp_path):
     """Each prompt that it cannot read is refused in one line, as before."""
-    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="cannot read this prompt"):
-        Text(tmp_path, 300).encode("a" * 30 + "b")
+        Tokenizer(tmp_path, 300).encode("a" * 30 + "b")
 
 
 def test_a_template_that_makes_too_much_is_refused_at_load(tmp_path):
     """30 bytes made 20 MB of a question, and to tokenize these took 3.4 GB."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
-    text = Text(tmp_path, 300)
+    text = Tokenizer(tmp_path, 300)
     assert "makes 20,000,000 characters of a trial conversation" in text.unfit
     assert not text.has_template and text.encode("Hi")
 
@@ -89,10 +90,10 @@ def test_what_a_template_makes_is_tokenized_in_the_trial(tmp_path, monkeypatch):
     doubled = [normalizers.Replace(letter, letter * 2) for _ in range(40)]
     tokenizer.normalizer = normalizers.Sequence(doubled)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert Text(tmp_path, 300).encode("Hi")
+    assert Tokenizer(tmp_path, 300).encode("Hi")
     (tmp_path / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}}{letter}")
     with pytest.raises(ModelError, match="the tokenizer takes more than"):
-        Text(tmp_path, 300)
+        Tokenizer(tmp_path, 300)
 
 
 def test_a_tokenizer_is_tried_once_and_the_demos_never(tmp_path, monkeypatch):
@@ -104,9 +105,9 @@ def test_a_tokenizer_is_tried_once_and_the_demos_never(tmp_path, monkeypatch):
         jobs.append(job[0])
 
     monkeypatch.setattr(template_check.Trials, "run", run)
-    Text(tokens.OURS, 1536)
+    Tokenizer(tokens.OURS, 1536)
     assert jobs == []
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for _ in range(2):
-        Text(tmp_path, 300)
+        Tokenizer(tmp_path, 300)
     assert jobs == ["tokenizer"]

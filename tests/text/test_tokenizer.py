@@ -11,11 +11,11 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+import tokenizers
 from checkpoints import BOS, V, make_tokenizer
 from tokenizers import (
     AddedToken,
     Regex,
-    Tokenizer,
     decoders,
     models,
     normalizers,
@@ -24,8 +24,8 @@ from tokenizers import (
     trainers,
 )
 
-from nanobatch import Engine, Sampling, Text
-from text.tokenizer import OURS, TextStream, TooLongError, calmly
+from nanobatch import Engine, SamplingParams, Tokenizer
+from text.tokenizer import OURS, StreamingDetokenizer, TooLongError, calmly
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (
@@ -52,10 +52,10 @@ def corpus() -> list[str]:
     return [random_text(rng) for _ in range(2000)]
 
 
-def byte_bpe() -> Tokenizer:
+def byte_bpe() -> tokenizers.Tokenizer:
     """Byte-level BPE with merges, as Llama 3 and Qwen have it: a token may end in the middle of a
     character."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -67,11 +67,11 @@ def byte_bpe() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece() -> tokenizers.Tokenizer:
     """BPE over characters as Llama 2 has it: '▁' for a space, and characters it does not know as
     one token a byte."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trained = Tokenizer(models.BPE())
+    trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizer
     counts = Counter(char for text in corpus() for char in text if char not in f"{BROKEN}\n")
     known = sorted(counts, key=lambda char: (-counts[char], char))[
@@ -85,7 +85,7 @@ def sentencepiece() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     vocab = {piece: n for n, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(merge) for merge in model["merges"]]
-    tokenizer = Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
     tokenizer.normalizer = normalizer
@@ -111,9 +111,9 @@ TOKENIZERS = {
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
+def stream(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> tuple[list[str], str]:
     """The pieces that pushing each id gave, and what was held back to the end."""
-    text = TextStream(tokenizer)
+    text = StreamingDetokenizer(tokenizer)
     pieces = [text.push(token) for token in ids]
     return pieces, text.finish(ids)
 
@@ -177,7 +177,7 @@ def test_text_is_shown_with_the_token_that_completes_it(name):
             for _ in range(30)
         )
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        whole = TextStream(tokenizer)
+        whole = StreamingDetokenizer(tokenizer)
         joined = ""
         for n, token in enumerate(ids, start=1):
             joined += whole.push(token)
@@ -288,10 +288,10 @@ def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
     """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were
     added later."""
     if kind in TOKENIZERS:
-        tokenizer = Tokenizer.from_str(TOKENIZERS[kind]().to_str())
+        tokenizer = tokenizers.Tokenizer.from_str(TOKENIZERS[kind]().to_str())
     else:
         model, decoder = other_kinds()[kind]
-        tokenizer = Tokenizer(model)
+        tokenizer = tokenizers.Tokenizer(model)
         if decoder:
             tokenizer.decoder = decoder
     tokenizer.add_special_tokens(
@@ -389,7 +389,7 @@ class Pieces:
             piece: n for n, piece in enumerate(sorted({names[start:end] for start, end in spans}))
         }
         self.ids = {(start, end): vocab[names[start:end]] for start, end in spans}
-        self.tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
+        self.tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
         self.tokenizer.decoder = decoders.ByteLevel()
 
     def cut(self, places: tuple[int, ...]) -> list[int]:
@@ -434,7 +434,12 @@ def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_an
         whole_characters = {len(text[:n].encode()) for n in range(len(text) + 1)}
         pieces = Pieces(text)
         for cut in all_cuts(rng, pieces.length):
-            stream, ids, out, seen = TextStream(pieces.tokenizer, stops), pieces.cut(cut), [], 0
+            stream, ids, out, seen = (
+                StreamingDetokenizer(pieces.tokenizer, stops),
+                pieces.cut(cut),
+                [],
+                0,
+            )
             for token, place in zip(ids, (*cut, pieces.length), strict=True):
                 out.append(stream.push(token))
                 seen = place
@@ -474,7 +479,7 @@ def test_a_character_costs_no_more_before_a_long_stop_string_than_before_a_short
             return str.startswith(self, text)
 
     stops = [Counted("a" * 999 + "b"), Counted("ab" * 499 + "ac"), Counted("b" * 999 + "c")]
-    stream = TextStream(make_tokenizer(), stops)
+    stream = StreamingDetokenizer(make_tokenizer(), stops)
     text = "ab" * 2500 + "a" * 5000
     assert "".join(map(stream._release, text)) + stream._held == text
     assert len(stream._held) == 999 and 10_000 < Counted.looks < 100_000
@@ -492,7 +497,7 @@ def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them
         whole = tokenizer.decode(ids)
         stops = random_stops(rng, whole, text)
         shown, stops_here, _ = expected(whole, stops)
-        stream, out = TextStream(tokenizer, stops), []
+        stream, out = StreamingDetokenizer(tokenizer, stops), []
         for token in ids:
             out.append(stream.push(token))
             if stream.stop is not None:
@@ -523,7 +528,10 @@ def test_stop_strings_worked_out_by_hand(text, stops, shown):
     """The cases above are held against a reference; these hold the reference."""
     assert expected(text, stops)[:2] == (shown, text != shown)
     pieces = Pieces(text)
-    stream, ids = TextStream(pieces.tokenizer, stops), pieces.cut(tuple(range(1, pieces.length)))
+    stream, ids = (
+        StreamingDetokenizer(pieces.tokenizer, stops),
+        pieces.cut(tuple(range(1, pieces.length))),
+    )
     out = []
     for token in ids:
         out.append(stream.push(token))
@@ -562,11 +570,11 @@ def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
     tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
     stops = ["a" * 40 + "b"]
     many = 1_500 if kind in ("special tokens", "broken characters") else 6_000
-    old, times = TextStream(tokenizer, stops), {"old": [], "new": []}
+    old, times = StreamingDetokenizer(tokenizer, stops), {"old": [], "new": []}
     for n in range(many):
         old.push(ids[n % len(ids)])
     for _ in range(8):
-        new = TextStream(tokenizer, stops)
+        new = StreamingDetokenizer(tokenizer, stops)
         for n in range(50):
             for age, stream in (("old", old), ("new", new)):
                 start = time.perf_counter()
@@ -578,13 +586,13 @@ def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
 # --- BOS ----------------------------------------------------------------------------------------
 
 
-def make_text(folder: Path, adds_bos: bool, **config) -> Text:
+def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
     tokenizer = make_tokenizer()
     if not adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Text(folder, tokenizer.get_vocab_size())
+    return Tokenizer(folder, tokenizer.get_vocab_size())
 
 
 @pytest.mark.parametrize(
@@ -629,12 +637,12 @@ FAIL_AT_ENCODE = {
 }
 
 
-def late_failure(folder: Path, name: str) -> Text:
-    tokenizer = Tokenizer(FAIL_AT_ENCODE[name])
+def late_failure(folder: Path, name: str) -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(FAIL_AT_ENCODE[name])
     if "regex" in name:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
-    return Text(folder, V)
+    return Tokenizer(folder, V)
 
 
 @pytest.mark.parametrize("name", FAIL_AT_ENCODE)
@@ -645,8 +653,10 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_ne
     Exception."""
     text = late_failure(tmp_path, name)
     with Engine(parts[0], text, slots=2, max_len=64) as engine:
-        alone = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True)).result().tokens
-        neighbour = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True))
+        alone = (
+            engine.submit([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)).result().tokens
+        )
+        neighbour = engine.submit([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         engine.step()
         with pytest.raises(
             ValueError, match=r"cannot read this prompt \(.+\); give other words"
@@ -660,11 +670,11 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_ne
     )
 
 
-def panicking() -> Tokenizer:
+def panicking() -> tokenizers.Tokenizer:
     """Its decoder panics at an empty token: at token 1 at once, and at token 2, which waits as a
     byte, at the end."""
     vocabulary = {"hello": 0, "": 1, "<0x41>": 2, "<0x00>": 3}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("<0x41>", ""), decoders.Strip("w", 3, 3)]
     )
@@ -694,10 +704,10 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
     """A panic is no Exception: where the end of a request decodes what is left, it came out of
     `cancel`."""
     panicking().save(str(tmp_path / "tokenizer.json"))
-    with Engine(parts[0], Text(tmp_path, V), slots=2, max_len=128) as engine:
+    with Engine(parts[0], Tokenizer(tmp_path, V), slots=2, max_len=128) as engine:
 
-        def says(token: int, count: int) -> Sampling:
-            return Sampling(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
+        def says(token: int, count: int) -> SamplingParams:
+            return SamplingParams(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
 
         for token, count in ((1, 1), (2, 4)):  # how many tokens it takes to notice
             failing, neighbour = (
@@ -726,9 +736,9 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
 
 
 def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused_in_one_line(tmp_path):
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
     words.save(str(tmp_path / "tokenizer.json"))
-    text = Text(tmp_path, 2)
+    text = Tokenizer(tmp_path, 2)
     assert text.ask("fox") == [1]
     with pytest.raises(ValueError, match="knows no character of '你好'") as caught:
         text.ask("你好")
@@ -739,7 +749,7 @@ def test_a_prompt_far_beyond_its_room_is_refused_after_a_part_and_no_other(monke
     """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. 300 random texts
     and rooms, seed 1."""
     monkeypatch.setattr("text.tokenizer.FIRST", 64)
-    text = Text(OURS, 1536)
+    text = Tokenizer(OURS, 1536)
     dice = random.Random(1)
     pieces = ["the fox ", "lantern", " ", "Zürich ", "中", "}{", "aaaa", "\n", "<|end|>"]
     refused = 0

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from text import tool_parser as speech
 from text.grammar import Grammars
-from text.tokenizer import TextStream
+from text.tokenizer import StreamingDetokenizer
 from text.tool_parser import (
     FORMATS,
     HEAD,
@@ -233,7 +233,7 @@ def told(parts: list[Part]) -> list[tuple]:
 def as_bytes(text: str) -> list[str]:
     """The pieces of a stream whose tokens are single bytes."""
     tokenizer = make_tokenizer()
-    stream = TextStream(tokenizer)
+    stream = StreamingDetokenizer(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(tokens) == len(text.encode())
     return [*map(stream.push, tokens), stream.finish(tokens)]

@@ -24,8 +24,8 @@ from servers import Server
 from word_engine import Clock, word_engine
 
 from docs.make import page
-from nanobatch import Sampling
-from server.app import Door
+from nanobatch import SamplingParams
+from server.app import APIServer
 from server.http import Options
 from text.tokenizer import Prompt
 
@@ -214,7 +214,7 @@ def test_any_text_stays_on_its_card_in_the_game(opens):
 
 def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
     time = Clock()
-    door = Door(Options(port=0)).start()
+    door = APIServer(Options(port=0)).start()
     with word_engine(time, time, max_len=4096) as engine:
         engine.text.folder = tmp_path  # where a model's own settings would lie
         loop = engine.serving()
@@ -224,7 +224,7 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
             for text in TEXTS:
                 said = f'"{text}"'
                 prompt = Prompt(tuple(engine.text.ask(said)), said)
-                engine.submit(prompt, Sampling(max_tokens=600, ignore_eos=True))
+                engine.submit(prompt, SamplingParams(max_tokens=600, ignore_eos=True))
             tab = opens(f"{door.address}/", offline=False)
             until(tab, "window.nanobatch")
             for steps in range(150, 1050, 150):

@@ -17,7 +17,7 @@ from parrot import Parrot
 from recordings import HOSTILE, TEXTS
 
 import tui
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime import progress
 from runtime.conversation import Conversation
 from runtime.registry import Log
@@ -331,7 +331,7 @@ def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
     parrot = parrots()
     parrot.loop.pause()
     for _ in range(50):
-        parrot.engine.submit("one", Sampling(max_tokens=2))
+        parrot.engine.submit("one", SamplingParams(max_tokens=2))
     tab = talks(parrot)
     shows(tab, ".queue", "50 in line")
     parrot.loop.resume()
@@ -345,7 +345,7 @@ def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parro
     until(tab, "window.nanobatch")
     tab.locator("[data-step-microscope]").click()
     parrot.engine._ledger.steps = Log(20)  # what the server still tells
-    parrot.engine.submit("say: one", Sampling(max_tokens=60, ignore_eos=True)).result()
+    parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
     until(late, "window.nanobatch?.player.lane.rests")
     late.evaluate("nanobatch.player.goBy(-1)")

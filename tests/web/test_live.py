@@ -8,7 +8,7 @@ from browsers import in_node, needs_node
 from servers import Server
 from word_engine import Clock, word_engine
 
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from runtime.progress import PrefillProgress
 from server import live_page, watch_frames
 from server.access_log import DoorView
@@ -81,7 +81,9 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
     """What a watcher is told of five requests, from a step on, the texts at each frame, and how many wait."""
     sender = watch_frames.Sender(texts)
     for n in range(5):
-        engine.submit(f"prompt {n}", Sampling(max_tokens=60, ignore_eos=True), origin="10.0.0.1")
+        engine.submit(
+            f"prompt {n}", SamplingParams(max_tokens=60, ignore_eos=True), origin="10.0.0.1"
+        )
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     seen, frames, told, lines = None, [], [], []
     for step in range(400):
@@ -136,7 +138,7 @@ def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
     sender, seen, frames = watch_frames.Sender(True), None, []
     nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     for n in range(3):
-        engine.submit(f"prompt {n}", Sampling(max_tokens=2, ignore_eos=True))
+        engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
         for step in range(6):
             if not at_once or (n, step) == (2, 5):
                 seen = engine.snapshot(seen)
@@ -184,8 +186,8 @@ def test_the_page_says_of_a_long_prompt_what_the_screen_says():
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:
         engine.runner.time = SlowClock(clock)
-        engine.submit([1] * 5_000, Sampling(max_tokens=2))
-        engine.submit([2] * 20, Sampling(max_tokens=30))
+        engine.submit([1] * 5_000, SamplingParams(max_tokens=2))
+        engine.submit([2] * 20, SamplingParams(max_tokens=30))
         while engine.step():
             seen = engine.snapshot(seen)
             frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))

@@ -11,7 +11,7 @@ import pytest
 
 import tui
 from docs.make import page
-from nanobatch import Sampling
+from nanobatch import SamplingParams
 from policies import POLICIES
 from web import simulate
 
@@ -51,7 +51,7 @@ def answered():
         handles = []
         for packed, asked in zip(run["requests"], run["asked"], strict=True):
             prompt = engine.text.ask(named("RequestView", packed)["prompt"])
-            handles.append(engine.submit(prompt, Sampling(max_tokens=asked, temperature=0)))
+            handles.append(engine.submit(prompt, SamplingParams(max_tokens=asked, temperature=0)))
         yield engine, [handle.result().text for handle in handles]
 
 
