@@ -214,10 +214,8 @@ class Window:
                 rows = mx.put_along_axis(rows, self._rows, new, axis=0)
                 arrays[layer] = rows.reshape(self.slab.shape)
 
-    def read(
-        self, layer: int, look: AttentionGroup
-    ) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
-        """The keys and values that a look reads: views of the slab."""
+    def read(self, layer: int, look: AttentionGroup) -> tuple[mx.array, mx.array]:
+        """The keys and values that a look reads: views of the slab, (B, Hkv, T, Dh) each."""
         k = self.slab.k[layer][look.slots, :, : look.T]
         v = self.slab.v[layer][look.slots, :, : look.T]
         return k, v

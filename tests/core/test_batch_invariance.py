@@ -48,7 +48,7 @@ def test_no_company_changes_a_single_bit_in_any_form_of_the_product(form):
 
 def test_the_form_that_was_asked_for_computes():
     for form in matmul.forms_here():
-        code = "from parts.device import mlx as device; print(device.blas.kernels)"
+        code = "from kernels import mlx as device; print(device.blas.kernels)"
         done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
         assert done.stdout.strip() == f"{form}, 3 threads", done
 

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 
 import pytest
 from processes import run
+from source import PACKAGES
 
 from policies import POLICIES
 from screen import app
@@ -41,7 +42,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     """All that the exercises need, with these solutions in it."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
-    for name in ("kernels", "parts", "door", "screen", "benchmarks", "tests", "course", "demo"):
+    for name in (*PACKAGES, "parts", "server", "screen", "benchmarks", "tests", "course", "demo"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run")
         )
@@ -101,7 +102,7 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = [
         str(path.relative_to(ROOT))
-        for name in ("house", "project")
+        for name in ("architecture", "project")
         for path in ROOT.glob(f"tests/**/test_{name}.py")
     ]
     assert len(checks) == 2

@@ -979,9 +979,9 @@ def test_while_a_rank_waits_its_door_says_that_it_loads(tmp_path):
 SHORT_OF_TIME = """
 import os, sys, time
 from distributed import rendezvous
-meet.MEET_S = 1.0
+rendezvous.MEET_S = 1.0
 hosts, rank = os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"]
-meets = meet.meet
+meets = rendezvous.meet
 
 def together(*given):
     open(hosts + rank, "w").close()
@@ -991,7 +991,7 @@ def together(*given):
 
 if sys.argv[1:] == ["other keys"]:
     os.environ["NANOBATCH_RING_KEY"] = rank
-    meet.meet = together  # one may come seconds after the other
+    rendezvous.meet = together  # one may come seconds after the other
 sys.argv = ["ask.py", "Hello"]
 import ask
 sys.exit(ask.main())
@@ -1064,8 +1064,8 @@ def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
 RING_OF_STRANGERS = """
 import sys
 from distributed import rendezvous
-meet.CALLS = meet.CALLS.replace(".close()", ".sendall(b'GET / HTTP/1.1')")
-assert "sendall" in meet.CALLS
+rendezvous.CALLS = rendezvous.CALLS.replace(".close()", ".sendall(b'GET / HTTP/1.1')")
+assert "sendall" in rendezvous.CALLS
 sys.argv = ["ask.py", "What is 17 + 6?"]
 import ask
 sys.exit(ask.main())

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quick import QUICK
-from source import code_tokens, lines_of_code
+from source import PACKAGES, code_tokens, lines_of_code
 
 from models.memory import CORE, sources
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = 60  # the most lines of a function: a page
 SHARE = 0.335  # of all tokens, those of the core and the packages below it at least
-PACKAGES = ["runtime", "models", "kernels", "text", "distributed", "analysis"]
 # The files on the left, one or a package, may import those on the right, and each other in a package.
 MAY_IMPORT = {
     "prefix": "",

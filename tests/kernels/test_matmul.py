@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import python, run
+from source import PACKAGES
 
 from analysis import fingerprint
 from kernels import blas, build, matmul
@@ -218,7 +219,7 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
     code = (
         "import os, sys; from kernels.mlx import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
-        "from kernels import matmul; from parts.device import blas\nfrom parts.device import mlx as device\n"
+        "from kernels import matmul; from kernels import blas\nfrom kernels import mlx as device\n"
         "library = device.blas.library\n"
         "form = device.blas.kernels.split(',')[0]\n"
         "if not (child := os.fork()): os._exit(bool(library and matmul.why_unfit(library, form)))\n"
@@ -230,9 +231,9 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
 
 
 def test_mlx_calls_our_product_or_says_that_it_does_not():
-    code = "from parts.device import mlx as device; print(device.blas.name, device.blas.why_not)"
+    code = "from kernels import mlx as device; print(device.blas.name, device.blas.why_not)"
     late = (
-        "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); "
+        "import ctypes; from kernels import blas; blas.Blas.products = property(lambda self: 7); "
         + code
     )
     here = python(code)
@@ -276,7 +277,7 @@ def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A copy of what `ask.py` needs."""
-    for name in ("kernels", "parts", "course", "demo/model"):
+    for name in (*PACKAGES, "course", "demo/model"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):

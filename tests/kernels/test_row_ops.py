@@ -80,9 +80,9 @@ def test_rows_that_threads_share_have_the_bits_that_they_have_alone(rows):
 def test_an_operation_that_is_multiplied_as_a_matrix_ends_the_process_in_one_line():
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
-        "from kernels import matmul; from parts.device import mlx, operations\n"
+        "from kernels import matmul; from kernels import mlx, row_ops\n"
         "from kernels.mlx import mx\n"
-        "memory = operations.usual(matmul.SOFTMAX, 1.0)._memory\n"
+        "memory = row_ops.usual(matmul.SOFTMAX, 1.0)._memory\n"
         "mx.eval(mx.ones((2, 8)) @ mx.as_strided(memory, (8, 2), (1, 8)))\n"
     )
     done = python(code)

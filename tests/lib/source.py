@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+PACKAGES = ["runtime", "models", "kernels", "text", "distributed", "analysis"]  # what the core uses
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -49,7 +49,7 @@ class Terminal:
         env = os.environ | ours | (environment or {})
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         if spoiled:
-            code = f"import sys, tui\nfrom parts import program\n{spoiled}\nprogram.run(tui.main)"
+            code = f"import sys, tui\nfrom runtime import cli\n{spoiled}\ncli.run(tui.main)"
             env["PYTHONPATH"] = str(ROOT)
             command = [sys.executable, "-c", code, *arguments]
         self.process = subprocess.Popen(

@@ -519,7 +519,7 @@ def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
 
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
     done = python(
-        "import nanobatch; from parts.device import mlx as device; print(device.blas)",
+        "import nanobatch; from kernels import mlx as device; print(device.blas)",
         NANOBATCH_BLAS="off",
     )
     assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
@@ -567,7 +567,7 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
     done = python(
-        "import nanobatch; from parts.device import mlx as device; print(device.blas)",
+        "import nanobatch; from kernels import mlx as device; print(device.blas)",
         PYTHONPATH=str(tmp_path),
         NANOBATCH_BLAS="",
     )

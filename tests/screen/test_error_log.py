@@ -98,7 +98,7 @@ def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monk
         await it.sees("the pane 'slots' cannot be drawn")
         assert (
             "in broken" in it.stage.state.tracebacks[0]
-            and "test_errors.py" in it.stage.state.tracebacks[0]
+            and "test_error_log.py" in it.stage.state.tracebacks[0]
         )
 
     stage = show(scenario, size=size)

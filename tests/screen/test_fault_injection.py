@@ -106,7 +106,7 @@ def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
         assert "ended by it" in it.text()
         await it.press("E")
         await it.sees("screen.pages.fault_injection.Planted: planted by /break step")
-        assert "breakage.py" in it.text()
+        assert "fault_injection.py" in it.text()
         assert not it.stage.state.faults, "what is meant needs no notices over the page"
 
     show(scenario, size=(120, 40))

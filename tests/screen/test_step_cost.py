@@ -7,7 +7,6 @@ import pytest
 from screen_stage import Stage, drawn, like_golden, plain, show
 from word_engine import VIEW
 
-from analysis import step_costs
 from analysis.step_costs import Floors, Member, Work, bill_of, floors_of, of_rows
 from runtime.snapshot import ExpertsView, ModelView, RanksView, Roof
 from screen.commands import PlainLog, orders_of
@@ -190,9 +189,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
         (line,) = re.findall(rf"^ +{rows} .*", text, re.M)
         assert line.split("│")[0].split()[-1] == "–" and line.split("│")[1].split()[4] == "–"
     assert f"{stage.state.here.rows[0]:,} rows of r1" in text
-    assert (
-        f"{step_costs.scaled(VIEW.body_nbytes + VIEW.tail_nbytes + 1024, 'B')} of float32" in text
-    )
+    assert f"{step_cost.scaled(VIEW.body_nbytes + VIEW.tail_nbytes + 1024, 'B')} of float32" in text
     # 64 MB at 10 GB/s, and a second of ten thousandths is Python's
     assert "Reading bounds it: under the roof that takes 67 % of the time." in text
     assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)

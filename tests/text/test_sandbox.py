@@ -20,7 +20,7 @@ LIMITS = Allowance(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
 
 @pytest.fixture
 def trials():
-    trials = Trials("jobs", "from its parent", LIMITS)
+    trials = Trials("sandbox_jobs", "from its parent", LIMITS)
     yield trials
     trials.close()
 
@@ -64,7 +64,7 @@ def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(trials):
 
 def test_a_job_that_only_waits_is_ended_by_the_clock():
     """On a busy machine a trial does not get its turn. That is not the job's fault."""
-    trials = Trials("jobs", None, LIMITS._replace(patience=0.5))
+    trials = Trials("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
         trials.run(["sleep", 60])
     assert trials.run(["double", "x"]) == "xx"
@@ -72,7 +72,7 @@ def test_a_job_that_only_waits_is_ended_by_the_clock():
 
 
 def test_those_who_find_all_places_taken_are_told_so():
-    trials = Trials("jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
+    trials = Trials("sandbox_jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
     trials.run(["given"])
 
     def wait(_: int) -> str:
@@ -88,7 +88,7 @@ def test_those_who_find_all_places_taken_are_told_so():
 
 def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
     """It looked like a busy machine, and each request with a grammar started another process."""
-    trials = Trials("jobs", "broken", LIMITS)
+    trials = Trials("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):
             trials.run(["given"])
@@ -119,7 +119,7 @@ def test_nothing_of_a_nursery_stays(trials):
     program = (
         "import os, sys; sys.path[:0] = sys.argv[1:]\n"
         "from text.sandbox import Allowance, Trials\n"
-        "trials = Trials('jobs', None, Allowance(0.3, 20.0, 2**26))\n"
+        "trials = Trials('sandbox_jobs', None, Allowance(0.3, 20.0, 2**26))\n"
         "print(*trials.run(['processes']), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -149,7 +149,7 @@ def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
 def test_where_no_process_can_be_started_that_is_said(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(BusyError, match="no process can be started"):
-        Trials("jobs", None, LIMITS).run(["given"])
+        Trials("sandbox_jobs", None, LIMITS).run(["given"])
 
 
 def test_where_no_file_can_be_opened_that_is_said(monkeypatch, trials):
