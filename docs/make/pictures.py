@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 from rich.segment import Segment, Segments  # noqa: E402
-from rich.text import Tokenizer  # noqa: E402
+from rich.text import Text  # noqa: E402
 
 import tui  # noqa: E402
 from course.overlay import functions  # noqa: E402
@@ -149,7 +149,7 @@ def moving(frames: Sequence[Frame], size: tuple[int, int] = SIZE) -> str:
 """
 
 
-def exported(lines: Sequence[Sequence[Segment] | Tokenizer], size: tuple[int, int] = SIZE) -> str:
+def exported(lines: Sequence[Sequence[Segment] | Text], size: tuple[int, int] = SIZE) -> str:
     """Lines as Rich draws them on a terminal of this size."""
     columns, rows = size
     console = Console(
@@ -160,10 +160,10 @@ def exported(lines: Sequence[Sequence[Segment] | Tokenizer], size: tuple[int, in
         color_system="truecolor",
     )
     for line in lines[:rows]:
-        if not isinstance(line, Tokenizer):
+        if not isinstance(line, Text):
             line = Segments([*Segment.simplify(line), Segment.line()])
         console.print(
-            line, end="\n" if isinstance(line, Tokenizer) else "", no_wrap=True, crop=True
+            line, end="\n" if isinstance(line, Text) else "", no_wrap=True, crop=True
         )
     return console.export_svg()
 
@@ -345,8 +345,8 @@ def stage() -> dict[str, str]:
 
 def page_of(lines: Sequence[str]) -> str:
     hues = [HUES.get(line.strip()[:1], DARK.text) for line in lines]
-    texts = [Tokenizer(f" {line}", style=hue) for line, hue in zip(lines, hues, strict=True)]
-    return exported([Tokenizer(), *texts], STAGE_SIZE)
+    texts = [Text(f" {line}", style=hue) for line, hue in zip(lines, hues, strict=True)]
+    return exported([Text(), *texts], STAGE_SIZE)
 
 
 def scenes(folder: Path) -> Iterator[tuple[float, list[str]]]:

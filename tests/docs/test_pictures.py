@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rich.text import Tokenizer
+from rich.text import Text
 
 from docs.make import pictures
 from docs.make.pictures import Frame
@@ -40,7 +40,7 @@ def test_every_picture_of_a_page_is_made_by_a_program():
 
 def test_a_moving_picture_shows_each_frame_in_its_time_and_the_last_one_without_motion():
     frames = [["stays", "one"], ["stays", "two"], ["stays", "two"], ["stays", "last & end"]]
-    svgs = [pictures.exported([Tokenizer(line) for line in frame], (12, 2)) for frame in frames]
+    svgs = [pictures.exported([Text(line) for line in frame], (12, 2)) for frame in frames]
     drawn = pictures.moving([Frame(svg, 2.5) for svg in svgs], (12, 2))
     root = ElementTree.fromstring(drawn)
     groups = {"".join(group.itertext()): group.get("class") for group in root.findall(".//{*}g")}
@@ -61,7 +61,7 @@ def test_a_moving_picture_shows_each_frame_in_its_time_and_the_last_one_without_
 
 
 def test_a_frame_keeps_colours_and_the_place_of_each_word():
-    svg = pictures.exported([Tokenizer.assemble("ab ", ("cd", "#112233 on #445566"))], (8, 1))
+    svg = pictures.exported([Text.assemble("ab ", ("cd", "#112233 on #445566"))], (8, 1))
     (line,) = pictures.lines_of(svg, classes := {}, 1)
     back, word = (
         next(n for style, n in classes.items() if hue in style) for hue in ("445566", "112233")
