@@ -321,6 +321,19 @@ def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
     assert steps == 10  # 40 tokens in chunks of 4
 
 
+def test_no_step_is_planned_after_the_last_token():
+    """Run-ahead knows max_tokens beforehand: A has no ghost in step 3, though its last token has not
+    been read."""
+    story = Story(lag=1)
+    story.submit_all((3, 2), (3, 4))
+    assert story.drawn() == timeline("""
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d
+         4 | B:d
+    """)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("when", range(9))
 def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):

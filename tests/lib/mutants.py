@@ -45,7 +45,7 @@ CORE = [
         "sched.py",
         'if r.phase == "decode" and r.planned < r.max_tokens]',
         'if r.phase == "decode" and r.planned <= r.max_tokens]',
-        "course/from_zero/test_8_run_ahead.py",
+        f"{SCHED}::test_no_step_is_planned_after_the_last_token",
     ),
     Mutant(
         "sched.py",
