@@ -432,7 +432,7 @@ def test_a_number_of_guesses_below_0_is_refused(parts):
 def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_to(
     parts, monkeypatch
 ):
-    monkeypatch.setattr("nanobatch.is_exact", lambda model: False)
+    monkeypatch.setattr("nanobatch.is_batch_invariant", lambda model: False)
     for asked, most in ((None, 0), (4, 4)):
         with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
             assert engine.guesser.most == most

@@ -854,7 +854,7 @@ def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line
     [
         (Path, "read_text", "config.json"),
         (weights.struct, "unpack", "model.safetensors"),
-        (text, "Tokenizer", "tokenizer.json"),
+        (text.tokenizers, "Tokenizer", "tokenizer.json"),
         (mx, "load", "model.safetensors"),
     ],
 )

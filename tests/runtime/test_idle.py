@@ -73,11 +73,13 @@ def test_a_released_engine_holds_no_weights_and_the_next_request_reads_them_agai
     ours = nbytes_of(engine.model) + slab_of(engine.model, engine._sizes)
     engine.release()
     assert engine.is_released and engine.model.config.layers == 2
-    assert held - mx.get_active_memory() >= ours > 300_000
+    released = mx.get_active_memory()
+    assert held - released >= ours > 300_000
     assert engine.step() is False and engine.is_released  # without work nothing is read
     engine.release()  # once more changes nothing
     assert answers(engine) == alone[0]
-    assert not engine.is_released and mx.get_active_memory() == pytest.approx(held, rel=0.05)
+    assert not engine.is_released
+    assert mx.get_active_memory() - released == pytest.approx(ours, rel=0.1)
 
 
 def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
