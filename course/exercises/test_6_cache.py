@@ -35,7 +35,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from harness import Tap
+from harness import Tap, check
 from hints import not_done, not_right
 
 from nanobatch import Engine, SamplingParams
@@ -70,7 +70,7 @@ def alone(bits: int) -> list[tuple[list[int], list, np.ndarray]]:
         for prompt in PROMPTS:
             handles.append(engine.submit(engine.text.ask(prompt), WISH))
             handles[-1].result()
-            engine.check()
+            check(engine)
         return [(handle.tokens, handle.logprobs, tap.of(handle)) for handle in handles]
 
 
@@ -106,7 +106,7 @@ def test_an_answer_is_the_same_in_any_company():
                 prompt = PROMPTS[number % len(PROMPTS)]
                 found[number] = engine.submit(engine.text.ask(prompt), WISH)
             engine.step()
-            engine.check()
+            check(engine)
     for number, handle in found.items():
         tokens, logprobs, _ = alone(8)[number % len(PROMPTS)]
         if (handle.tokens, handle.logprobs) != (tokens, logprobs):
