@@ -18,9 +18,9 @@ So which numbers may share a scale?
 What is not finite must still be seen: a row that holds NaN or infinity spoils what is computed from
 it, and a row that is scrubbed is 0 again.
 
-Read first: `kv.py` as a whole; `attend` in `llama.py`; in `nanobatch.py` `Runner.reset`.
+Read first: `kv.py` as a whole; `attend` in `llama.py`; in `runner.py` `Runner.reset`.
 
-Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the option to `Runner`.
+Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the option to `Runner` in `runner.py`.
 
 How to know: the command above, and `python -m pytest tests/core/test_runner.py
 tests/core/test_prefix_caching.py tests/core/test_failures.py`. They take minutes. The solution in
