@@ -32,7 +32,7 @@ with the code `LOST`, and so does each that hears of it. The leader first ends a
 error.
 
 Where next: `meet.py`, how ranks find each other; `models/load.py`, which takes a rank's share
-of the weights; `Runner` in `nanobatch.py`, which tells and follows.
+of the weights; `Runner` in `runner.py`, which tells and follows.
 """
 
 from __future__ import annotations

@@ -31,9 +31,18 @@ from runtime import validation
 from runtime.files import ModelError
 
 # The files on top that a step runs
-CORE = ["kv", "llama", "nanobatch", "policies", "prefix", "prompt_lookup", "sampling", "sched"]
+CORE = [
+    "kv",
+    "llama",
+    "nanobatch",
+    "policies",
+    "prefix",
+    "prompt_lookup",
+    "runner",
+    "sampling",
+    "sched",
+]
 BELOW = (
-    "analysis",
     "distributed",
     "kernels",
     "models",

@@ -38,6 +38,12 @@ class Source(NamedTuple):
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
 
+    def with_changes(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> Source:
+        """Another model, or the same with other sizes (`Engine.reload`)."""
+        if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
+            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
+        return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
+
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
         """Look at all that can be wrong before a tensor is read.
 

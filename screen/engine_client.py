@@ -677,11 +677,18 @@ class EngineRoom(Room):
         so no figure of a request or of a step counts the measurement."""
         self.engine.step(plan=False)
         self.clock.stop()
-        self.engine.measure_roof(self.others.look())
+        self._measure_roofline(self.others.look())
+
+    def _measure_roofline(self, others: float) -> None:
+        from analysis.probes import measure_roofline  # it needs MLX
+
+        measure_roofline(self.engine, others)
 
     @wish
     def ask_experts(self) -> None:
-        self.note(experts=self.engine.chosen())
+        from analysis.probes import chosen_experts  # it needs MLX
+
+        self.note(experts=chosen_experts(self.engine))
 
     # --- trials
 

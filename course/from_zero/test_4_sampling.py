@@ -9,7 +9,8 @@ import pytest
 import sampling
 from course.from_zero.helpers import assert_close, new_engine, run_all, text_of
 from kernels.mlx import mx
-from nanobatch import SamplingParams, SamplingRow
+from nanobatch import SamplingParams
+from sampling import SamplingRow
 
 
 def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> None:

@@ -14,7 +14,7 @@ are compared: all tokens, and all bits of the log probabilities. If a witness wa
 tokens until then are compared.
 
 What this file keeps. The engine knows nothing of this page. For one step another runner takes the
-place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
+place of the engine's own, and does the damage (`running_on`). No array is made here.
 
 Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
 """
@@ -29,6 +29,7 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from analysis.compare import Bits, Difference, difference
+from runtime.engine_protocol import running_on
 from runtime.handle import Handle
 from runtime.validation import shown
 from screen.draw.canvas import Figure, Paper
@@ -249,7 +250,7 @@ class Breaking(Trial):
     ) -> Iterator[Breakage]:
         """Let another runner run the steps until something is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
-        with self.engine.running_on(saboteur):
+        with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:
                 yield self.found
         self._did(saboteur.did)

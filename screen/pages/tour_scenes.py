@@ -539,11 +539,11 @@ def tell_broken(seen: Sight) -> Story:
 # --- the table ----------------------------------------------------------------------------------
 
 SCENES = (
-    Scene("what a row more costs", ("nanobatch.py", "Runner._forward"), tell_rows, STORIES),
+    Scene("what a row more costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
     Scene("an elephant among chats", ("sched.py", "Scheduler._chunks"), tell_elephant),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
-    Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._may_fly"), tell_ghosts),
+    Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),
     Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
+from harness import check
 from parity import CONFIGS
 from planted_bugs import poisoned
 
@@ -103,7 +104,7 @@ def test_a_vector_has_the_same_bits_in_any_company(folder):
                     others.append(engine.submit(ids[: len(ids) // 2] or ids, wish))
                 for _ in range(int(rng.integers(0, 4))):
                     engine.step()
-                    engine.check()
+                    check(engine)
             results = [handle.result() for handle in handles]
             assert len(others) > 4 and all(other.result().tokens for other in others)
         reused += sum(result.metrics.cached_tokens for result in results)
@@ -177,7 +178,7 @@ def test_a_cancelled_vector_frees_its_slot(folder):
         handle.cancel()
         assert handle.result().finish_reason == "cancelled" and handle.result().vector is None
         assert len(engine.embed(["Once"])) == 1
-        engine.check()
+        check(engine)
 
 
 def test_dimensions_are_the_first_numbers_with_the_length_1(folder):

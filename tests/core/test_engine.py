@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 from processes import python
 from waiting import wait_for
 
-import nanobatch
+import runner
 from kernels.mlx import mx
 from models.load import read_model
-from nanobatch import Engine, Runner, SamplingParams, Tokenizer
+from nanobatch import Engine, SamplingParams, Tokenizer
+from runner import Runner
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 FEW = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -198,7 +200,7 @@ def test_any_thread_may_submit_read_step_and_cancel(engine):
 
     with ThreadPoolExecutor(12) as pool:
         assert [*pool.map(is_right, range(12))] == [True] * 12
-    engine.check()
+    check(engine)
 
 
 def test_serving_again_and_again_leaves_no_threads_behind(engine):
@@ -273,7 +275,7 @@ def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
         heir = engine.submit([9, 9], FEW)
         doomed.cancel()
         doomed.cancel()
-        engine.check()
+        check(engine)
         engine.step()
         assert heir.request.slot == 0
         assert heir.result().tokens == expected
@@ -355,7 +357,7 @@ def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_w
         *parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead, clock=lambda: now
     ) as engine:
         takes(1, engine.sched, "plan")
-        takes(10, nanobatch, "forward")
+        takes(10, runner, "forward")
         takes(100, mx, "async_eval")
         takes(1000, mx, "eval")
         takes(10_000, engine.sched, "commit")

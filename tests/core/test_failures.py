@@ -7,11 +7,14 @@ import weakref
 
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 from processes import python
 
 import nanobatch
-from nanobatch import Engine, ForwardBatch, QueueFull, Runner, SamplingParams
+import runner
+from nanobatch import Engine, QueueFull, SamplingParams
 from policies import POLICIES
+from runner import ForwardBatch, Runner
 from runtime.errors import describe, show_fault
 from runtime.handle import Handle
 from sched import Scheduler
@@ -23,11 +26,11 @@ PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_room"),
     "order": (ForwardBatch, "of"),
-    "forward": (nanobatch, "forward"),
-    "a sampler": (nanobatch, "choose"),
+    "forward": (runner, "forward"),
+    "a sampler": (runner, "choose"),
     "runner": (Runner, "begin"),
     "choice": (Runner, "finish"),
-    "read": (nanobatch.InFlightStep, "read"),
+    "read": (runner.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
     "record": (nanobatch.StepView, "of"),
 }
@@ -77,7 +80,7 @@ def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_
         (block,) = blocks(caplog.text)
         assert f'File "{__file__}", line {LINE}, in bug' in block and "in step" in block
         assert "step" in caplog.messages[0] and "failed" in caplog.messages[0]
-        engine.check()
+        check(engine)
         assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
@@ -89,7 +92,7 @@ def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, mo
             broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
             with pytest.raises(Bug):
                 engine.submit([2], LONG)
-        engine.check()
+        check(engine)
         assert running.result().finish_reason == "length" and not blocks(caplog.text)
 
 
@@ -144,8 +147,8 @@ def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
         engine.step(), engine.step()
-        monkeypatch.setattr(nanobatch, "forward", bug)
-        monkeypatch.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
+        monkeypatch.setattr(runner, "forward", bug)
+        monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
         engine.step()
         assert handle.error == "Bug: the device is on fire"
         assert (
@@ -178,7 +181,7 @@ def test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept(parts, m
                     bug()
 
             slab = weakref.ref(engine.runner.slab)
-            monkeypatch.setattr(nanobatch, "forward", broken)
+            monkeypatch.setattr(runner, "forward", broken)
             handle = engine.submit([1], LONG)
             engine.step()
             monkeypatch.undo()
@@ -210,9 +213,9 @@ def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
         "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
     )
     code = f"""
-import hacked, nanobatch
+import hacked, runner
 from nanobatch import Engine, SamplingParams
-nanobatch.forward = hacked.forward
+runner.forward = hacked.forward
 with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     print(engine.submit([1], SamplingParams(max_tokens=3)).result().error)
 """
@@ -233,8 +236,8 @@ def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path,
         f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
     )
     code = f"""
-import sys, hacked, nanobatch, serve
-nanobatch.forward = hacked.forward
+import sys, hacked, runner, serve
+runner.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
     done = python(code, PYTHONPATH=str(tmp_path))

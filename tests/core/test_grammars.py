@@ -7,11 +7,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness import Tap
+from harness import Tap, check
 from planted_bugs import poisoned
 
-import nanobatch
-from nanobatch import Engine, Runner, SamplingParams
+import runner
+from nanobatch import Engine, SamplingParams
+from runner import Runner
 from text.grammar import Grammar
 
 DIGITS = {"regex": "[0-9]{8}"}
@@ -147,7 +148,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
     """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
-    events, begin, finish, read = [], Runner.begin, Runner.finish, nanobatch.InFlightStep.read
+    events, begin, finish, read = [], Runner.begin, Runner.finish, runner.InFlightStep.read
     count = {"begin": 0, "finish": 0, "read": 0}
 
     def noted(name, function):
@@ -159,10 +160,10 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         return call
 
     with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
-        engine.hurries = False  # as on a GPU: not even a first token is read at once
+        engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
-        monkeypatch.setattr(nanobatch.InFlightStep, "read", noted("read", read))
+        monkeypatch.setattr(runner.InFlightStep, "read", noted("read", read))
         for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
             handle.result()
     monkeypatch.undo()
@@ -195,13 +196,13 @@ def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(part
 def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
     """Requests without one make the same calls of MLX as ever: their group has no mask."""
     asked = []
-    mask = nanobatch.SlotState.mask
+    mask = runner.SlotState.mask
 
     def counted(self, masks):
         asked.append(len(masks))
         return mask(self, masks)
 
-    monkeypatch.setattr(nanobatch.SlotState, "mask", counted)
+    monkeypatch.setattr(runner.SlotState, "mask", counted)
     with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
@@ -259,7 +260,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
 
         monkeypatch.setattr(Grammar, method, fail)
         engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
-        engine.check()
+        check(engine)
         assert bad.finish_reason == "error" and "out of fuel" in bad.error
         assert [handle.tokens for handle in handles] == expected
         assert (

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from harness import Tap
+from harness import Tap, check
 from planted_bugs import poisoned
 
 from kernels.mlx import mx
@@ -278,7 +278,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
                         more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
                         say(said + more, turn + 1, len(handle.request.prompt))
             engine.step()
-            engine.check()
+            check(engine)
     alone = [plain.submit(handle.request.prompt, handle.sampling) for handle in done]
     differ = sum(
         handle.tokens != other.result().tokens[: len(handle.tokens)]

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 from planted_bugs import poisoned
 from processes import python
 from soak import SOAK, soak
 
 import nanobatch
+import runner
 from kernels.mlx import mx
 from nanobatch import POLICIES, Engine, SamplingParams
 
@@ -37,7 +39,7 @@ CALLS = [
     "Runner._start",
     "Runner._copy_prefix",
     "Runner._padded",
-    "Runner._choose",
+    "Runner._sample",
     "InFlightStep.read",
     "ForwardBatch.of",
     "Scheduler.plan",
@@ -53,7 +55,13 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
     parts, monkeypatch, target, run_ahead
 ):
     owner, _, name = target.rpartition(".")
-    owner = mx if owner == "mx" else getattr(nanobatch, owner) if owner else nanobatch
+    owner = (
+        mx
+        if owner == "mx"
+        else getattr(runner, owner, None) or getattr(nanobatch, owner)
+        if owner
+        else runner
+    )
     real = getattr(owner, name)
     failures = 0
     with (
@@ -80,7 +88,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
             failures += len(failed)
             assert all("the device is on fire" in result.error for result in failed)
             assert all(result.finish_reason in ("error", "length") for result in results)
-            engine.check()
+            check(engine)
             assert engine.submit([4, 5], FEW).result(timeout=60).tokens == expected
     assert failures >= 5
 
@@ -99,7 +107,7 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
         while a.request.planned < 3:
             engine.step()
         assert len(a.tokens) < 3
-        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
         engine.step()
         assert a.result(timeout=60).tokens == expected and a.finish_reason == "length"
         assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
@@ -116,7 +124,7 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
         expected = engine.generate(prompts, LONG)
         handles = [engine.submit(prompt, LONG) for prompt in prompts]
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(runner, "forward", lambda *args: 1 / 0)
             engine.step()
         a, b, *line = handles
         assert (
@@ -124,7 +132,7 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
             and b.request.phase == "queued"
             and engine.snapshot().waiting == 4
         )
-        engine.check()
+        check(engine)
         results = [handle.result(timeout=60) for handle in handles[1:]]
         assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
         assert [
@@ -143,14 +151,14 @@ def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monke
     expected = engine.submit([4, 5], LONG).result().tokens
     with engine.serving():
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(runner, "forward", lambda *args: 1 / 0)
             broken.setattr(
-                nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+                runner, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
             )
             handles = [engine.submit([4, 5], LONG) for _ in range(5)]
             assert all(handle.result(timeout=60).finish_reason == "error" for handle in handles)
         assert engine.submit([4, 5], LONG).result(timeout=60).tokens == expected
-    engine.check()
+    check(engine)
 
 
 # --- numbers that are not finite ----------------------------------------------------------------
@@ -240,7 +248,7 @@ def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatc
         while a.request.planned < 2:
             engine.step()
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
+            broken.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
             engine.step()
         assert a.finish_reason == "error" and b.result(timeout=60).tokens == expected
 

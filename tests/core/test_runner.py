@@ -12,7 +12,8 @@ from harness import random_asks
 
 from kernels.mlx import device_lock, device_stream, mx
 from models.memory import Sizes
-from nanobatch import Engine, ForwardBatch, Picks, Prefill, Runner, SamplingParams
+from nanobatch import Engine, SamplingParams
+from runner import ForwardBatch, Prefill, Runner, SamplingRows
 from sampling import SamplingRow
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
@@ -38,15 +39,15 @@ class Recorded:
         return [order for order, _ in self.steps]
 
     @property
-    def picks(self) -> list[Picks]:
+    def picks(self) -> list[SamplingRows]:
         return [picks for _, picks in self.steps]
 
-    def play(self, order: ForwardBatch, picks: Picks) -> None:
+    def play(self, order: ForwardBatch, picks: SamplingRows) -> None:
         tokens, logprobs = self.runner.run(order, picks).read()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
-    def play_all(self, steps: list[tuple[ForwardBatch, Picks]]) -> Recorded:
+    def play_all(self, steps: list[tuple[ForwardBatch, SamplingRows]]) -> Recorded:
         with device_lock, device_stream():
             for step in steps:
                 self.play(*step)
@@ -70,7 +71,7 @@ def record(parts) -> Recorded:
         recorded, finish = Recorded(engine.runner), engine.runner.finish
 
         def reading(begun, picks):
-            recorded.steps.append((begun.order, picks))
+            recorded.steps.append((begun.batch, picks))
             flight = finish(begun, picks)
             tokens, logprobs = flight.read()
             recorded.tokens.append(tokens)

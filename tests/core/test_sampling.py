@@ -240,7 +240,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
     tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
-    measured = {pick.slot: (own, top) for part in parts for pick, own, top, _ in part.read()}
+    measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.read()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
         own, top = measured.get(pick.slot, (None, ()))

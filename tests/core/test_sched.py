@@ -748,10 +748,10 @@ def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
             again = story.submit(24, 2)
             story.step()
             assert again.reused == 4
-        story._flights.append((plan, tokens))
+        story._in_flight.append((plan, tokens))
         if not late:
             again = story.submit(24, 2)
-            while story._flights:
+            while story._in_flight:
                 story._commit()
             assert story.sched.prefixes.rows == [12]
             story.step()

@@ -61,7 +61,7 @@ MISTAKES = [
     ),
     Mistake(4, "sampling.keep_first", " - shares", "", "top_k keeps"),
     Mistake(4, "sampling.land", "mx.minimum(place, last)", "place", "never on a weight of 0"),
-    Mistake(5, "nanobatch.Runner._forward", "(count - 1)", "(0)", "side by side"),
+    Mistake(5, "runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake(5, "sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
     Mistake(6, "sched.Request.next_row", " - 1", "", "the row behind all before it"),
     Mistake(
@@ -79,9 +79,11 @@ MISTAKES = [
         "if False:",
         "A commit hands out tokens",
     ),
-    Mistake(8, "nanobatch.Engine._may_fly", "else 1", "else 0", "starts before the last one is"),
     Mistake(
-        8, "nanobatch.Runner.finish", "newest < 0", "newest < -1", "the newest token of each slot"
+        8, "nanobatch.Engine._max_in_flight", "else 1", "else 0", "starts before the last one is"
+    ),
+    Mistake(
+        8, "runner.Runner.finish", "newest < 0", "newest < -1", "the newest token of each slot"
     ),
     Mistake(8, "nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
     Mistake(
@@ -96,7 +98,7 @@ MISTAKES = [
     Mistake(6, "sched.Scheduler.plan", " if self.waiting else ", " or ", "nobody waits"),
     Mistake(
         8,
-        "nanobatch.Runner.finish",
+        "runner.Runner.finish",
         "self._enqueue(",
         "(lambda *them: None)(",
         "never handed to self._enqueue",
@@ -140,7 +142,7 @@ MISTAKES = [
     ),
     Mistake(
         5,
-        "nanobatch.Runner._forward",
+        "runner.Runner._forward",
         "self._start(self.slab.w",
         "(self.slab.w",
         "`self._start` is called",

@@ -44,7 +44,8 @@ from models.layers import Chain
 from models.load import ModelReader
 from models.memory import check_alike, is_batch_invariant
 from models.sharding import Shard
-from nanobatch import Engine, Prefill, Runner
+from nanobatch import Engine
+from runner import Prefill, Runner
 from runtime import cli
 from runtime.files import ModelError
 

@@ -30,11 +30,11 @@ MAY_IMPORT = {
     "sched": "prefix",
     "policies": "sched",
     "kv": "kernels/*",
-    "sampling": "kernels/* runtime/sampling_params",
+    "sampling": "kernels/* runtime/outputs runtime/sampling_params",
     "llama": "kv models/* kernels/*",
     "setup": "kernels/build",
-    "nanobatch": """llama kv sched policies sampling prompt_lookup runtime/* models/* text/*
-        kernels/* analysis/roofline""",
+    "runner": "llama kv sampling sched models/* kernels/* runtime/outputs runtime/sampling_params",
+    "nanobatch": "runner sampling sched policies prompt_lookup runtime/* models/* text/* kernels/*",
     "kernels/*": "runtime/cgroup",
     "text/*": "runtime/sampling_params",
     "runtime/conversation": "runtime/terminal text/tool_parser",
@@ -58,7 +58,11 @@ MAY_IMPORT = {
 ANY_FILE_MAY_IMPORT = "course/overlay runtime/validation runtime/files runtime/cli"
 # What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port,
 # before MLX is loaded.
-INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
+INSIDE_A_FUNCTION = {
+    "serve": "nanobatch",
+    "tui": "nanobatch",
+    "screen/engine_client": "analysis/probes",
+}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
     app

@@ -23,6 +23,7 @@ def test_every_place_that_the_drawing_names_exists():
         for path in (
             "server/app",
             "nanobatch",
+            "runner",
             "sched",
             "server/completion",
             "text/tokenizer",

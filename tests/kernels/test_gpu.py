@@ -31,8 +31,9 @@ from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model
 from models.rope import AttentionType, rope_periods
-from nanobatch import Engine, Prefill, SamplingParams
+from nanobatch import Engine, SamplingParams
 from policies import POLICIES
+from runner import Prefill
 from text.tokenizer import Tokenizer
 
 

@@ -166,23 +166,24 @@ CORE = [
         "is_said = mx.arange(width) <= column(counts)",
         f"{SAMPLING}::test_the_penalties_count_the_tokens_of_the_answer_and_no_other",
     ),
-    # --- nanobatch.py
+    # --- runner.py
     Mutant(
-        "nanobatch.py",
+        "runner.py",
         "mx.where(first >= 0, first, self._newest)",
         "mx.where(first > 0, first, self._newest)",
         f"{ENGINE}::test_token_0_is_a_token_like_any_other",
     ),
+    # --- nanobatch.py
     Mutant(
         "nanobatch.py",
-        "self._ledger.open[request.id] = handle\n            self.changed.notify_all()",
-        "self._ledger.open[request.id] = handle",
+        "self.registry.open[request.id] = handle\n            self.changed.notify_all()",
+        "self.registry.open[request.id] = handle",
         f"{ENGINE}::test_an_idle_engine_sleeps_and_a_submit_wakes_it",
     ),
     Mutant(
         "nanobatch.py",
-        "with self._changing(), self.changed:\n            if handle.id in self._ledger.open:",
-        "with self._changing():\n            if handle.id in self._ledger.open:",
+        "with self._changing(), self.changed:\n            if handle.id in self.registry.open:",
+        "with self._changing():\n            if handle.id in self.registry.open:",
         f"{ENGINE}::test_cancel_frees_the_slot_at_once_in_every_phase",
     ),
     Mutant(

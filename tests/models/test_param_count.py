@@ -6,8 +6,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 import llama
-import nanobatch
-from analysis import roofline
+from analysis import probes, roofline
 from analysis.step_costs import Work, bill_of, expected
 from distributed.group import Ranks
 from kernels import mlx as device
@@ -225,7 +224,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
         engine.run_ahead = False
         while engine.step():
             step = engine.snapshot().steps[-1]
-            found = engine.chosen()
+            found = probes.chosen_experts(engine)
             assert found.step == step.step
             tokens = sum(stop - start for *_, start, stop in step.prefill) + len(step.decode)
             first, last = (sum(dict(layer).values()) for layer in found.layers)
@@ -239,7 +238,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
 
 def test_a_model_without_experts_takes_none(engine):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    assert engine.chosen() == (engine.steps, ())
+    assert probes.chosen_experts(engine) == (engine.steps, ())
 
 
 def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
@@ -292,17 +291,17 @@ def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
     none stays so."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
-    monkeypatch.setattr(nanobatch, "measure", lambda nbytes, dtype: tries.pop(0))
+    monkeypatch.setattr(probes, "measure", lambda nbytes, dtype: tries.pop(0))
     for others, roof_then in (
         (1.5, Roof(3.0, 5.0, 7.0, 1.5)),
         (0.0, Roof(4.0, 5.0, 7.5, 0.0)),
         (1.9, Roof(4.0, 5.0, 7.5, 0.0)),
     ):
-        engine.measure_roof(others)
+        probes.measure_roofline(engine, others)
         assert engine.snapshot().roof == roof_then
 
 
 def test_the_real_measurement_yields_three_figures(engine):
     """The model here is small: it is read again and again from a cache."""
-    engine.measure_roof()
+    probes.measure_roofline(engine)
     assert all(0 < figure < 1e16 for figure in engine.snapshot().roof[:3])

@@ -10,6 +10,7 @@ from processes import run
 
 import kv
 import nanobatch
+import runner
 import sampling
 import sched
 import verify
@@ -70,13 +71,13 @@ def hide_rows_from_256_on(monkeypatch):
 
 
 def change_logits_from_token_25_on(monkeypatch):
-    choose = nanobatch.choose
+    choose = runner.choose
 
     def late(logits, picks, state):
         factors = [1.001 if len(picks) > 1 and pick.index >= 24 else 1.0 for pick in picks]
         return choose(logits * mx.array(factors)[:, None], picks, state)
 
-    monkeypatch.setattr(nanobatch, "choose", late)
+    monkeypatch.setattr(runner, "choose", late)
 
 
 def accept_draft_tokens_from_the_fourth_on(monkeypatch):

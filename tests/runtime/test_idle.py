@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 
-import nanobatch
 from kernels.mlx import mx
+from models import memory
 from models.memory import slab_of
 from models.param_count import nbytes_of
 from nanobatch import Engine, ModelError, SamplingParams
@@ -59,7 +60,7 @@ def engine(folders):
 
 def answers(engine: Engine) -> list[list[int]]:
     results = engine.generate(PROMPTS, GREEDY)
-    engine.check()
+    check(engine)
     return [result.tokens for result in results]
 
 
@@ -107,7 +108,7 @@ def test_steps_are_numbered_on_and_none_is_lost_when_the_weights_go(engine):
     for _ in range(3):
         engine.step()
     engine.snapshot().requests  # noqa: B018
-    engine.cancel(next(iter(engine._ledger.open.values())))
+    engine.cancel(next(iter(engine.registry.open.values())))
     seen = engine.snapshot()
     engine.release()
     engine.generate([PROMPTS[1]], GREEDY)
@@ -227,7 +228,7 @@ def test_guesses_come_back_with_a_model_that_is_exact(engine, folders, monkeypat
     """A model whose bits may differ beside others makes none. Those after it made none, either."""
     assert engine.guesser.most is None
     with monkeypatch.context() as patch:
-        patch.setattr(nanobatch, "is_batch_invariant", lambda model: False)
+        patch.setattr(memory, "is_batch_invariant", lambda model: False)
         engine.reload(folders[1])
         assert engine.guesser.most == 0
     engine.reload(folders[0])
@@ -314,7 +315,7 @@ def test_models_are_exchanged_under_load_and_nothing_is_lost_or_wrong(others, fo
         askers.end()
         engine.release()
         left = mx.get_active_memory()
-        engine.check()
+        check(engine)
     print(
         f"{done} exchanges, {refused} refused; answers: {askers.counts}; {left:,} bytes at the end"
     )

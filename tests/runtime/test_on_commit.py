@@ -9,10 +9,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import harness
 import pytest
 from waiting import wait_for
 
-import nanobatch
+import runner
 from kernels.mlx import device_lock
 from nanobatch import Engine, Handle, SamplingParams
 from runtime.loop import Loop
@@ -95,7 +96,7 @@ def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
     elif way == "cancel in a slot":
         first.cancel()
     elif way == "failed step":
-        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
         engine.step()
     else:
         engine.close()
@@ -174,7 +175,7 @@ def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
     engine.submit([1], SHORT).result()
     assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
     assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
-    engine.check()
+    harness.check(engine)
 
 
 def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
@@ -299,7 +300,7 @@ def test_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(pa
     assert set(acts) == set(ACTS)
     faults = 0
     for engine in engines:
-        engine.check()
+        harness.check(engine)
         faults += engine.snapshot().seen.faults
     assert faults >= sum(acts[name] for name in FAILS if name != "serve")
 

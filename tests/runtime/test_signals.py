@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import interrupt
+from harness import check, interrupt
 from processes import python
 
-import nanobatch
+import runner
 from nanobatch import Engine, SamplingParams
 from runtime.signals import Held
 
@@ -35,7 +35,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
     """Nothing is left behind, and the next requests are right."""
     while engine.step():
         pass
-    engine.check()
+    check(engine)
     look = engine.snapshot()
     at_rest = look.submitted == look.finished and all(slot.request is None for slot in look.slots)
     return at_rest and [result.tokens for result in engine.generate(PROMPTS, FEW)] == expected
@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_is_told_to_a_programs_own_handler_at_once():
 
 def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, monkeypatch):
     alone = engine.submit([4, 5], LONG).result().tokens
-    forward, steps = nanobatch.forward, []
+    forward, steps = runner.forward, []
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
@@ -133,7 +133,7 @@ def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, 
 
     handle = engine.submit([4, 5], LONG)
     with monkeypatch.context() as patched:
-        patched.setattr(nanobatch, "forward", pressed)
+        patched.setattr(runner, "forward", pressed)
         with pytest.raises(KeyboardInterrupt):
             handle.result()
     assert len(steps) == 1 and engine.steps == steps[0] + 1, "the step has been committed"
@@ -148,7 +148,7 @@ def test_ctrl_c_at_any_line_of_a_step_changes_no_answer(engine, expected):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
         interrupted += interrupt(lambda: [engine.step() for _ in range(9)], at)
         assert [handle.result(timeout=60).tokens for handle in handles] == expected, f"line {at}"
-        engine.check()
+        check(engine)
     assert interrupted > 60 and is_whole(engine, expected)
 
 

@@ -358,7 +358,7 @@ def test_looking_from_another_thread_while_the_engine_works_is_always_consistent
 
 def test_what_a_watcher_is_told_outside_of_any_request_is_told_once(engine):
     start = engine.snapshot()
-    engine.note("a wish could not be fulfilled", KeyError("red"))
+    engine.registry.note("a wish could not be fulfilled", KeyError("red"))
     look = engine.snapshot(start)
     assert (
         look.faults == ("a wish could not be fulfilled: KeyError: 'red'",)

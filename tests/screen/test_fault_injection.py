@@ -9,7 +9,8 @@ from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_compa
 from word_engine import WordRunner
 
 import kv
-from nanobatch import Engine, Runner
+from nanobatch import Engine
+from runner import Runner
 from screen import commands, keys
 from screen.draw import panes, step, style
 from screen.pages import step_cost

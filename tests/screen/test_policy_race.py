@@ -54,7 +54,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
     stage.engine.sched.far = 20
-    stage.engine.hurries = hurry
+    stage.engine.eager_first_token = hurry
     stage.session.obey("/burst 20")
     stage.turns(30)
     for prompt in ("late", "and later " * 20):

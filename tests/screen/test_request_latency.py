@@ -31,7 +31,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
     engine.sched.far = dice.choice([20, 2**40])
-    engine.hurries = dice.random() < 0.5
+    engine.eager_first_token = dice.random() < 0.5
     if guesses:
         guess_at_random(engine, dice)
     clients = "abc"[: dice.randint(1, 3)]

@@ -34,7 +34,7 @@ EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=1
 def ready(**options) -> Stage:
     """A stage whose machine has been measured."""
     stage = Stage(**options).load()
-    stage.engine.measure_roof = lambda others: setattr(stage.engine._ledger, "roof", ROOF)
+    stage.room._measure_roofline = lambda others: setattr(stage.engine.registry, "roof", ROOF)
     return stage
 
 
@@ -251,15 +251,15 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
     measured = []
 
     def measure(others: float) -> None:
-        assert not stage.engine._flights
+        assert not stage.engine._in_flight
         stage.time.now += 5.0
         measured.append(stage.time.now)
-        stage.engine._ledger.roof = ROOF
+        stage.engine.registry.roof = ROOF
 
-    stage.engine.measure_roof = measure
+    stage.room._measure_roofline = measure
     stage.session.obey("/burst 9")
     stage.turns(5)
-    assert stage.engine._flights, "the engine runs ahead"
+    assert stage.engine._in_flight, "the engine runs ahead"
     stage.session.obey("/bill")
     stage.turns(1)
     stage.session.obey("/bill")
@@ -277,8 +277,8 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
 def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
     stage = ready()
     stage.room.others.look = lambda: 1.4
-    stage.engine.measure_roof = lambda others: setattr(
-        stage.engine._ledger, "roof", ROOF._replace(reading=5e9, others=others)
+    stage.room._measure_roofline = lambda others: setattr(
+        stage.engine.registry, "roof", ROOF._replace(reading=5e9, others=others)
     )
     stage.session.obey("alone")
     stage.session.obey("/bill")
@@ -299,7 +299,7 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
 def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
     """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
     stage = ready()
-    stage.engine._ledger.model = VIEW._replace(window=30, windowed=3)
+    stage.engine.registry.model = VIEW._replace(window=30, windowed=3)
     stage.engine.ranks = SimpleNamespace(view=RanksView("ring", (3, 4)), size=1, leave=lambda: None)
     stage.session.obey("a" * 20)
     stage.turns(5)
@@ -336,7 +336,7 @@ def expert_stage() -> Stage:
     """An engine of words whose tokens take experts 0 and 1, or 1 and 2, in turn."""
     stage = ready()
     model = VIEW._replace(experts=8, taken=2, expert_nbytes=500_000, expert_products=125_000)
-    stage.engine._ledger.model = model
+    stage.engine.registry.model = model
     stage.asked = []
 
     def chosen() -> ExpertsView:

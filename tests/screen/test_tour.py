@@ -686,7 +686,7 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
     assert sum(line.startswith("  3 ") for line in lines) == 1
     asked = [line for line in lines if line.endswith("?")]
     assert len(asked) == 1, "without a guess the question was printed once more"
-    assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
+    assert re.search(r"^runner\.py:\d+  Runner\._forward$", done.stdout, re.M)
 
 
 def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):

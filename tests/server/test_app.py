@@ -282,7 +282,7 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
     (request,) = submitted(here)
-    engine.cancel(engine._ledger.open[request])
+    engine.cancel(engine.registry.open[request])
     said = line.until(b'"code":"cancelled"') if stream else line.reply()
     assert (
         b"finish_reason" not in said

@@ -76,7 +76,7 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
     journal = Journal()
     journal.note(journal.begin("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
-    engine.note("a secret fault", ValueError("of a text"))
+    engine.registry.note("a secret fault", ValueError("of a text"))
     engine.step()
     told = watch_frames.Sender(False).pack(
         watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(journal))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from checkpoints import BOS, V, make_tokenizer
+from harness import check
 from tokenizers import (
     AddedToken,
     Regex,
@@ -664,7 +665,7 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_ne
             engine.submit("a" * 30 + "b")
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
         assert neighbour.result().tokens == alone
-        engine.check()
+        check(engine)
     assert capfd.readouterr().err.count("panicked") == ("panics" in name), (
         "so this was the panic that it is meant to be"
     )
@@ -721,14 +722,14 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
                 neighbour.result().text == "hellohellohellohello"
                 and neighbour.finish_reason == "length"
             )
-            engine.check()
+            check(engine)
         cancelled = engine.submit([5, 6], says(2, 50))
         while not cancelled.tokens:
             engine.step()
         cancelled.cancel()
         assert cancelled.finish_reason == "cancelled"
         assert engine.submit([5, 6], says(0, 4)).result().finish_reason == "length"
-        engine.check()
+        check(engine)
         closed = engine.submit([5, 6], says(2, 50))
         while not closed.tokens:
             engine.step()

@@ -344,7 +344,7 @@ def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parro
     tab = talks(parrot)
     until(tab, "window.nanobatch")
     tab.locator("[data-step-microscope]").click()
-    parrot.engine._ledger.steps = Log(20)  # what the server still tells
+    parrot.engine.registry.steps = Log(20)  # what the server still tells
     parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
     until(late, "window.nanobatch?.player.lane.rests")
