@@ -261,7 +261,7 @@ class Runner:
         """A new slab, with nothing in it."""
         self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # let the old one go before a new one is made
-        self.slab = Slab(*self._shape, self.model.dtype)
+        self.slab = Slab(*self._shape, self.model.kv_dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 
@@ -550,14 +550,17 @@ class Engine:
         model: str | Path = "demo",
         *,
         dtype: str = "auto",
+        kv: str = "auto",
         report: Report | None = None,
         **options,
     ) -> Engine:
         """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
 
+        `kv`: how keys and values are stored: "float32", or "auto", which is float16 if the checkpoint
+        has 16 bits a weight or fewer.
         `report` is told what is being done.
         """
-        source = Source(str(model), dtype, report or (lambda stage: None), options)
+        source = Source(str(model), dtype, kv, report or (lambda stage: None), options)
         checked = source.check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source

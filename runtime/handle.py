@@ -285,6 +285,8 @@ class Handle:
         an answer, the token is dropped, and the vector comes with it."""
         if token < 0:
             self.error = "the model computed a number that is not finite"
+            if self._engine.model.has_narrow_kv:
+                self.error += "; if a key exceeds float16, try --kv float32"
             return "error"
         if self.sampling.embeds:
             self.vector = logprob
