@@ -154,6 +154,7 @@ class Engine:
         model: str | Path = "demo",
         *,
         dtype: str = "auto",
+        kv: str = "auto",
         report: Report | None = None,
         **options,
     ) -> Engine:
@@ -161,7 +162,7 @@ class Engine:
 
         `report` is called with a line for each stage of loading.
         """
-        source = Source(str(model), dtype, report or (lambda stage: None), options)
+        source = Source(str(model), dtype, kv, report or (lambda stage: None), options)
         checked = source.check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source

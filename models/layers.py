@@ -177,10 +177,16 @@ class Model:
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
     view: ModelView = field(default_factory=ModelView)  # for those who watch
+    kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
 
     @property
     def dtype(self) -> mx.Dtype:
         return self.norm.weight.dtype
+
+    @property
+    def has_narrow_kv(self) -> bool:
+        """Do keys and values lose digits when they are stored?"""
+        return self.kv_dtype.size < self.dtype.size
 
     @property
     def is_float32(self) -> bool:

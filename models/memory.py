@@ -125,7 +125,7 @@ def usual_budget(slots: int, chunk: int) -> int:
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
     """What fits beside a model whose weights have been read."""
-    return fit(model.config, model.dtype.size, device.free_memory(), *asked)
+    return fit(model.config, model.kv_dtype.size, device.free_memory(), *asked)
 
 
 def agreed(model: Model, own: Sizes) -> Sizes:
@@ -154,7 +154,7 @@ def described(model: Model, sizes: Sizes) -> str:
 
 def slab_of(model: Model, sizes: Sizes) -> int:
     """The memory that a slab of these sizes takes beside this model."""
-    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.dtype.size)
+    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.kv_dtype.size)
 
 
 def sources() -> list[Path]:
@@ -174,7 +174,11 @@ def check_alike(model: Model) -> None:
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
-        "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
+        "model and dtype": (
+            replace(model.config, H=0, Hkv=0, hidden=0),
+            str(model.dtype),
+            str(model.kv_dtype),
+        ),
         # Another training has changed these, too, if not every one
         "weights": model.norm.weight.tolist(),
     }

@@ -307,6 +307,8 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--policy", default=usual, choices=policies, help=says)
         says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
         self.add_read("--guesses", read_guesses, says, metavar="N")
+        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
+        self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         self.add_book()
 
     def add_book(self) -> None:

@@ -260,6 +260,8 @@ class Handle:
         token = output.token
         if token < 0:
             self.error = "the model computed a number that is not finite"
+            if self._engine.model.has_narrow_kv:
+                self.error += "; if a key exceeds float16, try --kv float32"
             return "error"
         if self.sampling.embeds:
             self.vector = output.state

@@ -12,6 +12,7 @@ from processes import python
 
 import nanobatch
 import runner
+from kernels.mlx import mx
 from nanobatch import Engine, QueueFull, SamplingParams
 from policies import POLICIES
 from runner import ForwardBatch, Runner
@@ -246,3 +247,23 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
         f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
         and f"{error}: shapes" in done.stderr
     )
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_a_key_beyond_float16_ends_its_request_and_names_the_remedy(tmp_path, part):
+    """An infinite key may get the weight 0: then the answer is wrong, and nobody notices."""
+    folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    name = f"model.layers.0.self_attn.{part}.bias"
+    weights[name] = mx.full(weights[name].shape, -1e5, mx.bfloat16)
+    mx.save_safetensors(str(file), weights, {"format": "pt"})
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine:
+        for prompt in (list(range(9)), list(range(70))):  # one chunk, and three
+            handle = engine.submit(prompt, sampling)
+            handle.result()
+            assert handle.finish_reason == "error"
+            assert "--kv float32" in handle.error
+    with Engine.load(folder, slots=2, max_len=128, chunk=32, kv="float32") as engine:
+        assert len(engine.submit(list(range(70)), sampling).result().tokens) == 4

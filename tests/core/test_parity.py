@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Tap, random_asks, run_schedule
-from parity import CLOSE, CONFIGS, LLAMA3, TOKENS, compare, count, prompts_of, seed_of, whole
+from parity import (
+    CLOSE,
+    CLOSE_KV,
+    CONFIGS,
+    LLAMA3,
+    TOKENS,
+    compare,
+    count,
+    prompts_of,
+    seed_of,
+    whole,
+)
 
 import nanobatch
 from kernels.mlx import mx
@@ -34,6 +45,7 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
         "run_ahead": seed % 5 != 4,
         "max_len": 256,
         "chunk": 32,
+        "kv": "float32",
     }
     with Engine.load(folder, **options) as engine:
         found = compare(engine, Reference(folder, respelled), seed, prompts_of(name))
@@ -63,6 +75,24 @@ def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
             getattr(layer.mlp.down, "scales", None) is not None for layer in engine.model.layers
         )
         compare(engine, Reference(folder), 5, prompts=6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float16",
+        "bfloat16 in three shards",
+        "8 bits, sharded",
+        "gemma2, scores near the cap, 4 bits",
+    ],
+)
+def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
+    """The default for checkpoints of 16 bits or fewer."""
+    folder = make_checkpoint(tmp_path, seed=9, **CONFIGS[name])
+    with Engine.load(folder, slots=3, max_len=256, chunk=32) as engine:
+        assert engine.model.kv_dtype == mx.float16
+        found = compare(engine, Reference(folder), 9, prompts=6, close=CLOSE_KV)
+    print(f"\n{name}: {found}", file=sys.stderr)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -24,7 +24,7 @@ from models import config as configs
 from models import families, weights
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
-from models.memory import slab_nbytes, slab_shape
+from models.memory import slab_nbytes, slab_of, slab_shape
 from nanobatch import Engine, SamplingParams, Tokenizer
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError
 from text import tokenizer as text
@@ -870,3 +870,21 @@ def test_an_error_that_says_nothing_is_called_by_its_name(
     full.from_file = full
     monkeypatch.setattr(owner, function, full)
     refused(folder, file, "(MemoryError)")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path, seed=3, dtype=dtype)
+    sizes = {}
+    for kv in ("auto", "float32"):
+        with Engine.load(folder, slots=2, max_len=64, chunk=32, kv=kv) as engine:
+            slab = engine.runner.slab
+            sizes[kv] = sum(array.nbytes for array in slab.arrays)
+            assert slab.dtype == (mx.float16 if kv == "auto" and dtype.size == 2 else mx.float32)
+            assert sizes[kv] == slab_of(engine.model, engine._sizes)
+    assert sizes["float32"] == sizes["auto"] * 4 // dtype.size
+
+
+def test_an_unknown_kv_is_refused(whole):
+    with pytest.raises(ValueError, match=r"float8.*auto or float32"):
+        Engine.load(whole, kv="float8")
