@@ -29,7 +29,7 @@ from runtime.files import read_some
 from runtime.sampling_params import ADVICE, GRAMMAR
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 from runtime.validation import one_line, printable
-from text.tool_parser import Speech
+from text.tool_formats import Speech
 
 
 def options() -> cli.CommandLine:

@@ -35,7 +35,8 @@ from runtime.cli import say
 from runtime.files import read_some, write_whole
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 from runtime.validation import one_line, printable, shown
-from text.tool_parser import Parser, Part, Speech
+from text.tool_formats import Speech
+from text.tool_parser import Parser, Part
 
 HELP = """/new            begin another conversation (the system message stays)
 /system TEXT    tell the model who it is; without a text, forget it

@@ -41,11 +41,12 @@ from runtime.handle import Handle
 from runtime.loop import Loop
 from runtime.snapshot import Snapshot
 from runtime.validation import shown
-from server import anthropic, embeddings_api, http, live_page, openai, responses
-from server.access_log import DoorView, Figures, HangUps, Journal, impatient
+from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
+from server.access_log import DoorView, HangUps, Journal, impatient
 from server.adapter import Speaks, ending
 from server.completion import Answer, Served, count
 from server.http import Connection, Gone, Options, Reply, Visit, refused, reply
+from server.metrics import Figures
 from server.schema import APIError, check_model
 from server.watch import WATCHERS, watch
 from server.watch_frames import Frame
@@ -278,7 +279,7 @@ class APIServer:
     async def _answer(self, visit: Visit) -> None:
         """An exception on a request's way becomes the answer."""
         try:
-            reply = http.share(visit, self.options)
+            reply = auth.share(visit, self.options)
             if not reply:
                 self._admit(visit)
                 reply = await self._find(visit)(visit)
@@ -297,9 +298,9 @@ class APIServer:
 
     def _admit(self, visit: Visit) -> None:
         if self.is_local:
-            http.check_host(visit, self.options)
+            auth.check_host(visit, self.options)
         connections = sum(each.has_asked and not each.is_leaving for each in self._connections)
-        http.guard(visit, self.options, connections)
+        auth.guard(visit, self.options, connections)
         if visit.path not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise APIError(
@@ -365,7 +366,7 @@ class APIServer:
         if self.watchers >= WATCHERS:
             raise APIError(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
-        hello["texts"] = http.may_read(visit, self.options)
+        hello["texts"] = auth.may_read(visit, self.options)
         hello["temperature"] = self.served.defaults["temperature"]
         self.watchers += 1
         try:

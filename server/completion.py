@@ -31,7 +31,6 @@ from runtime.progress import UNREAD, PrefillProgress
 from runtime.sampling_params import SamplingParams
 from runtime.validation import GrammarError
 from sched import QueueFull
-from server.access_log import Figures
 from server.adapter import (
     Progress,
     Speaks,
@@ -42,10 +41,12 @@ from server.adapter import (
 )
 from server.choice import Choice, Words
 from server.http import Reply, Visit
+from server.metrics import Figures
 from server.schema import APIError, invalid
 from text.sandbox import BusyError
 from text.tokenizer import Chat, Prompt, TooLongError
-from text.tool_parser import Parser, Speech, grammar, loads
+from text.tool_formats import Speech, grammar
+from text.tool_parser import Parser, loads
 
 PIECES = 64  # of a stream that are written at once, at most
 PIECE = 256  # bytes of a piece in memory, about

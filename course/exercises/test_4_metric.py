@@ -13,9 +13,9 @@ stream, whose status was 200 long before. Both count. An answer that the server 
 because it is ending, does not: its client was still there. A counter begins at 0, is there from the
 first look on, and never goes down.
 
-Read first: `Call` and `Figures` in `server/access_log.py`.
+Read first: `Call` in `server/access_log.py`, `Figures` in `server/metrics.py`.
 
-Where: `Figures` in `server/access_log.py`: it names its counters in `__init__`, and counts in `count`.
+Where: `Figures` in `server/metrics.py`: it names its counters in `__init__`, and counts in `count`.
 
 How to know: the command above, and `python -m pytest tests/server/test_serve.py -k metrics`. Then try
 it. Start `python serve.py`, and in another terminal ask for more than you want to read:
@@ -30,7 +30,8 @@ import re
 
 from hints import not_done
 
-from server.access_log import Call, Figures
+from server.access_log import Call
+from server.metrics import Figures
 
 NAME = "nanobatch_hung_up_total"
 
@@ -44,7 +45,7 @@ def told(figures: Figures) -> int:
     lines = figures.text(None, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
-        not_done(f"server/access_log.py: Figures.text has no line {NAME}")
+        not_done(f"server/metrics.py: Figures.text has no line {NAME}")
     assert len(values) == 1 and re.fullmatch(r"\d+(\.0)?", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"

@@ -25,7 +25,8 @@ from policies import POLICIES
 from screen import app
 from screen.draw import layout
 from server import openai
-from server.access_log import Call, Figures
+from server.access_log import Call
+from server.metrics import Figures
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [

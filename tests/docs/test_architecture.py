@@ -37,7 +37,7 @@ MAY_IMPORT = {
         kernels/* analysis/roofline""",
     "kernels/*": "runtime/cgroup",
     "text/*": "runtime/sampling_params",
-    "runtime/conversation": "runtime/terminal text/tool_parser",
+    "runtime/conversation": "runtime/terminal text/tool_formats text/tool_parser",
     "runtime/model_source": "kernels/* models/* distributed/* text/*",
     "runtime/*": "sched",
     "distributed/*": "runtime/snapshot kernels/*",
@@ -94,6 +94,7 @@ STANDARD_LIBRARY = {
     "runtime/files": "",
     "runtime/cli": "",
     "analysis/simulator": "",
+    "text/tool_formats": "",
     "text/tool_parser": "",
 }
 

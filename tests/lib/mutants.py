@@ -231,19 +231,19 @@ SERVER = [
         "tests/server/test_memory.py::test_nothing_is_left_of_requests_that_have_ended",
     ),
     Mutant(
-        "server/http.py",
+        "server/auth.py",
         "is_own = is_ours and (options.api_key is not None or is_address(visit.host))",
         "is_own = is_ours",
         f"{SERVE}::test_beyond_this_machine_pages_of_other_names_may_not_ask",
     ),
     Mutant(
-        "server/http.py",
+        "server/auth.py",
         "return is_here and not has_proxy and visit.host in LOOPBACK",
         "return is_here and visit.host in LOOPBACK",
         f"{WIRE}::test_who_reads_texts_through_nginx_on_this_machine",
     ),
     Mutant(
-        "server/http.py",
+        "server/auth.py",
         'path in ("/", "/health")',
         'path.startswith("/")',
         f"{SERVE}::test_with_a_key_only_health_is_free",
@@ -294,13 +294,13 @@ PLAIN_TEXT = [
         f"{SAMPLING}::test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit",
     ),
     Mutant(
-        "text/tokenizer.py",
+        "text/detokenizer.py",
         "behind, length, self.stop = max(found)",
         "behind, length, self.stop = min(found)",
         f"{TEXT}::test_stop_strings_worked_out_by_hand",
     ),
     Mutant(
-        "text/tokenizer.py",
+        "text/detokenizer.py",
         "return text.removesuffix(self._held)",
         "return text",
         f"{TEXT}::test_stop_strings_worked_out_by_hand",

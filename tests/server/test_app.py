@@ -42,7 +42,8 @@ from server.responses import Response
 from text.grammar import Grammars
 from text.sandbox import BusyError, Trials
 from text.tokenizer import Tokenizer
-from text.tool_parser import FORMATS, Parser, Speech
+from text.tool_formats import FORMATS, Speech
+from text.tool_parser import Parser
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 

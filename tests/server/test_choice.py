@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from server.choice import Choice
-from text.tool_parser import FORMATS, THOUGHTS, Parser, Speech
+from text.tool_formats import FORMATS, THOUGHTS, Speech
+from text.tool_parser import Parser
 
 PIECES = [
     *["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "{", "fox", "den"],

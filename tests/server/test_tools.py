@@ -12,7 +12,7 @@ from servers import CHAT, COUNT, MESSAGES, RESPONSES
 from streams import ask
 from tooluse import PATHS, check, random_ask
 
-from text.tool_parser import FORMATS, Speech
+from text.tool_formats import FORMATS, Speech
 
 
 @pytest.fixture(scope="module")

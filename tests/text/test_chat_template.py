@@ -34,7 +34,7 @@ from prefix import SEGMENT
 from runtime.files import ModelError
 from sched import Request, Scheduler
 from text import template_check
-from text.tool_parser import PROBE, TOOLS
+from text.tool_formats import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
 LLAMA2 = """\

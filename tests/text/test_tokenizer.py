@@ -25,7 +25,8 @@ from tokenizers import (
 )
 
 from nanobatch import Engine, SamplingParams, Tokenizer
-from text.tokenizer import OURS, StreamingDetokenizer, TooLongError, calmly
+from text.detokenizer import StreamingDetokenizer, calmly
+from text.tokenizer import OURS, TooLongError
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (

@@ -12,21 +12,11 @@ from checkpoints import make_tokenizer
 from tokenizers import AddedToken
 
 from text import tool_parser as speech
+from text.detokenizer import StreamingDetokenizer
 from text.grammar import Grammars
-from text.tokenizer import StreamingDetokenizer
-from text.tool_parser import (
-    FORMATS,
-    HEAD,
-    MARKS,
-    THOUGHTS,
-    Parser,
-    Part,
-    Speech,
-    grammar,
-    learn,
-    marked,
-)
-from text.tool_parser import TOOLS as LISTED
+from text.tool_formats import FORMATS, MARKS, THOUGHTS, Speech, grammar
+from text.tool_formats import TOOLS as LISTED
+from text.tool_parser import HEAD, Parser, Part, learn, marked
 
 ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 200))  # for each format
 # What may be an argument of a call in tags
