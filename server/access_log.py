@@ -3,9 +3,9 @@
 The problem. A refused request never reaches the engine, and the engine never learns that a client
 hung up. So the engine's snapshots tell of neither, and the owner of the server wants to know both.
 
-The way out. Each request at the door is a `Call`, a frozen record, replaced by a newer one as the
-request goes on. The `Journal` holds the open calls and the newest of the ended calls, numbered like
-the entries of the engine's ledger: so a watcher asks for the calls since the last look. `Figures`
+The way out. Each request at the door is a `RequestRecord`, a frozen record, replaced by a newer one as the
+request goes on. The `RequestLog` holds the open calls and the newest of the ended calls, numbered like
+the entries of the engine's ledger: so a watcher asks for the calls since the last look. `ServerMetrics`
 are counted for as long as the door is open, in Prometheus' text format.
 
 The invariant: memory is bounded, whatever comes. No prompt and no answer is kept here.
@@ -45,7 +45,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestRecord:
     """One request at the door. Times are real ones, whatever the engine's clock does."""
 
     number: int
@@ -126,25 +126,25 @@ def logged(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class DoorView:
+class ServerView:
     """The door at one moment, and the calls that have ended since a watcher's last look."""
 
     address: str
     draining: bool
     connections: int
     watchers: int
-    open: tuple[Call, ...]
-    ended: tuple[Call, ...]  # since, oldest first
+    open: tuple[RequestRecord, ...]
+    ended: tuple[RequestRecord, ...]  # since, oldest first
     missed: int  # ended since, and no longer kept
     seen: int  # so many have ended
 
 
-class Journal:
+class RequestLog:
     """The calls: all open ones, and the newest of the ended ones. The door writes, any thread may
     look."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, RequestRecord] = {}
         self.ended = Log(1000)
         self.changes = 0  # counts every change of a call
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class Journal:
         with self._lock:
             self._count += 1
             self.changes += 1
-            self.open[self._count] = Call(self._count, time.time(), client, route)
+            self.open[self._count] = RequestRecord(self._count, time.time(), client, route)
             return self._count
 
     def note(self, number: int, **changes) -> None:
@@ -162,16 +162,18 @@ class Journal:
             self.open[number] = replace(self.open[number], **changes)
             self.changes += 1
 
-    def end(self, number: int, is_kept: bool = True) -> Call:
+    def end(self, number: int, is_kept: bool = True) -> RequestRecord:
         """`is_kept`: not so a look at /health."""
         with self._lock:
-            call = self.open.pop(number)
+            record = self.open.pop(number)
             if is_kept:
-                self.ended.add(call)
+                self.ended.add(record)
             self.changes += 1
-            return call
+            return record
 
-    def look(self, since: int = 0) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
+    def look(
+        self, since: int = 0
+    ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
         """The open calls, the calls that have ended since, and how many have ended in all."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count

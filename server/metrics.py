@@ -17,13 +17,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from runtime.snapshot import Snapshot, percentile
-from server.access_log import Call
+from server.access_log import RequestRecord
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 disable_created_metrics()  # else each figure would have a second one: the time of its making
 
 
-class Figures:
+class ServerMetrics:
     """Counts, for as long as the door is open."""
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class Figures:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"nanobatch_{name}", text, buckets=SECONDS, registry=self.registry)
 
-    def count(self, call: Call) -> None:
-        self.requests.labels(call.status or 0, call.reason).inc()
-        self.prompt_tokens.inc(call.prompt_tokens)
-        self.cached_tokens.inc(call.cached_tokens)
-        self.guessed.inc(call.guessed)
-        self.right.inc(call.right)
-        self.tokens.inc(call.tokens)
-        if call.requests and call.latency_s is not None:
-            self.latency.observe(call.latency_s)
+    def count(self, record: RequestRecord) -> None:
+        self.requests.labels(record.status or 0, record.reason).inc()
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.guessed.inc(record.guessed)
+        self.right.inc(record.right)
+        self.tokens.inc(record.tokens)
+        if record.requests and record.latency_s is not None:
+            self.latency.observe(record.latency_s)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
         """Of one choice: the seconds from the request to the first token, and the moments of all

@@ -1,4 +1,10 @@
-"""How families of models write tool calls and reasoning."""
+"""How families of models write tool calls and mark their reasoning, as data.
+
+A `ToolFormat` describes calls as JSON (`{"name": "add", "arguments": {"a": 1}}`) or in tags
+(`<function=add><parameter=a>1</parameter></function>`), between two marks. What stands between the
+marks is learned from the model's own chat template, which is asked to write a call (`detect_format`
+in `tool_parser.py`). `tool_call_grammar` makes the grammar of an answer that must call a tool.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +18,52 @@ from typing import Any, NamedTuple
 
 
 class Tags(NamedTuple):
-    """What stands around the name, the keys and the values of a call in tags, white space included."""
+    """What is written around the name, the keys and the values of a call in tags, white space
+    included."""
 
     before_name: str
-    behind_name: str
+    after_name: str
     before_key: str
-    behind_key: str
-    behind_value: str
+    after_key: str
+    after_value: str
     end: str
 
 
-class Format(NamedTuple):
-    """How a family of models writes a call. Its body is JSON, as in
-    {"name": "add", "arguments": {"a": 1}}, or it is in tags. From `key` on, all is learned from the
-    model's template."""
+class ToolFormat(NamedTuple):
+    """How a family of models writes a call: a JSON body, or tags. From `key` on, the fields are
+    learned from the model's chat template."""
 
     name: str
     opens: str  # the mark before a call
-    closes: str  # the mark behind it, if there is one
-    # An answer may begin with a call that has no mark. The template takes no other beside it
+    closes: str  # the mark after it, if there is one
+    # An answer may begin with a call without a mark. Then the template takes no other call with it
     is_bare: bool = False
-    is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
-    wrap: tuple[str, str] = ("", "")  # these may stand around a value in tags
-    key: str = "arguments"  # their name in what the template writes
-    # What stands before the first body, between two, and behind the last one
+    is_named: bool = False  # the tool's name may precede a body that is its arguments alone
+    wrap: tuple[str, str] = ("", "")  # these may enclose a value in tags
+    key: str = "arguments"  # the name of the arguments
+    # What is written before the first body, between two, and after the last one
     layout: tuple[str, str, str] = ("", "", "")
-    # What stands between a tool's name and its arguments, if the name stands before the body
-    behind_name: str | None = None
+    # What is written between a tool's name and its arguments, if the name precedes the body
+    after_name: str | None = None
     tags: Tags | None = None
 
 
 FORMATS = (
-    Format("Hermes", "<tool_call>", "</tool_call>"),
-    Format("Mistral", "[TOOL_CALLS]", "]", is_named=True),
-    Format("Apriel", "<tool_calls>", "</tool_calls>"),
-    Format("Nemotron Nano", "<TOOLCALL>", "</TOOLCALL>"),
-    Format("Granite 3", "<|tool_call|>", "<|/tool_call|>"),
-    Format("Granite 20B", "<function_call>", ""),
-    Format("GigaChat", "<|function_call|>", ""),
-    Format("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
-    Format("Seed", "<seed:tool_call>", "</seed:tool_call>"),
-    Format("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
-    Format("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
-    Format("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
+    ToolFormat("Hermes", "<tool_call>", "</tool_call>"),
+    ToolFormat("Mistral", "[TOOL_CALLS]", "]", is_named=True),
+    ToolFormat("Apriel", "<tool_calls>", "</tool_calls>"),
+    ToolFormat("Nemotron Nano", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolFormat("Granite 3", "<|tool_call|>", "<|/tool_call|>"),
+    ToolFormat("Granite 20B", "<function_call>", ""),
+    ToolFormat("GigaChat", "<|function_call|>", ""),
+    ToolFormat("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
+    ToolFormat("Seed", "<seed:tool_call>", "</seed:tool_call>"),
+    ToolFormat("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ToolFormat("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
+    ToolFormat("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
 )
-SILENT = Format("none", "", "")  # what looks like a call is text
-THOUGHTS = (
+SILENT = ToolFormat("none", "", "")  # calls are not parsed
+REASONING_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -75,23 +81,23 @@ MARKS = frozenset(
         "</arg_value>",
         *(format.opens for format in FORMATS),
         *(format.closes for format in FORMATS if len(format.closes) > 1),
-        *chain(*THOUGHTS),
+        *chain(*REASONING_MARKS),
     ]
 )
 
 
-class Speech(NamedTuple):
-    """How one model speaks."""
+class OutputFormat(NamedTuple):
+    """How one model writes reasoning and tool calls."""
 
-    thought: tuple[str, str] | None = None  # the marks around a thought
-    format: Format | None = None
-    why: str = ""  # if there is no format: why the model can be given no tools
+    reasoning: tuple[str, str] | None = None  # the marks around it
+    tools: ToolFormat | None = None
+    why: str = ""  # if there is no tool format: why the model can be given no tools
 
     def is_thinking(self, prompt: str) -> bool:
-        """Some templates open a thought at the end of the prompt."""
-        if not self.thought:
+        """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        if not self.reasoning:
             return False
-        return prompt.rstrip().endswith(self.thought[0])
+        return prompt.rstrip().endswith(self.reasoning[0])
 
 
 # Mistral's templates want ids of nine letters
@@ -107,21 +113,22 @@ LISTED = {"name": "is_listed", "description": "It adds one.", "parameters": NUMB
 TOOLS = [{"type": "function", "function": LISTED}]
 
 
-# What stands behind the name of a call in tags. Its one argument is n = 7
+# What follows the name of a call in tags. Its one argument is n = 7
 TAGGED = re.compile(
-    r"(?P<behind_name>[^<]{0,20})"
-    r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<behind_key>\W.{0,60}?)\b7\b"
-    r"(?P<behind_value>\s*</[^<>]{1,40}>\s*)(?P<end>.{0,40}?)",
+    r"(?P<after_name>[^<]{0,20})"
+    r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<after_key>\W.{0,60}?)\b7\b"
+    r"(?P<after_value>\s*</[^<>]{1,40}>\s*)(?P<end>.{0,40}?)",
     re.DOTALL,
 )
 
 
-def with_layout(format: Format, call: str, place: int) -> Format:
-    """`call`: the text from the opening mark on. The tool's name stands at `place`."""
+def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
+    """Learn the layout from a call. `call`: the text from the opening mark on. `place`: of the
+    tool's name in it."""
     start = call[:place]
     rest = call[place + len("is_called") :]
     if format.is_named and not start.endswith('"'):
-        return format._replace(layout=(start, start, ""), behind_name=rest.partition("{")[0])
+        return format._replace(layout=(start, start, ""), after_name=rest.partition("{")[0])
     closes = ""
     if format.closes:
         rest, closes, _ = rest.partition(format.closes)
@@ -131,24 +138,24 @@ def with_layout(format: Format, call: str, place: int) -> Format:
         line = "\n" if tags.before_name.startswith("\n") else ""
         return format._replace(tags=tags, layout=(start, closes + line + start, closes))
     start = start.partition("{")[0]
-    behind = rest.rpartition("}")[2] + closes if closes else ""
-    between = f"{behind}\n{start}"
+    after = rest.rpartition("}")[2] + closes if closes else ""
+    between = f"{after}\n{start}"
     if start.rstrip().endswith("["):
         between = ", "
-        behind = behind or "]"
+        after = after or "]"
     key = format.key if f'"{format.key}"' in rest else "parameters"
-    return format._replace(key=key, layout=(start, between, behind))
+    return format._replace(key=key, layout=(start, between, after))
 
 
-# --- calls that have to come --------------------------------------------------------------------
+# --- the grammar of calls ---------------------------------------------------------------------
 
-# White space between the parts of JSON: a model that may write more could write nothing else
+# Fixed white space in JSON: a model that may write more could write nothing else
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY = "(?s:.*)"  # any text
 
 
-def grammar(
-    speech: Speech,
+def tool_call_grammar(
+    output_format: OutputFormat,
     tools: Sequence[Mapping[str, Any]],
     *,
     answer: Mapping[str, Any] | None = None,
@@ -156,11 +163,12 @@ def grammar(
     is_thinking: bool = False,
     marks: Mapping[str, int] = {},
 ) -> str:
-    """In the notation of `grammar.py`: an answer that calls these tools, behind a thought if the
-    model thinks.
+    """The grammar (`grammar.py`) of an answer that calls these tools, after reasoning if the model
+    reasons.
 
     `answer`: a JSON schema of what may be said instead.
-    `marks`: the ids of those that are tokens. They are written as tokens, as in the model's training.
+    `marks`: ids of the marks that are tokens. They are written as tokens, as in the model's
+    training.
     """
 
     spelled = partial(spell, marks)
@@ -169,41 +177,41 @@ def grammar(
     if answer is not None:
         rules["answer"] = as_json(answer)
     if tools:
-        tags = speech.format.tags
+        tags = output_format.tools.tags
 
         def value(form: str) -> str:
             name = "value" if form == ANY else f"value_{len(rules)}"
-            rules.update(up_to(name, "", tags.behind_value, marks, form))
+            rules.update(up_to(name, "", tags.after_value, marks, form))
             return name
 
         bodies = [
             tagged_rule(tags, tool["function"], spelled, value)
             if tags
-            else body_rule(speech.format, tool["function"], spelled)
+            else body_rule(output_format.tools, tool["function"], spelled)
             for tool in tools
         ]
-        start, between, end = speech.format.layout
+        start, between, end = output_format.tools.layout
         more = f"({spelled(between)} body)*"
-        if is_single or speech.format.is_bare:
+        if is_single or output_format.tools.is_bare:
             more = ""
         rules["calls"] = f"{spelled(start)} body {more} {spelled(end)}"
         rules["body"] = " | ".join(bodies)
     ways = " | ".join(name for name in ("answer", "calls") if name in rules)
-    if not speech.thought:
+    if not output_format.reasoning:
         rules["start"] = ways
     else:
-        opens, closes = speech.thought
-        rules["start"] = f"{'thought' if is_thinking else 'thought?'} SPACE ({ways})"
+        opens, closes = output_format.reasoning
+        rules["start"] = f"{'reasoning' if is_thinking else 'reasoning?'} SPACE ({ways})"
         rules["SPACE"] = r"/[ \n]{0,4}/"
-        rules |= up_to("thought", "" if is_thinking else opens, closes, marks)
+        rules |= up_to("reasoning", "" if is_thinking else opens, closes, marks)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
 def up_to(
     name: str, opens: str, closes: str, marks: Mapping[str, int], form: str = ANY
 ) -> dict[str, str]:
-    """The rules for a text of this form between two marks. The first that closes ends it, be it
-    written as a token or in letters: the parser reads text, and sees no difference."""
+    """Rules for a text of this form between two marks. The first closing mark ends it, whether
+    written as a token or in letters, since the parser reads text and sees no difference."""
     before = spell(marks, opens)
     tokens = [mark for mark in marks if mark in closes]
     if tokens:
@@ -226,15 +234,17 @@ def spell(marks: Mapping[str, int], text: str) -> str:
     return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
 
-def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
+def body_rule(
+    format: ToolFormat, function: Mapping[str, Any], spelled: Callable[[str], str]
+) -> str:
     name = function["name"]
-    # With an id it is a document of its own: "#" refers to it, wherever it stands
+    # With an id it is a document of its own, so that "#" refers to it, wherever it is
     parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
-    if format.behind_name is not None:
-        before, id, behind = format.behind_name.partition(CALL["id"])
-        behind = spelled(behind)
+    if format.after_name is not None:
+        before, id, after = format.after_name.partition(CALL["id"])
+        after = spelled(after)
         before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
-        return f"{spelled(name)} {before} {behind} {as_json(parameters)}"
+        return f"{spelled(name)} {before} {after} {as_json(parameters)}"
     key = format.key
     body = {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
     return as_json({**body, "required": ["name", key], "additionalProperties": False})
@@ -246,37 +256,37 @@ def tagged_rule(
     spelled: Callable[[str], str],
     value: Callable[[str], str],
 ) -> str:
-    """The arguments stand in the order of the schema. Of a text, the schema says nothing here but
-    which texts there are, or their pattern. `value`: the name of the rule for a text of a form."""
+    """Arguments come in the order of the schema. Of a string's schema only the enumerated values or
+    the pattern are enforced. `value`: makes the rule for a text of a form, and returns its name."""
     schema = function["parameters"]
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ValueError("grammar: the schema's properties must be an object, and required a list")
-    rules = [spelled(function["name"] + tags.behind_name)]
+    rules = [spelled(function["name"] + tags.after_name)]
     for key in properties:
         kinds = kinds_of(schema, key)
         own = schema_of(schema, key)
         texts = values_of(own)
         if kinds == {"string"} and texts:
             texts = " | ".join(map(json.dumps, texts))
-            said = f"({texts}) {spelled(tags.behind_value)}"
+            said = f"({texts}) {spelled(tags.after_value)}"
         elif not kinds or "string" in kinds:
             said = value(form_of(own) if kinds == {"string"} else ANY)
         else:
-            said = f"{as_json(alone(schema, key))} {spelled(tags.behind_value)}"
-        rule = f"{spelled(tags.before_key + key + tags.behind_key)} {said}"
+            said = f"{as_json(alone(schema, key))} {spelled(tags.after_value)}"
+        rule = f"{spelled(tags.before_key + key + tags.after_key)} {said}"
         rules.append(rule if key in required else f"({rule})?")
     return " ".join([*rules, spelled(tags.end)])
 
 
-# A pattern whose anchors stand at its ends, if it has any
+# A pattern whose anchors, if any, are at its ends
 ANCHORED = re.compile(r"(\^?)((?:\\.|\[(?:\\.|[^]\\])*\]|[^\\[^$])*)(\$?)", re.DOTALL)
 
 
 def form_of(schema: Mapping[str, Any]) -> str:
-    """A schema's pattern, as that of a whole text. The library knows no anchors, so a pattern with
-    one in its middle, as in "^a$|b", is not kept."""
+    """A schema's pattern as that of a whole text. llguidance has no anchors, so a pattern with one
+    in its middle, as in "^a$|b", is ignored."""
     pattern = schema.get("pattern")
     found = isinstance(pattern, str) and ANCHORED.fullmatch(pattern)
     if not found:
@@ -286,13 +296,13 @@ def form_of(schema: Mapping[str, Any]) -> str:
 
 
 def as_regex(pattern: str) -> str:
-    """In the grammar's notation, in a line."""
+    """A pattern in the grammar's notation, on one line."""
     pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
     return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
 
 
 def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The schema of one argument. It may refer to others."""
+    """The schema of one argument, with what it refers to."""
     value = schema["properties"][key]
     if '"$ref"' not in json.dumps(value):
         return value
@@ -318,12 +328,11 @@ JSONS = {
     dict: "object",
     str: "string",
 }
-OPTIONS = 100  # of a value's schema; one with more may be anything
+OPTIONS = 100  # alternatives in a value's schema; with more it may be anything
 
 
 def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An argument's own schema, which may be a reference. A schema is a stranger's: what is none
-    allows any value."""
+    """An argument's own schema, references resolved; empty (any value) if it is no valid schema."""
     try:
         value = schema["properties"][key]
         for _ in range(8):  # a reference may lead to another one, or back
@@ -339,7 +348,7 @@ def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Which types of JSON an argument may have. Empty: any."""
+    """The JSON types that an argument may have. Empty: any."""
     value = schema_of(schema, key)
     options = value.get("anyOf") or value.get("oneOf")
     options = options if isinstance(options, list) else [value]
@@ -359,6 +368,6 @@ def kinds_of_one(schema: Any) -> set[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list:
-    """All values that there may be, if the schema names them."""
+    """All allowed values, if the schema enumerates them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return values if isinstance(values, list) else []

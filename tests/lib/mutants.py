@@ -208,7 +208,7 @@ SERVER = [
     ),
     Mutant(
         "server/completion.py",
-        "prompts = metrics[:: self.wish.n]",
+        "prompts = metrics[:: self.parsed.n]",
         "prompts = metrics",
         f"{SERVE}::test_choices_with_a_seed_have_the_seeds_that_follow",
     ),
@@ -232,14 +232,14 @@ SERVER = [
     ),
     Mutant(
         "server/auth.py",
-        "is_own = is_ours and (options.api_key is not None or is_address(visit.host))",
+        "is_own = is_ours and (options.api_key is not None or is_address(request.host))",
         "is_own = is_ours",
         f"{SERVE}::test_beyond_this_machine_pages_of_other_names_may_not_ask",
     ),
     Mutant(
         "server/auth.py",
-        "return is_here and not has_proxy and visit.host in LOOPBACK",
-        "return is_here and visit.host in LOOPBACK",
+        "return is_here and not has_proxy and request.host in LOOPBACK",
+        "return is_here and request.host in LOOPBACK",
         f"{WIRE}::test_who_reads_texts_through_nginx_on_this_machine",
     ),
     Mutant(
@@ -295,8 +295,8 @@ PLAIN_TEXT = [
     ),
     Mutant(
         "text/detokenizer.py",
-        "behind, length, self.stop = max(found)",
-        "behind, length, self.stop = min(found)",
+        "after, length, self.stop = max(found)",
+        "after, length, self.stop = min(found)",
         f"{TEXT}::test_stop_strings_worked_out_by_hand",
     ),
     Mutant(
@@ -313,20 +313,20 @@ PLAIN_TEXT = [
     ),
     Mutant(
         "text/tool_parser.py",
-        "self.thought = self._length - len(self._text)",
-        "self.thought = self._length",
+        "self.reasoning_length = self._length - len(self._text)",
+        "self.reasoning_length = self._length",
         f"{SPEECH}::test_a_prompt_that_ends_with_a_mark_has_begun_the_thought",
     ),
     Mutant(
         "text/tool_parser.py",
-        "call = CALLING.search(text, len(thought))",
+        "call = CALLING.search(text, len(reasoning))",
         "call = CALLING.search(text)",
         f"{SPEECH}::test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model",
     ),
     Mutant(
         "text/tool_parser.py",
-        "words = without_space(words.removesuffix(beginning(mark, words)))",
-        "words = without_space(words)",
+        "words = strip_held_space(words.removesuffix(beginning(mark, words)))",
+        "words = strip_held_space(words)",
         f"{SPEECH}::test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut",
     ),
     Mutant(
