@@ -29,7 +29,7 @@ from runtime.files import read_some
 from runtime.sampling_params import ADVICE, GRAMMAR
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 from runtime.validation import one_line, printable
-from text.tool_parser import Speech
+from text.tool_formats import OutputFormat
 
 
 def options() -> cli.CommandLine:
@@ -149,7 +149,7 @@ def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
     width = conversation.columns()
     wrap = WordWrap(width) if width else None
     wait_for_text(handle, StatusLine().show)
-    for _, shown in conversation.spoken(handle, text.speech if width else Speech()):
+    for _, shown in conversation.spoken(handle, text.output_format if width else OutputFormat()):
         print(wrap.push(shown) if wrap else shown, end="", flush=True)
     print(wrap.flush() if wrap else "", end="")
     result = handle.result()

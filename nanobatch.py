@@ -160,6 +160,8 @@ class Engine:
     ) -> Engine:
         """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
 
+        `kv`: how keys and values are stored: "float32", or "auto", which is float16 if the checkpoint
+        has 16 bits a weight or fewer.
         `report` is called with a line for each stage of loading.
         """
         source = Source(str(model), dtype, kv, report or (lambda stage: None), options)

@@ -208,7 +208,7 @@ def open_room(args: argparse.Namespace) -> Room:
     import serve
 
     host, port = args.serve
-    door = serve.open_door(args, host, port, f"--serve {host}:{port}")
+    door = serve.bind(args, host, port, f"--serve {host}:{port}")
     return EngineRoom(partial(serve.load, args), door.start(), cli.name_of(args.model))
 
 

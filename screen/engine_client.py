@@ -41,7 +41,7 @@ from runtime.sampling_params import SamplingParams
 from runtime.snapshot import ExpertsView, Limits, RequestView, Snapshot
 from sched import QueueFull
 from screen.draw.style import clean
-from server.access_log import DoorView, Journal
+from server.access_log import RequestLog, ServerView
 
 DRAIN_S = 20.0  # at the end, clients' requests may go on so long
 
@@ -216,7 +216,7 @@ class View(NamedTuple):
     faults: tuple[Fault, ...] = ()
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
-    door: DoorView | None = None  # None: no clients can ask
+    door: ServerView | None = None  # None: no clients can ask
     # The engine is elsewhere: only our own prompts can be fired and cancelled
     watches: bool = False
     model: str = ""  # the name of a model elsewhere
@@ -351,11 +351,11 @@ def wish(method: Callable) -> Callable:
 class AnyDoor(Protocol):
     """A door, as far as a room knows (`server/app.py`)."""
 
-    journal: Journal
+    request_log: RequestLog
 
     def open(self, engine: AnyEngine, loop: Loop, name: str) -> None: ...
 
-    def look(self, since: int = 0) -> DoorView: ...
+    def look(self, since: int = 0) -> ServerView: ...
 
     def drain(self, patience: float) -> None: ...
 
@@ -458,7 +458,7 @@ class EngineRoom(Room):
     @property
     def news(self) -> int:
         # A refusal never reaches the engine
-        return self._news + (self.door.journal.changes if self.door else 0)
+        return self._news + (self.door.request_log.changes if self.door else 0)
 
     def look(self, since: View | None = None) -> View:
         known = self._known

@@ -30,7 +30,7 @@ from screen.policy_runs import KNOWN
 from screen.stats import Period, Price
 from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.talk_history import Talks
-from server.access_log import Call
+from server.access_log import RequestRecord
 
 # Of the state: all that has to do with one engine's life
 OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
@@ -69,7 +69,7 @@ class State:
     requests: dict[int, RequestView] = field(default_factory=dict)
     ended: list[RequestView] = field(default_factory=list)  # in the order of their ends
     # At the door: ended calls, in the order of their ends
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RequestRecord] = field(default_factory=list)
     refused: int = 0  # so many calls, forgotten ones too
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all faults so far
@@ -178,7 +178,7 @@ class State:
         for name in OF_A_LIFE:
             setattr(self, name, getattr(fresh, name))
 
-    def _absorb_calls(self, ended: Sequence[Call]) -> None:
+    def _absorb_calls(self, ended: Sequence[RequestRecord]) -> None:
         self.calls = [*self.calls, *ended][-self.REMEMBERED :]
         self.refused += sum(call.is_refused for call in ended)
         self.gone += sum(call.hung_up for call in ended)

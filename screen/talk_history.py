@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from runtime.conversation import Conversation
 from runtime.snapshot import RequestView
 from screen.engine_client import Answer
-from text.tool_parser import apart
+from text.tool_parser import split_reasoning
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Talk:
         said.system = self.system
         for turn in self.turns:
             if not (turn.is_dropped or turn.request.error):
-                thought, answer = apart(turn.request.text, turn.request.is_thinking)
+                thought, answer = split_reasoning(turn.request.text, turn.request.is_thinking)
                 said.add(turn.question, answer, thought)
         return said.messages(question)
 

@@ -31,7 +31,7 @@ from screen.engine_client import View
 from screen.state import State, client_of, prompt_of
 from screen.stats import Period, words
 from screen.step_columns import Column, useful_of
-from text.tool_parser import marked
+from text.tool_parser import split_output
 
 TOTALS = "page('totals')"  # opens the table of busy periods
 PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read
@@ -383,7 +383,7 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
     if prefill.is_long:
         below.say(f"reading: {prefill.words}", on.muted, indent=0)
     growing = "" if request.reason or prefill.is_long else "▏"
-    for kind, text in marked(clean(request.text) + growing, request.is_thinking):
+    for kind, text in split_output(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
     glass = draw_glass(request, on) if on.height > 2 else []
@@ -409,7 +409,7 @@ def draw_glass(request: RequestView, on: Paper) -> list[Line]:
 
 def hue_of(on: Paper, kind: str) -> str:
     """Of a part of an answer: thoughts are dim, and calls of tools stand out."""
-    return {"thought": on.muted, "call": on.accent}.get(kind, on.text)
+    return {"reasoning": on.muted, "tool_call": on.accent}.get(kind, on.text)
 
 
 def draw_streams(state: State, on: Paper) -> None:

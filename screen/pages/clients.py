@@ -20,7 +20,7 @@ from screen.draw.canvas import BACK, Figure, Paper
 from screen.draw.style import clean, number, shorten
 from screen.page import Page
 from screen.state import State
-from server.access_log import Call
+from server.access_log import RequestRecord
 
 CLIENTS = "page('clients')"  # opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
@@ -42,7 +42,7 @@ COLUMNS = (
 )
 
 
-def so_far(state: State, call: Call) -> Call:
+def so_far(state: State, call: RequestRecord) -> RequestRecord:
     """An open call with the engine's figures: the door writes down its own when the call has
     ended."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
@@ -59,7 +59,7 @@ def so_far(state: State, call: Call) -> Call:
     )
 
 
-def values(call: Call) -> Iterable[str]:
+def values(call: RequestRecord) -> Iterable[str]:
     """A call's cells, one for each of `COLUMNS`."""
     first, *others = call.requests or (None,)
     yield "–" if first is None else f"r{first}–{others[-1]}" if others else f"r{first}"
@@ -74,7 +74,7 @@ def values(call: Call) -> Iterable[str]:
     yield "" if call.latency_s is None else number(call.latency_s)
 
 
-def draw_call(on: Paper, call: Call, columns: Sequence[Figure], message: str) -> None:
+def draw_call(on: Paper, call: RequestRecord, columns: Sequence[Figure], message: str) -> None:
     """One call in one line. What a refusal says takes the place of the figures, of which it has
     none."""
     hue = on.muted

@@ -20,7 +20,7 @@ from screen.draw.style import clean, count, shorten, wrap
 from screen.page import Desk, Page
 from screen.state import State
 from screen.talk_history import Talk, Turn
-from text.tool_parser import apart
+from text.tool_parser import split_reasoning
 
 WIDEST = 100  # longer lines are hard to read
 THOUGHT = 3  # so many lines of a thought are shown while the model thinks
@@ -59,7 +59,7 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
         on.pen()
         return
     now = state.then(r) if state.past else r
-    thought, answer = apart(now.text, now.is_thinking)
+    thought, answer = split_reasoning(now.text, now.is_thinking)
     draw_thought(state, on, thought, turn.runs and not answer)
     if answer:
         on.lines += markdown.lines_of(answer, on.width, on.p, hue, turn.runs)

@@ -21,7 +21,7 @@ from screen.draw.style import clean, count, number, span
 from screen.latency_breakdown import beside, place_of
 from screen.page import Desk, Page
 from screen.state import State, client_of, prompt_of
-from text.tool_parser import marked
+from text.tool_parser import split_output
 
 
 def draw(state: State, on: Paper) -> None:
@@ -105,8 +105,9 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
 
 def draw_parts(on: Paper, text: str, is_thinking: bool) -> None:
     """An answer, with thoughts and calls."""
-    for kind, part in marked(text, is_thinking):
-        on.entry("text" if kind == "answer" else kind, part, hue_of(on, kind))
+    names = {"content": "text", "reasoning": "thought", "tool_call": "call"}
+    for kind, part in split_output(text, is_thinking):
+        on.entry(names[kind], part, hue_of(on, kind))
 
 
 def obey(desk: Desk, rest: str) -> None:

@@ -25,7 +25,8 @@ from policies import POLICIES
 from screen import app
 from screen.draw import layout
 from server import openai
-from server.access_log import Call, Figures
+from server.access_log import RequestRecord
+from server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [
@@ -150,20 +151,20 @@ def test_a_sampler_is_done_when_clients_may_ask_for_it(monkeypatch):
     test()
 
 
-def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) -> None:
-    """Exercise 4, solved: `Figures` counts the calls of which this is true."""
-    count, text = Figures.count, Figures.text
+def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.MonkeyPatch) -> None:
+    """Exercise 4, solved: `ServerMetrics` counts the calls of which this is true."""
+    count, text = ServerMetrics.count, ServerMetrics.text
 
-    def count_too(self: Figures, call: Call) -> None:
+    def count_too(self: ServerMetrics, call: RequestRecord) -> None:
         count(self, call)
         self.found = getattr(self, "found", 0) + is_one(call)
 
-    def text_too(self: Figures, *args) -> str:
+    def text_too(self: ServerMetrics, *args) -> str:
         name = "nanobatch_hung_up_total"
         return f"{text(self, *args)}# TYPE {name} counter\n{name} {getattr(self, 'found', 0)}\n"
 
-    patch.setattr(Figures, "count", count_too)
-    patch.setattr(Figures, "text", text_too)
+    patch.setattr(ServerMetrics, "count", count_too)
+    patch.setattr(ServerMetrics, "text", text_too)
 
 
 @pytest.mark.parametrize(

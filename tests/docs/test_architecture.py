@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "nanobatch": "runner sampling sched policies prompt_lookup runtime/* models/* text/* kernels/*",
     "kernels/*": "runtime/cgroup",
     "text/*": "runtime/sampling_params",
-    "runtime/conversation": "runtime/terminal text/tool_parser",
+    "runtime/conversation": "runtime/terminal text/tool_formats text/tool_parser",
     "runtime/model_source": "kernels/* models/* distributed/* text/*",
     "runtime/*": "sched",
     "distributed/*": "runtime/snapshot kernels/*",
@@ -98,6 +98,7 @@ STANDARD_LIBRARY = {
     "runtime/files": "",
     "runtime/cli": "",
     "analysis/simulator": "",
+    "text/tool_formats": "",
     "text/tool_parser": "",
 }
 

@@ -26,7 +26,7 @@ def test_every_place_that_the_drawing_names_exists():
             "runner",
             "sched",
             "server/completion",
-            "text/tokenizer",
+            "text/detokenizer",
             *(f"runtime/{each}" for each in API),
         )
         for name in places(ROOT / f"{path}.py")

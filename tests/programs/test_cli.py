@@ -27,7 +27,7 @@ import serve
 import tui
 from runtime import cli as program
 from runtime.conversation import on_terminal
-from text.tool_parser import Part
+from text.tool_parser import ParsedPart
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +201,7 @@ def test_a_template_that_does_not_end_is_one_line_and_plain_text_goes_on(here, m
     assert refused.returncode == 2 and not refused.stdout
     assert str(folder / "chat_template.jinja") in line
     # On a busy machine the trial may not even get its second of a processor
-    assert "takes more than 1 s for a trial conversation" in line or "cannot be tried" in line
+    assert "takes more than 1 s for a sample conversation" in line or "cannot be tried" in line
     assert "give plain text" in line
     raw = here(*arguments, "--raw")
     assert raw.returncode == 0 and answer(raw)
@@ -616,5 +616,5 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
 
 
 def test_on_a_terminal_a_thought_is_dim():
-    assert on_terminal(Part("thought", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
-    assert on_terminal(Part("answer", "Yes.")) == "Yes."
+    assert on_terminal(ParsedPart("reasoning", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
+    assert on_terminal(ParsedPart("content", "Yes.")) == "Yes."

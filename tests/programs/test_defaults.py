@@ -46,9 +46,9 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     assert ask.main([*few, "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert ask.main([*few, "--chat"]) == 0
-    door = APIServer(Options(port=0))
+    api = APIServer(Options(port=0))
     room = EngineRoom(
-        lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), door, "small"
+        lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), api, "small"
     )
     room.load()
     room.fire([Settings(max_tokens=2).ask("Hi")])
@@ -57,17 +57,17 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     while room.engine.has_work:
         room.loop.turn()
     room.loop.start()
-    door.start()
+    api.start()
     # The page leaves its field empty, which is null
     for more in ({}, {"temperature": None}):
-        line = http.client.HTTPConnection(door.address.removeprefix("http://"), timeout=60)
+        line = http.client.HTTPConnection(api.address.removeprefix("http://"), timeout=60)
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2} | more
         line.request(
             "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
         )
         assert line.getresponse().status == 200
         line.close()
-    door.close()
+    api.close()
     assert room.stop(20)
     assert seen == [expected] * 5
 

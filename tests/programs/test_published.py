@@ -235,8 +235,8 @@ def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy)
 def test_random_requests_with_tools_are_kept(published, engine):
     """For a model whose template takes tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required,
     named, several and single calls, and tools with a schema, in three protocols, whole and streamed."""
-    if not engine.text.speech.format:
-        pytest.skip(engine.text.speech.why)
+    if not engine.text.output_format.tools:
+        pytest.skip(engine.text.output_format.why)
     with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:
         server.patience = 1200.0
         with ThreadPoolExecutor(4) as pool:

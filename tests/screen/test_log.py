@@ -10,7 +10,7 @@ import tui
 from policies import POLICIES
 from screen import app, commands, keys
 from screen.draw.style import clean
-from server.access_log import Call, DoorView
+from server.access_log import RequestRecord, ServerView
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def is_plain(text: str) -> bool:
 def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
     """A path over HTTP is percent-decoded, and stood in the log as it was."""
     stage = Stage(slots=2).load()
-    call = Call(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
+    call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]
     stage.room.door = SimpleNamespace(
-        look=lambda since: DoorView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
-        journal=SimpleNamespace(changes=1),
+        look=lambda since: ServerView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
+        request_log=SimpleNamespace(changes=1),
     )
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
@@ -270,5 +270,5 @@ def test_no_page_in_a_log_names_a_key_that_a_log_does_not_have():
     for name in ("requests", "totals", "clients", "errors"):
         said = "\n".join(keys.PAGES[name].told(stage.state))
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
-    stage.state.view = stage.state.view._replace(door=DoorView("", False, 0, 0, (), (), 0, 0))
+    stage.state.view = stage.state.view._replace(door=ServerView("", False, 0, 0, (), (), 0, 0))
     assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]

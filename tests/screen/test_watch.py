@@ -32,7 +32,7 @@ from screen.pages import clients, requests
 from screen.remote_client import RemoteRoom, base_of
 from screen.state import State
 from server import watch_frames
-from server.access_log import Call, DoorView
+from server.access_log import RequestRecord, ServerView
 from server.app import APIServer
 from server.http import Options
 
@@ -524,11 +524,11 @@ def test_watching_needs_no_mlx(server, tmp_path):
 # --- the pane -----------------------------------------------------------------------------------
 
 
-def canned_door() -> tuple[DoorView, list[Call]]:
-    asked = Call(
+def canned_door() -> tuple[ServerView, list[RequestRecord]]:
+    asked = RequestRecord(
         7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200
     )
-    wrong = Call(
+    wrong = RequestRecord(
         3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value"
     )
     figures = {
@@ -538,7 +538,7 @@ def canned_door() -> tuple[DoorView, list[Call]]:
         "ttft_s": 0.0312,
         "generation_tps": 58.2,
     }
-    done = Call(
+    done = RequestRecord(
         2,
         0.0,
         "127.0.0.1",
@@ -553,20 +553,22 @@ def canned_door() -> tuple[DoorView, list[Call]]:
     message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
     ended = [
         done.__class__(**vars(done) | {"latency_s": 1.13}),
-        Call(**vars(wrong) | {"message": message, "latency_s": 0.002}),
-        Call(
+        RequestRecord(**vars(wrong) | {"message": message, "latency_s": 0.002}),
+        RequestRecord(
             **vars(asked)
             | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}
         ),
     ]
-    calls = (asked, Call(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
-    return DoorView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
+    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
+    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
 
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        it.stage.room.door = type("APIServer", (), {"journal": type("Journal", (), {"changes": 0})})
-        views = [canned_door()[0], DoorView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
+        it.stage.room.door = type(
+            "APIServer", (), {"request_log": type("RequestLog", (), {"changes": 0})}
+        )
+        views = [canned_door()[0], ServerView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
         it.stage.room.door.look = lambda since: views[bool(since)]
         it.stage.session.obey("/burst 3")
         await it.turns(30)
@@ -593,7 +595,7 @@ def test_no_line_of_the_clients_is_longer_than_its_pane(width):
 def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
     """17 were open where 16 asked."""
     door, _ = canned_door()
-    watch = Call(9, 0.0, "127.0.0.1", "GET /watch", status=200)
+    watch = RequestRecord(9, 0.0, "127.0.0.1", "GET /watch", status=200)
     state = State()
     state.absorb(View(door=replace(door, open=(*door.open, watch))))
     lines = plain(drawn(clients.draw_clients, state, 120, 30))

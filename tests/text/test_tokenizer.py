@@ -26,7 +26,8 @@ from tokenizers import (
 )
 
 from nanobatch import Engine, SamplingParams, Tokenizer
-from text.tokenizer import OURS, StreamingDetokenizer, TooLongError, calmly
+from text.detokenizer import StreamingDetokenizer, without_panics
+from text.tokenizer import OURS, TooLongError
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (
@@ -238,15 +239,15 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
     together."""
     texts = corpus()
     plain = pieces_of(texts)
-    marked = [piece.replace(" ", "▁") for piece in plain]
+    split_output = [piece.replace(" ", "▁") for piece in plain]
     words = [*(word for text in texts[:300] for word in text.split()), *plain]
     parts = [f"##{piece}" for piece in plain[::2]]
     bytewise = [f"<0x{byte:02X}>" for byte in range(256)]
     unigram = models.Unigram(
-        [("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(marked))], 0
+        [("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(split_output))], 0
     )
     fallback = models.Unigram(
-        [(piece, -2.0) for piece in by_number([*bytewise, *marked])], 0, byte_fallback=True
+        [(piece, -2.0) for piece in by_number([*bytewise, *split_output])], 0, byte_fallback=True
     )
     spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return {
@@ -270,11 +271,11 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
             decoders.Fuse(),
         ),
         "BPE with metaspace": (
-            models.BPE(by_number(marked), []),
+            models.BPE(by_number(split_output), []),
             decoders.Metaspace(prepend_scheme="first"),
         ),
         "BPE with bytes": (
-            models.BPE(by_number([*bytewise, *marked]), [], byte_fallback=True),
+            models.BPE(by_number([*bytewise, *split_output]), [], byte_fallback=True),
             decoders.Sequence(spaced),
         ),
         "BPE with an end of words": (
@@ -698,7 +699,7 @@ def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
         raise ending(143)
 
     with pytest.raises(ending):
-        calmly(interrupted, [1])
+        without_panics(interrupted, [1])
 
 
 def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):

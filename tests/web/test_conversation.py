@@ -56,7 +56,7 @@ def talks(opens, parrots):
     """Opens the page of a server that repeats what it is told. Each request of the page is kept."""
 
     def opened(parrot: Parrot | None = None, **how):
-        address = (parrot or parrots()).door.address
+        address = (parrot or parrots()).api.address
         tab = opens(f"{address}/", offline=False, **how)
         tab.asked = []
         tab.on("request", lambda asked: tab.asked.append(asked))
