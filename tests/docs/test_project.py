@@ -32,7 +32,11 @@ LIFE = (ROOT / "docs" / "life.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
-USE = (ROOT / "docs" / "use.md").read_text()
+PYTHON = (ROOT / "docs" / "python.md").read_text()
+SERVER = (ROOT / "docs" / "server.md").read_text()
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+SCREEN = (ROOT / "docs" / "screen.md").read_text()
+USE = SCREEN + COMMAND_LINE + SERVER + PYTHON
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
 ROOMS = [
     "analysis",
@@ -153,15 +157,16 @@ def test_every_command_for_the_screen_that_a_page_names_is_understood():
         tui.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-def test_every_command_for_the_server_that_a_page_names_is_understood():
+def test_every_command_for_the_server_that_a_page_names_is_understood(capsys):
     commands = re.findall(r"python serve\.py([^\n`]*)", README + USE)
     assert len(commands) >= 2
     for command in commands:
         serve.parse_arguments(shlex.split(command.partition("#")[0]))
-    flags = set(re.findall(r"`(--[a-z-]+)`", USE.split("## Over HTTP")[1].split("\n## ")[0]))
-    for flag in flags:
-        serve.parse_arguments([flag, "1"])
+    flags = set(re.findall(r"`(--[a-z-]+)`", SERVER))
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--help"])
     assert "--api-key" in flags
+    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeypatch, tmp_path):
@@ -217,14 +222,14 @@ def test_the_picture_of_the_readme_moves_in_the_dark_and_in_the_light():
     assert dark < 80 and light > 170
 
 
-def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
-    codes = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
+def test_the_python_of_the_page_about_python_runs_as_printed(capsys):
+    codes = re.findall(r"```python\n(.*?)```", PYTHON, re.DOTALL)
     assert len(codes) == 3
     for code in codes:
         exec(code, {})
     said = capsys.readouterr().out
     assert "2 slots of 512 tokens" in said and re.search(r"^0\.\d+$", said, re.M)
-    assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n\Z", said, re.M)
+    assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n", said, re.M)
 
 
 def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():
@@ -265,7 +270,7 @@ def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
     (command,) = re.findall(
         r"^(python3 -m venv .* && python -m pytest)$", CONTRIBUTING, re.MULTILINE
     )
-    assert install in USE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
+    assert install in COMMAND_LINE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
