@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
+GLOSSARY = (ROOT / "GLOSSARY.md").read_text()
 LIFE = (ROOT / "docs" / "life.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 SLOTS = (ROOT / "docs" / "slots.md").read_text()
@@ -62,6 +63,32 @@ def test_every_file_and_every_room_that_the_pages_name_exists():
     assert {"nanobatch.py", "kv.py", "sched.py", "models/"} <= named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing, missing
+
+
+def test_each_term_of_the_glossary_names_a_file_and_classes_that_exist():
+    rows = re.findall(
+        r"^\| \*\*(.+?)\*\* \| (.+?) \| `(\w+(?:/\w+)*\.(?:py|c))` \|", GLOSSARY, re.M
+    )
+    assert len(rows) > 40
+    assert not [(term, file) for term, _, file in rows if not (ROOT / file).is_file()]
+    sources = "\n".join((ROOT / name).read_text() for name in MODULES)
+    for term, meaning, _ in rows:
+        for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", meaning):
+            owner, _, method = name.partition(".")
+            assert re.search(rf"^class {owner}\b", sources, re.M), (term, name)
+            assert not method or f"def {method}(" in sources, (term, name)
+
+
+def test_the_glossary_has_the_words_of_the_field():
+    """A student met none of these in the pages, the core or the screen."""
+    words = """speculative decoding, PagedAttention, batch invariance, determinism, inter-token latency,
+        TPOT, goodput, SLO, throughput, head-of-line blocking, roofline, arithmetic intensity,
+        memory-bound, recompute, FlashAttention, CUDA graph, data parallelism, pipeline parallelism,
+        expert parallelism, prefill-decode disaggregation, KV transfer, beam search"""
+    missing = [
+        word for word in " ".join(words.split()).split(", ") if word.lower() not in GLOSSARY.lower()
+    ]
+    assert not missing
 
 
 def test_the_readme_is_one_calm_screen():
