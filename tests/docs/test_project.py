@@ -29,6 +29,7 @@ README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
 GLOSSARY = (ROOT / "GLOSSARY.md").read_text()
+PATH, *PACKAGES, REST = re.split(r"^### ", FILES, flags=re.MULTILINE)
 LIFE = (ROOT / "docs" / "life.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 SLOTS = (ROOT / "docs" / "slots.md").read_text()
@@ -58,7 +59,9 @@ MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *M
 
 def test_every_file_and_every_room_that_the_pages_name_exists():
     named = set(
-        re.findall(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + FILES + USE + SLOTS + CONTRIBUTING)
+        re.findall(
+            r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + PATH + REST + USE + SLOTS + CONTRIBUTING
+        )
     )
     assert {"nanobatch.py", "kv.py", "sched.py", "models/"} <= named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
@@ -120,6 +123,15 @@ def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
     missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
     missing += [name for name in MODULES if "/" not in name and f"`{name}`" not in README + FILES]
     assert not missing, missing
+
+
+@pytest.mark.parametrize("section", PACKAGES, ids=lambda section: section.split("`")[1])
+def test_each_package_of_the_map_has_the_files_that_are_there(section):
+    """Somebody who looks for a file finds it in one table."""
+    folder = section.split("`")[1]
+    named = set(re.findall(r"`(\w+\.\w+)`", section.split("|\n", 1)[1]))
+    there = {path.name for ending in ("py", "c") for path in (ROOT / folder).glob(f"*.{ending}")}
+    assert named == there - {"__init__.py"}
 
 
 def test_every_page_that_another_one_leads_to_is_there():
