@@ -11,7 +11,7 @@ A table that is made stands behind a comment, which a reader of the page does no
     <!-- made: sizes -->
 
 `speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `gains` shows what guesses gain. `counts` shows how much the tests compare. `sizes`
+divided by it. `gains` shows what draft tokens gain. `counts` shows how much the tests compare. `sizes`
 reckons what models take on a CPU, from their published shapes. So a table is never typed, and the
 prose beside it says "about twice".
 """
@@ -71,14 +71,14 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts guesses`: with guesses, how many times as many tokens
-    a processor second has, how many times fewer the steps are, and how many guesses were right."""
+    """A line for each text of `bench.py --parts guesses`: with draft tokens, how many times as many tokens
+    a processor second has, how many times fewer the steps are, and how many draft tokens were accepted."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
     for file in files:
         data = json.loads((ROOT / "docs" / file).read_text())
         kind = file.rpartition("-")[2].removesuffix(".json")
-        heads += [f"{kind}: tokens a processor second", "steps", "right / guessed"]
+        heads += [f"{kind}: tokens a processor second", "steps", "accepted / drafted"]
         figures = report.summarise(data["records"])
         contestants = list(dict.fromkeys(key[3] for key in figures))
         for x in dict.fromkeys(key[1] for key in figures):
