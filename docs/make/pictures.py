@@ -162,9 +162,7 @@ def exported(lines: Sequence[Sequence[Segment] | Text], size: tuple[int, int] = 
     for line in lines[:rows]:
         if not isinstance(line, Text):
             line = Segments([*Segment.simplify(line), Segment.line()])
-        console.print(
-            line, end="\n" if isinstance(line, Text) else "", no_wrap=True, crop=True
-        )
+        console.print(line, end="\n" if isinstance(line, Text) else "", no_wrap=True, crop=True)
     return console.export_svg()
 
 

@@ -155,14 +155,14 @@ def counts() -> str:
     rows = {
         "parity: configurations of models": len(parity.CONFIGS),
         "parity: prompts, in random concurrent schedules": prompts,
-        "parity: of these, with a family that is least like a Llama": own,
-        "exactness: random schedules, on the form of the product that the processor takes": exact.SCHEDULES,
-        "exactness: random schedules, on each other form that it can run": exact.ELSEWHERE,
-        "exactness: shapes of models among them": len(company.SHAPES),
-        "exactness: planted bugs, all of them caught": bugs,
-        "the product itself: planted bugs, all of them caught": len(product.BUGS),
-        "the scheduler: random schedules, checked after every step": sched.SCHEDULES,
-        "ranks, by MPI, which the suite does not run: models": len(ranks.MPI_KINDS),
+        "parity: of these, with the families least like a Llama": own,
+        "batch invariance: random schedules, with the form of the product that the processor takes": exact.SCHEDULES,
+        "batch invariance: random schedules, with each other form that it can run": exact.ELSEWHERE,
+        "batch invariance: shapes of models among them": len(company.SHAPES),
+        "batch invariance: planted bugs, all caught": bugs,
+        "matrix product: planted bugs, all caught": len(product.BUGS),
+        "scheduler: random schedules, checked after every step": sched.SCHEDULES,
+        "ranks over MPI (not in the suite): models": len(ranks.MPI_KINDS),
     }
     return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
 
