@@ -45,7 +45,7 @@ def advised(folder: Path) -> dict[str, float]:
     """The settings of a request that says nothing itself, in every program: what the model's makers
     advise in `generation_config.json`, else the likeliest token.
 
-    A small model answers most questions rightly at temperature 0 and few at 1 (docs/use.md).
+    A small model answers most questions rightly at temperature 0 and few at 1 (docs/command-line.md).
     """
     path = folder / "generation_config.json"
     advice = read_json_if_any(path)

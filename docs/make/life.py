@@ -4,15 +4,13 @@ file and order.
     python docs/make/life.py [folder of another checkout]
 
 One slot, one request, from `submit` to the step that delivers its first token. The list ends with
-two figures: how many functions are entered, and how often the reader must change to another file
-along the way. They measure the way that a reader has to follow. To see whether a change to the code
-makes it longer, trace another checkout, too.
+two figures: the number of functions entered, and how often the reader changes to another file. To see
+whether a change makes the way longer, trace another checkout, too.
 
-Three things are left out. The layers after the first: the loop over layers enters the same
-functions again. What is defined by `ops.py`, `rope.py` and `layers.py` in `models`, and by
-`mlx.py` and `row_ops.py` in `kernels`: one may take it on trust. And the slab's windows. A
-comprehension, a generator expression or a lambda belongs to the function that it stands in. A
-function that is entered several times in a row takes one line.
+Left out are the layers after the first, what `ops.py`, `rope.py` and `layers.py` in `models` and
+`mlx.py` and `row_ops.py` in `kernels` define, and the slab's windows. A comprehension, a generator
+expression or a lambda belongs to its function. A function entered several times in a row takes one
+line.
 """
 
 import ast

@@ -1,10 +1,10 @@
-"""A recording as a page that needs nothing else.
+"""Make a self-contained HTML page of a recording.
 
     python tui.py --plain --script race24 --record run.json
     python docs/make/page.py run.json out.html
 
-Two recordings of one run each race side by side: python docs/make/page.py static.json continuous.json out.html
-A page holds its recording, so a page can be made anew from itself: python docs/make/page.py out.html out.html
+Two recordings of one run each are shown as a race: python docs/make/page.py static.json continuous.json out.html
+A page contains its recording, so it can be made again from itself: python docs/make/page.py out.html out.html
 
 The project's own page, with a new race of the demo model: python docs/make/page.py --demo docs/index.html
 """
@@ -35,9 +35,9 @@ from server import live_page
 from web import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
+MOST = 1_000_000  # bytes of a page, for slow connections
 EMBEDDED = r'<script type="application/json" id="data-{}">(.*?)</script>'
-LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
+LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, prompts a second
 SCHEDULER = (
     "sched.py",
     "policies.py",
@@ -55,7 +55,7 @@ NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
   <a href="#run">Run it</a>
   <a data-file="README.md">The repository</a>"""
-# What a message shows of a page that it links to
+# What messengers show of a link to the page
 CARD = """<meta property="og:image" content="{address}card.png">
 <meta property="og:image:width" content="1200">
 <meta property="og:image:height" content="630">
@@ -63,18 +63,18 @@ CARD = """<meta property="og:image" content="{address}card.png">
 <meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
-GUESSES = """Tokens that were guessed are guessed again, and as many of them are right: nobody knows what other
-steps would have guessed."""
+GUESSES = """Draft tokens are those of the recording, with as many accepted: what other steps would have drafted is
+not known."""
 ASKS = "Why can one machine answer many people at once?"
 LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
-everybody in a slot, and it reads the whole model once. {bargain}So no slot should be empty while somebody waits.
-<b>Static</b> batching lets {slots} requests in, and nobody else until all of them are done. <b>Continuous</b>
-batching gives a slot to the next in line as soon as it is free: the same {many} answers, letter for letter, in
+every request in a slot, and it reads the whole model once. {bargain}So no slot should be empty while requests wait.
+<b>Static</b> batching admits {slots} requests, and no others until all of them are done. <b>Continuous</b>
+batching gives a free slot to the next request at once: the same {many} answers, letter for letter, in
 {fast} instead of {slow}."""
 BARGAIN = "A step makes {slots} tokens for {times} times the price of one. "
-TRUTH = """This is a real run of nanobatch, an engine that serves language models. The order of everything is as
-recorded. Each step is shown with the time that a step of its kind takes undisturbed. On the wall clock the runs took
-{wall_fast} and {wall_slow}, since other programs used the processor, too."""
+TRUTH = """This is a real run of nanobatch, a serving engine for language models. The order of everything is as
+recorded. Each step is shown with the time that such a step takes undisturbed. By wall clock the runs took
+{wall_fast} and {wall_slow}, because other programs used the processor, too."""
 COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
@@ -82,7 +82,7 @@ def joined(recordings: list[dict]) -> dict:
     """One recording of all runs."""
     first = recordings[0]
     if any(recording["fields"] != first["fields"] for recording in recordings):
-        raise ValueError("the recordings are of several versions; record all of them anew")
+        raise ValueError("the recordings are of several versions; record all of them again")
     return first | {"runs": [run for recording in recordings for run in recording["runs"]]}
 
 
@@ -101,7 +101,7 @@ def addresses() -> tuple[str, str]:
 
 
 def read(path: str) -> dict:
-    """A recording: from its file, or from a page that was made of it."""
+    """Read a recording from its file, or from a page that was made of it."""
     name = shown(path, 200)
     if not Path(path).is_file():
         raise ValueError(f"there is no file {name}; tui.py --record writes one")
@@ -113,7 +113,7 @@ def read(path: str) -> dict:
     except (ValueError, RecursionError, LookupError, TypeError):  # no JSON, or no object
         is_ours = False
     if not is_ours:
-        raise ValueError(f"{name} is no recording of this version; tui.py --record writes one")
+        raise ValueError(f"{name} is not a recording of this version; tui.py --record writes one")
     return recording
 
 
@@ -129,13 +129,13 @@ def record_demo() -> dict:
 
 
 def read_talk(path: str) -> list[dict]:
-    """The conversation of a page; a recording has none."""
+    """Read the conversation of a page; a recording has none."""
     found = re.search(EMBEDDED.format("talk"), Path(path).read_text(encoding="utf-8"))
     return json.loads(found[1]) if found else []
 
 
 def talk_demo() -> list[dict]:
-    """A conversation with the demo model: each turn, and what was read for it."""
+    """A conversation with the demo model: turns with their token counts."""
     from nanobatch import Engine, SamplingParams
 
     turns = []
@@ -159,7 +159,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     pyodide = json.loads((live_page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
     pyodide["at"] = pyodide_at or pyodide["at"]
     data = {"recording": recording, "lab": lab_of(recording, pyodide)}
-    # What is told of this project's own race would be wrong of another run
+    # The text about the project's own race would be wrong for another run
     is_ours = recording["about"].get("model") == "demo" and is_race(recording, of=24)
     repository, address = addresses()
     if is_ours:
@@ -182,14 +182,14 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
 
 
 def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
-    """The page of files that anybody may have written, in any shape."""
-    addresses()  # what is wrong with these is no fault of a recording
+    """Make the page of untrusted files."""
+    addresses()  # an error in these is not the recording's
     try:
         return make(recordings, talk=talk)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         what = f"{type(error).__name__}: {shown(str(error), 80)}"
-        words = "what was recorded does not have the form that tui.py --record writes"
-        raise ValueError(f"{words} ({what}); record it anew") from None
+        words = "the recording does not have the form that tui.py --record writes"
+        raise ValueError(f"{words} ({what}); record it again") from None
 
 
 def is_race(recording: dict, of: int | None = None) -> bool:
@@ -201,7 +201,7 @@ def is_race(recording: dict, of: int | None = None) -> bool:
 
 
 def guessed_in(recording: dict) -> bool:
-    """Earlier recordings know of no guesses."""
+    """Earlier recordings have no such field."""
     names = recording["fields"]["StepView"]
     steps = (
         dict(zip(names, step, strict=True)) for run in recording["runs"] for step in run["steps"]
@@ -221,7 +221,7 @@ def lab_of(recording: dict, pyodide: dict) -> dict:
 
 
 def price_of(recording: dict) -> dict[str, float]:
-    """What a step takes: the recorded prices, with that of a chunk shared out among its tokens."""
+    """The recorded step costs, with that of a chunk divided among its tokens."""
     at = recording["fields"]["StepView"].index("prefill")
     chunks = [chunk for run in recording["runs"] for step in run["steps"] for chunk in step[at]]
     tokens = sum(stop - start for *_, start, stop in chunks)
@@ -233,8 +233,8 @@ def price_of(recording: dict) -> dict[str, float]:
 def game_of(recording: dict) -> dict:
     """A hand of prompts, and how each policy plays it.
 
-    They are the recorded prompts, with their answers' lengths. But they come one after the other, from
-    three clients, and some bring a long text that is to be read first.
+    These are the recorded prompts with the lengths of their answers. They arrive one after the other, from
+    three clients, and some begin with a long text.
     """
     run = recording["runs"][0]
     names = recording["fields"]["RequestView"]
@@ -242,10 +242,10 @@ def game_of(recording: dict) -> dict:
     hand = []
     for number, sent in enumerate(simulate.sent_of(run, recording["fields"])):
         long = LETTER if number % 6 == 4 else 0
-        # No two prompts of the hand begin alike
+        # No two prompts share a prefix
         prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        # Nothing is guessed, as in the player's slots
+        # No draft tokens, as in the player's slots
         hand.append(sent._replace(prompt=prompt, client=client, guesses=()))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
@@ -264,7 +264,7 @@ def game_of(recording: dict) -> dict:
 
 
 def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
-    """The makespan, the first token of 95 %, and the share of slots × time that was of use."""
+    """The makespan, the 95th percentile of TTFT, and the useful share of slots × time."""
     firsts: dict[int, float] = {}
     used = 0.0
     for step, (began, ended) in zip(played["steps"], played["clock"], strict=True):
@@ -277,19 +277,17 @@ def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
     return {"done": done, "first": percentile(firsts.values(), 0.95), "useful": used / (8 * done)}
 
 
-# --- the words beside it --------------------------------------------------------------------------
+# --- the text of the page --------------------------------------------------------------------------
 
 
 def head_of(recording: dict) -> dict[str, str]:
-    """The title, and what is said before anything is seen."""
+    """The title and the introduction."""
     runs = recording["runs"]
     many = len(runs[0]["requests"])
     policies = [html.escape(run["policy"]) for run in runs]
     order = f"; {' above, '.join(policies)} below" if len(runs) > 1 else ""
     if not is_race(recording):
-        lead = (
-            "Recorded step by step while it ran: each rectangle is something the scheduler decided."
-        )
+        lead = "Recorded step by step while it ran: each rectangle is a decision of the scheduler."
         title = f"{count(many, 'prompt')}, as they were answered"
         return {"title": title, "lead": lead, "truth": "", "order": f"{order}."}
     slots = int(runs[0]["limits"][recording["fields"]["Limits"].index("slots")])
@@ -313,7 +311,7 @@ def head_of(recording: dict) -> dict[str, str]:
 
 
 def budget_in_words(recording: dict) -> str:
-    """What a step may spend, why so much, and how much of it most steps spend."""
+    """The budget of a step, why it has this size, and how much of it most steps use."""
     fields = recording["fields"]
     run = recording["runs"][-1]
     limits = dict(zip(fields["Limits"], run["limits"], strict=True))
@@ -331,19 +329,19 @@ def budget_in_words(recording: dict) -> str:
 
 
 def times_of(prices: dict[str, float], rows: int) -> str:
-    """How many times as much as a step with one row a step with so many costs."""
+    """The cost of a step with this number of rows, as a multiple of a step with one row."""
     one = prices["step"] + prices["row"]
     return f"{(prices['step'] + prices['row'] * rows) / one:.1f}" if one else ""
 
 
 def wall_of(run: dict, names: list[str]) -> str:
-    """How long a run took with all that disturbed it."""
+    """The wall-clock time of a run."""
     seconds = run["steps"][-1][names.index("ended")] - run["steps"][0][names.index("began")]
     return span(seconds).replace(" ", "&nbsp;")
 
 
 def filled(story: str, recording: dict) -> str:
-    """What is told beside a recording. Every figure in it comes from a file."""
+    """Fill the text next to a recording. Every figure comes from a file."""
     price = recording["prices"]
     one, eight = (price["step"] + price["row"] * rows for rows in (1, 8))
     about = recording["about"]
@@ -395,7 +393,7 @@ def told(section: str, turns: Sequence[dict]) -> str:
 
 
 def table_of(file: str) -> str:
-    """The speeds of three engines, in two parts of a benchmark."""
+    """The speed of three engines in two parts of a benchmark."""
     records = json.loads((ROOT / "docs" / file).read_text())["records"]
     medians: dict[tuple[str, str], dict[str, float]] = {}
     for (part, x, figure, contestant), summary in report.summarise(records).items():

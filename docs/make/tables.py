@@ -1,9 +1,9 @@
-"""Writes the tables of the pages anew, from what was measured and from what the tests count.
+"""Generate the pages' tables from measurements and from the counts of the tests.
 
-    python docs/make/tables.py            writes those that are not as they should be
-    python docs/make/tables.py --check    only says which they are; exit code 1 if there are any
+    python docs/make/tables.py            rewrites stale tables
+    python docs/make/tables.py --check    lists stale pages; exit code 1 if there are any
 
-A table that is made stands behind a comment, which a reader of the page does not see:
+A generated table follows a comment, which is invisible in the page:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
     <!-- made: gains bench-guesses-demo.json -->
@@ -11,9 +11,9 @@ A table that is made stands behind a comment, which a reader of the page does no
     <!-- made: sizes -->
 
 `speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `gains` shows what guesses gain. `counts` shows how much the tests compare. `sizes`
-reckons what models take on a CPU, from their published shapes. So a table is never typed, and the
-prose beside it says "about twice".
+divided by it. `gains` shows what draft tokens gain. `counts` shows how much the tests compare. `sizes`
+calculates the memory of models on a CPU from their published shapes. So no table is typed, and the
+prose next to it says "about twice".
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts guesses`: with guesses, how many times as many tokens
-    a processor second has, how many times fewer the steps are, and how many guesses were right."""
+    """A line for each text of `bench.py --parts guesses`: with draft tokens, how many times as many tokens
+    a processor second has, how many times fewer the steps are, and how many draft tokens were accepted."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
     for file in files:
         data = json.loads((ROOT / "docs" / file).read_text())
         kind = file.rpartition("-")[2].removesuffix(".json")
-        heads += [f"{kind}: tokens a processor second", "steps", "right / guessed"]
+        heads += [f"{kind}: tokens a processor second", "steps", "accepted / drafted"]
         figures = report.summarise(data["records"])
         contestants = list(dict.fromkeys(key[3] for key in figures))
         for x in dict.fromkeys(key[1] for key in figures):
@@ -123,13 +123,13 @@ PUBLISHED = {
     "Llama-3.1-8B": Published(4_096, 32, (32, 8, 128), 14_336, 128_256, False),
     "Qwen3-30B-A3B": Published(2_048, 48, (32, 4, 128), 768, 151_936, False, 128, 8),
 }
-RATES = (10, 20, 40)  # GB a second that a memory yields
+RATES = (10, 20, 40)  # memory bandwidth, GB/s
 # Bytes of a weight. With 4 and 8 bits, 64 of them share a scale and an offset of two bytes each.
 NBYTES = {4: 4 / 8 + 4 / 64, 8: 8 / 8 + 4 / 64, 16: 2.0}
 
 
 def sizes() -> str:
-    """What the weights take, what a token reads of them, and how many tokens a second that allows."""
+    """Size of the weights, bytes read for a token, and the tokens per second that this allows."""
     rows = []
     for name, model in PUBLISHED.items():
         for bits, nbytes in NBYTES.items():
@@ -143,7 +143,7 @@ def sizes() -> str:
 
 
 def counts() -> str:
-    """How much is compared, in the words of docs/right.md."""
+    """How much the tests compare, for docs/right.md."""
     names = "parity test_batch_invariance random_batches test_matmul test_sched test_group"
     parity, exact, company, product, sched, ranks = map(of_the_tests, names.split())
     prompts, own = parity.count()
@@ -155,20 +155,20 @@ def counts() -> str:
     rows = {
         "parity: configurations of models": len(parity.CONFIGS),
         "parity: prompts, in random concurrent schedules": prompts,
-        "parity: of these, with a family that is least like a Llama": own,
-        "exactness: random schedules, on the form of the product that the processor takes": exact.SCHEDULES,
-        "exactness: random schedules, on each other form that it can run": exact.ELSEWHERE,
-        "exactness: shapes of models among them": len(company.SHAPES),
-        "exactness: planted bugs, all of them caught": bugs,
-        "the product itself: planted bugs, all of them caught": len(product.BUGS),
-        "the scheduler: random schedules, checked after every step": sched.SCHEDULES,
-        "ranks, by MPI, which the suite does not run: models": len(ranks.MPI_KINDS),
+        "parity: of these, with the families least like a Llama": own,
+        "batch invariance: random schedules, with the form of the product that the processor takes": exact.SCHEDULES,
+        "batch invariance: random schedules, with each other form that it can run": exact.ELSEWHERE,
+        "batch invariance: shapes of models among them": len(company.SHAPES),
+        "batch invariance: planted bugs, all caught": bugs,
+        "matrix product: planted bugs, all caught": len(product.BUGS),
+        "scheduler: random schedules, checked after every step": sched.SCHEDULES,
+        "ranks over MPI (not in the suite): models": len(ranks.MPI_KINDS),
     }
     return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
 
 
 def of_the_tests(name: str):
-    """One of the modules that lie in tests/, wherever exactly."""
+    """Import a module from any folder of tests/."""
     (path,) = (ROOT / "tests").rglob(f"{name}.py")
     for folder in (ROOT / "tests", ROOT / "tests" / "lib", path.parent):
         if str(folder) not in sys.path:

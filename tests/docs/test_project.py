@@ -28,11 +28,17 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
+GLOSSARY = (ROOT / "GLOSSARY.md").read_text()
+PATH, *PACKAGES, REST = re.split(r"^### ", FILES, flags=re.MULTILINE)
 LIFE = (ROOT / "docs" / "life.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
-USE = (ROOT / "docs" / "use.md").read_text()
+PYTHON = (ROOT / "docs" / "python.md").read_text()
+SERVER = (ROOT / "docs" / "server.md").read_text()
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+SCREEN = (ROOT / "docs" / "screen.md").read_text()
+USE = SCREEN + COMMAND_LINE + SERVER + PYTHON
 PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
 ROOMS = [
     "analysis",
@@ -53,11 +59,39 @@ MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *M
 
 def test_every_file_and_every_room_that_the_pages_name_exists():
     named = set(
-        re.findall(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + FILES + USE + SLOTS + CONTRIBUTING)
+        re.findall(
+            r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + PATH + REST + USE + SLOTS + CONTRIBUTING
+        )
     )
     assert {"nanobatch.py", "kv.py", "sched.py", "models/"} <= named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing, missing
+
+
+def test_each_term_of_the_glossary_names_a_file_and_classes_that_exist():
+    rows = re.findall(
+        r"^\| \*\*(.+?)\*\* \| (.+?) \| `(\w+(?:/\w+)*\.(?:py|c))` \|", GLOSSARY, re.M
+    )
+    assert len(rows) > 40
+    assert not [(term, file) for term, _, file in rows if not (ROOT / file).is_file()]
+    sources = "\n".join((ROOT / name).read_text() for name in MODULES)
+    for term, meaning, _ in rows:
+        for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", meaning):
+            owner, _, method = name.partition(".")
+            assert re.search(rf"^class {owner}\b", sources, re.M), (term, name)
+            assert not method or f"def {method}(" in sources, (term, name)
+
+
+def test_the_glossary_has_the_words_of_the_field():
+    """A student met none of these in the pages, the core or the screen."""
+    words = """speculative decoding, PagedAttention, batch invariance, determinism, inter-token latency,
+        TPOT, goodput, SLO, throughput, head-of-line blocking, roofline, arithmetic intensity,
+        memory-bound, recompute, FlashAttention, CUDA graph, data parallelism, pipeline parallelism,
+        expert parallelism, prefill-decode disaggregation, KV transfer, beam search"""
+    missing = [
+        word for word in " ".join(words.split()).split(", ") if word.lower() not in GLOSSARY.lower()
+    ]
+    assert not missing
 
 
 def test_the_readme_is_one_calm_screen():
@@ -89,6 +123,15 @@ def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
     missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
     missing += [name for name in MODULES if "/" not in name and f"`{name}`" not in README + FILES]
     assert not missing, missing
+
+
+@pytest.mark.parametrize("section", PACKAGES, ids=lambda section: section.split("`")[1])
+def test_each_package_of_the_map_has_the_files_that_are_there(section):
+    """Somebody who looks for a file finds it in one table."""
+    folder = section.split("`")[1]
+    named = set(re.findall(r"`(\w+\.\w+)`", section.split("|\n", 1)[1]))
+    there = {path.name for ending in ("py", "c") for path in (ROOT / folder).glob(f"*.{ending}")}
+    assert named == there - {"__init__.py"}
 
 
 def test_every_page_that_another_one_leads_to_is_there():
@@ -153,15 +196,16 @@ def test_every_command_for_the_screen_that_a_page_names_is_understood():
         tui.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-def test_every_command_for_the_server_that_a_page_names_is_understood():
+def test_every_command_for_the_server_that_a_page_names_is_understood(capsys):
     commands = re.findall(r"python serve\.py([^\n`]*)", README + USE)
     assert len(commands) >= 2
     for command in commands:
         serve.parse_arguments(shlex.split(command.partition("#")[0]))
-    flags = set(re.findall(r"`(--[a-z-]+)`", USE.split("## Over HTTP")[1].split("\n## ")[0]))
-    for flag in flags:
-        serve.parse_arguments([flag, "1"])
+    flags = set(re.findall(r"`(--[a-z-]+)`", SERVER))
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--help"])
     assert "--api-key" in flags
+    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeypatch, tmp_path):
@@ -217,14 +261,14 @@ def test_the_picture_of_the_readme_moves_in_the_dark_and_in_the_light():
     assert dark < 80 and light > 170
 
 
-def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
-    codes = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
+def test_the_python_of_the_page_about_python_runs_as_printed(capsys):
+    codes = re.findall(r"```python\n(.*?)```", PYTHON, re.DOTALL)
     assert len(codes) == 3
     for code in codes:
         exec(code, {})
     said = capsys.readouterr().out
     assert "2 slots of 512 tokens" in said and re.search(r"^0\.\d+$", said, re.M)
-    assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n\Z", said, re.M)
+    assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n", said, re.M)
 
 
 def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():
@@ -265,7 +309,7 @@ def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
     (command,) = re.findall(
         r"^(python3 -m venv .* && python -m pytest)$", CONTRIBUTING, re.MULTILINE
     )
-    assert install in USE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
+    assert install in COMMAND_LINE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
     assert command in (ROOT / ".ci" / "run").read_text()
 
 

@@ -195,7 +195,7 @@ USUAL_NGINX = [
         ({"api_key": "key", "watch_key": "eye"}, "key", PLAIN_NGINX, False),
         ({"api_key": "key", "watch_key": "eye"}, "eye", PLAIN_NGINX, True),
         ({"watch_key": "eye"}, "", PLAIN_NGINX, False),
-        ({}, "", PLAIN_NGINX, True),  # nothing tells it from this machine: docs/use.md says so
+        ({}, "", PLAIN_NGINX, True),  # nothing tells it from this machine: docs/server.md says so
         ({}, "", USUAL_NGINX, False),
         ({}, "", ["Host: llm.example", *PLAIN_NGINX[1:]], False),
         ({}, "", [*PLAIN_NGINX, "X-Forwarded-Host: llm.example"], False),
