@@ -286,7 +286,7 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(list(order))
+            self.ranks.broadcast(list(order))
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         states, logits, slots = self._forward(order)
@@ -442,7 +442,7 @@ class Runner:
         """What every rank but the first does: it runs the orders of rank 0, until there are no
         more."""
         with device_lock, device_stream():
-            while message := self.ranks.hear():
+            while message := self.ranks.receive():
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
                 decodes = [Decoding(*each) for each in decodes]

@@ -34,7 +34,7 @@ from servers import free_ports, hail
 from waiting import wait_for
 
 from distributed import group
-from distributed.channel import NAME, OTHERS, PROOF, answer, call, hear, proof
+from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
 from kernels import matmul
@@ -226,24 +226,24 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 
 
 class Wire(Ranks):
-    """The lines between a leader and one who follows, in one process."""
+    """The connection between a leader and a follower, in one process."""
 
     leads = True
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.sent = []
 
-    def tell(self, message):
-        self.told.append(json.dumps(message))
+    def broadcast(self, message):
+        self.sent.append(json.dumps(message))
 
-    def hear(self):
-        return json.loads(self.told.pop(0)) if self.told else None
+    def receive(self):
+        return json.loads(self.sent.pop(0)) if self.sent else None
 
 
 @pytest.mark.parametrize("budget", [32, 100, 1000])
 def test_orders_survive_the_wire(parts, budget):
-    """What a rank that follows hears is what the leader ran."""
+    """What a follower receives is what the leader ran."""
     orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
     options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
     with Engine(*parts, **options) as engine:
@@ -361,11 +361,11 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
         check_alike(replace(models[0], ranks=Beside([1])))
 
 
-# --- lines --------------------------------------------------------------------------------------
+# --- connections --------------------------------------------------------------------------------------
 
 
 class Ring(ExitStack):
-    """Ranks of one process, tied to each other by lines. `ended`: which one ended, and why."""
+    """Ranks of one process, connected in a ring. `ended`: which one ended, and why."""
 
     def __init__(self, monkeypatch, size: int):
         super().__init__()
@@ -373,13 +373,13 @@ class Ring(ExitStack):
         monkeypatch.setattr(group, "GRACE_S", 0)
         monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # this thread
         threads = set(threading.enumerate())
-        # Line n leads to rank n: where others say something, and where the rank listens
+        # Connection n leads to rank n: the sender's end, and the rank's own
         self.lines = [socket.socketpair() for _ in range(size)]
         self.all = [Ranks(rank, size, "ring") for rank in range(size)]
         for rank, each in enumerate(self.all):
-            each.told = lambda why, rank=rank: self.ended.put((rank, why))
+            each.end_requests = lambda why, rank=rank: self.ended.put((rank, why))
             called = [self.lines[(rank + 1) % size][0]]
-            each.hold(f"rank {(rank - 1) % size} (there)", [self.lines[rank][1]], called)
+            each.attach(f"rank {(rank - 1) % size} (there)", [self.lines[rank][1]], called)
         self.threads = set(threading.enumerate()) - threads
         for line in self.lines:
             self.enter_context(line[0])
@@ -402,17 +402,17 @@ def test_orders_are_passed_along_the_ring(monkeypatch):
         leader, *others = ring.all
         orders = [[3, 1], list(range(5000))]
         for order in orders:
-            leader.tell(order)
+            leader.broadcast(order)
         leaves = threading.Thread(target=leader.leave)
         leaves.start()
         heard = queue.SimpleQueue()
         for other in others:
-            hears = lambda other=other: heard.put([other.hear(), other.hear()])  # noqa: E731
+            hears = lambda other=other: heard.put([other.receive(), other.receive()])  # noqa: E731
             threading.Thread(target=hears, daemon=True).start()
         assert [heard.get(timeout=60) for _ in others] == [orders] * 3
         for other in others:
             assert leaves.is_alive()
-            assert other.hear() is None
+            assert other.receive() is None
         leaves.join(60)
         assert not leaves.is_alive()
         ring.cut()
@@ -438,7 +438,7 @@ def test_heartbeat_within_a_message():
     with theirs:
         with ours:
             ours.sendall(b"\0[3, 1\x007, 5]\n\0\0null\n\0")
-        assert list(hear(theirs)) == [[3, 17, 5], None]
+        assert list(messages_of(theirs)) == [[3, 17, 5], None]
 
 
 KEY = b"only ranks know"
@@ -456,7 +456,7 @@ class Answering:
         self.address = "{}:{}".format(*server.getsockname())
         self._said = queue.SimpleQueue()
         until = until or soon()
-        answers = lambda: self._said.put(answer([server], KEY, set(names), until))  # noqa: E731
+        answers = lambda: self._said.put(accept([server], KEY, set(names), until))  # noqa: E731
         threading.Thread(target=answers, daemon=True).start()
 
     def lines(self) -> dict[str, socket.socket]:
@@ -482,7 +482,7 @@ def test_strangers_are_not_accepted():
     no_goodbye = struct.pack("ii", 1, 0)
     wrong[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
     wrong[0].close()
-    calls = {name: call(door.address, KEY, name, soon()) for name in ("a", "b")}
+    calls = {name: connect(door.address, KEY, name, soon()) for name in ("a", "b")}
     lines = door.lines()
     for name, line in lines.items():
         calls[name].sendall(name.encode())
@@ -509,8 +509,8 @@ def test_replayed_proof_is_refused():
     assert len(other.recv(PROOF)) == PROOF and other.recv(1) == b""
     first.sendall(b"c".ljust(NAME) + proof(KEY, question + b"c".ljust(NAME)))
     assert first.recv(1) == b"", "there is no such line"
-    one = call(door.address, KEY, "a", soon())
-    two = call(door.address, KEY, "b", soon())
+    one = connect(door.address, KEY, "a", soon())
+    two = connect(door.address, KEY, "b", soon())
     assert door.lines().keys() == {"a", "b"}
     for line in (first, other, one, two):
         line.close()
@@ -544,7 +544,7 @@ def test_other_program_at_the_port(says, why):
         else:
             threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(TimeoutError, match=why):
-            call(address, KEY, "a", time.monotonic() + 0.5)
+            connect(address, KEY, "a", time.monotonic() + 0.5)
         with suppress(OSError):  # it wakes up
             server.shutdown(socket.SHUT_RDWR)
 
@@ -563,14 +563,14 @@ def test_self_connection_is_retried(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", itself)
     with pytest.raises(TimeoutError, match="itself"):
-        call(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
+        connect(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
     assert len(made) > 1 and all(line.fileno() == -1 for line in made)
 
 
 def test_silent_neighbour_times_out():
     """A rank that failed a moment after MLX had connected it was."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
-        answer([server], KEY, {"a"}, time.monotonic() + 0.01)
+        accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
 
 GOODBYE = """
@@ -578,7 +578,7 @@ import socket
 from distributed.group import Ranks
 ours, theirs = socket.socketpair()
 leader = Ranks(0, 2, "ring")
-leader.hold("rank 1 (there)", [ours], [ours])
+leader.attach("rank 1 (there)", [ours], [ours])
 theirs.close()
 leader.leave()
 """
@@ -780,7 +780,7 @@ def test_ranks_by_mpi(size, tmp_path):
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
-    monkeypatch.setattr("kernels.mlx.is_exact", lambda: own)
+    monkeypatch.setattr("kernels.mlx.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
@@ -906,20 +906,20 @@ def test_cut_connection_ends_every_process(tmp_path, inside):
 
 CUT = """
 import queue, socket, subprocess, threading, time
-from distributed import channel as line
-line.SILENCE_S = 2
+from distributed import channel
+channel.SILENCE_S = 2
 server = socket.create_server(("127.0.0.1", 0))
 host, port = server.getsockname()
 until = time.monotonic() + 60
 said = queue.SimpleQueue()
-threading.Thread(target=lambda: said.put(line.answer([server], b"key", {"a"}, until))).start()
-leader = line.call(f"{host}:{port}", b"key", "a", until)
+threading.Thread(target=lambda: said.put(channel.accept([server], b"key", {"a"}, until))).start()
+leader = channel.connect(f"{host}:{port}", b"key", "a", until)
 follower = said.get()["a"]
-line.say(leader, [1])
-heard = line.hear(follower)
+channel.send(leader, [1])
+heard = channel.messages_of(follower)
 print(next(heard), flush=True)
 subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-line.say(leader, [2])
+channel.send(leader, [2])
 print(list(heard))
 """
 
