@@ -414,9 +414,9 @@ def rss() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 4), (False, 2)])
+@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 2), (False, 1)])
 def test_decoding_leaks_no_memory(parts, run_ahead, rounds):
-    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show
+    """Two answers of 500 tokens at a time. Were one layer's slab copied once, the peak would show
     it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
     with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:

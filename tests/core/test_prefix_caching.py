@@ -13,7 +13,7 @@ from kernels.mlx import mx
 from nanobatch import Engine, SamplingParams
 from sched import Scheduler
 
-CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them
+CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 6))  # schedules of them
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 

@@ -22,7 +22,7 @@ from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import Plan, QueueFull, Request, Scheduler
 
-SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
+SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 1_000))  # 100,000 take six minutes
 
 
 def test_scheduler_is_not_the_standard_librarys():
