@@ -266,7 +266,7 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(list(batch))
+            self.ranks.broadcast(list(batch))
         for slot, start, stop in batch.scrubs:
             self.slab.scrub(slot, start, stop)
         outputs = self._forward(batch)
@@ -416,7 +416,7 @@ class Runner:
     def follow(self) -> None:
         """The loop of every rank but the first: run the batches of rank 0 until there are no more."""
         with device_lock, device_stream():
-            while message := self.ranks.hear():
+            while message := self.ranks.receive():
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
                 decodes = [Decoding(*each) for each in decodes]

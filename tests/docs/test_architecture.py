@@ -272,7 +272,7 @@ def test_no_function_is_longer_than_a_page():
     assert not offenders, report(offenders)
 
 
-def test_the_core_and_the_packages_below_it_are_a_third_of_the_programs():
+def test_core_is_a_third_of_the_programs():
     """The screen once had five times the code of the engine."""
     tokens = {name: len(code_tokens(source(name))) for name in names() if "web/" not in name}
     engine = sum(
@@ -299,7 +299,7 @@ def test_every_import_runs_downwards():
     assert not offenders, report(offenders)
 
 
-def test_the_plan_allows_no_import_that_nothing_makes():
+def test_no_import_rule_is_unused():
     """An arrow that is only on paper tells a reader of a dependency that does not exist."""
     screen = {"screen/*": SCREEN_MAY_IMPORT}
     offenders = [
@@ -320,7 +320,7 @@ def test_no_import_runs_in_a_circle():
     assert not offenders, report(offenders)
 
 
-def test_planning_answering_and_the_first_frame_need_no_mlx():
+def test_scheduler_and_first_frame_need_no_mlx():
     """Not even through what they import. What they import inside a function, they import later."""
     ways = {
         name: reached(graph(inside=False), name)
@@ -339,7 +339,7 @@ def test_no_import_is_for_types_alone():
     assert not offenders, report(offenders)
 
 
-def test_what_stands_lowest_needs_the_standard_library_only():
+def test_lowest_layer_needs_no_packages():
     offenders = []
     for name in (name for name in everything() if name in STANDARD_LIBRARY):
         free = {*everything(), *sys.stdlib_module_names, *STANDARD_LIBRARY[name].split()}
@@ -349,7 +349,7 @@ def test_what_stands_lowest_needs_the_standard_library_only():
     assert not offenders, report(offenders)
 
 
-def test_ranks_compare_every_source_that_a_step_runs():
+def test_ranks_hash_every_source_of_a_step():
     """Ranks whose sources differ would add up nonsense (`check_alike` in `models/memory.py`)."""
     compared = {path.relative_to(ROOT).as_posix() for path in sources()}
     runs = {
@@ -375,7 +375,7 @@ def calls_that_differ(name: str, text: str) -> set[str]:
     }
 
 
-def test_an_engine_calls_no_operation_that_differs_between_processors():
+def test_no_processor_dependent_operation():
     """Gemma's cap was MLX's tanh, and answers on ARM had other bits than on x86-64."""
     names = [name for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()]
     found = set().union(*(calls_that_differ(name, source(name)) for name in names))
@@ -386,7 +386,7 @@ def test_an_engine_calls_no_operation_that_differs_between_processors():
 # --- the engine's own names ---------------------------------------------------------------------
 
 
-def test_only_the_class_engine_touches_its_underscored_names():
+def test_engine_internals_are_private():
     offenders = [line for name in everything() for line in engine_names(name, source(name))]
     assert not offenders, report(offenders)
 
@@ -403,7 +403,7 @@ def assigned(name: str, text: str) -> list[str]:
     return found
 
 
-def test_the_screen_acts_through_the_engines_methods_and_assigns_to_nothing_of_it():
+def test_screen_uses_engine_methods_only():
     """A page swapped a method of the runner and wrote into the slab, and the room set the
     scheduler's budget without the engine's lock."""
     screen = [name for name in everything() if name.startswith("screen/") or name == "tui"]
@@ -466,7 +466,7 @@ def test_an_import_against_the_plan_is_found():
     }
 
 
-def test_a_touch_of_the_engines_own_names_is_found():
+def test_planted_private_access_is_found():
     inside = "class Engine:\n    def f(self, engine): return engine._a\n"
     text = inside + "def g(x, engine): return x._engine._b(), x.engine._c, engine.d"
     assert len(engine_names("nanobatch", text)) == 2
@@ -474,7 +474,7 @@ def test_a_touch_of_the_engines_own_names_is_found():
     assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []
 
 
-def test_an_assignment_to_a_part_of_an_engine_is_found():
+def test_planted_assignment_is_found():
     text = """
 self.engine = room.engine
 sched.budget = 3
@@ -487,7 +487,7 @@ rows[-1][:, first:] = engine.x
     assert sorted(lines) == ["x.py:3", "x.py:4", "x.py:5", "x.py:6"]
 
 
-def test_the_quick_part_has_tests_of_every_room_and_no_name_that_is_gone():
+def test_quick_covers_every_package():
     tests = ROOT / "tests"
     gone = []
     for line in QUICK:

@@ -14,7 +14,7 @@ NUMBER = release.version()
 ENTRY = "# Changelog\n\n## 0.9.0, 2030-01-02\n\n- It is.\n\n## 0.8.0, 2029-01-02\n\n- It was.\n"
 
 
-def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():
+def test_changelog_has_this_version():
     """What is not released yet may stand above it, but no tag may be set then."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert release.wrong_with_changelog(text, NUMBER, None) == []
@@ -42,7 +42,7 @@ def test_a_changelog_that_is_not_ready_is_told_of(text, tag, said):
     assert all(words in line for words, line in zip(said, found, strict=True))
 
 
-def test_a_wheel_that_lacks_a_file_or_has_one_too_many_is_told_of(tmp_path):
+def test_incomplete_wheel_is_found(tmp_path):
     """A build folder that lies about still holds what was deleted since."""
     wheel = tmp_path / "nanobatch-0.9.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
@@ -74,7 +74,7 @@ def test_a_release_needs_the_published_models(code, said, found):
     assert len(release.wrong_with_tests(code, said)) == found
 
 
-def test_a_wheel_for_one_platform_carries_the_libraries(tmp_path):
+def test_platform_wheel_has_the_libraries(tmp_path):
     """A failed compiler would make a wheel for Linux without the product."""
     wheel = tmp_path / "nanobatch-0.9.0-py3-none-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as file:

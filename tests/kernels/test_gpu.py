@@ -68,7 +68,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_path):
+def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
     """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any
     difference."""
     seed = list(CHOSEN).index(name)
@@ -80,9 +80,7 @@ def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_p
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("weights", ["bfloat16", "float16", "4 bits"])
-def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(
-    weights, policy, tmp_path
-):
+def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
     """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in
     company."""
     packed = {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192}
@@ -114,7 +112,7 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
 
 
-def test_dynamic_positions_beyond_the_trained_length_have_one_theta(tmp_path):
+def test_dynamic_rope_has_one_theta(tmp_path):
     folder = make_checkpoint(
         tmp_path,
         seed=7,
@@ -134,7 +132,7 @@ def test_dynamic_positions_beyond_the_trained_length_have_one_theta(tmp_path):
         assert handle.tokens == reference.greedy(ask.prompt, ask.max_tokens)[0]
 
 
-def test_where_mlx_turns_only_the_first_sequence_right_it_is_not_asked(tmp_path, monkeypatch):
+def test_mx_fast_rope_only_where_it_is_right(tmp_path, monkeypatch):
     """Some releases turned one token of each sequence by the first sequence's position."""
     folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
     assert read_model(folder).kinds[0].periods is not None
@@ -300,7 +298,7 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
 
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_step_has_no_more_operations_than_mlx_lms(weights, slots, tmp_path):
+def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
     """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
     own."""
     (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
@@ -310,7 +308,7 @@ def test_a_step_has_no_more_operations_than_mlx_lms(weights, slots, tmp_path):
     assert 3 <= rest <= peers_rest
 
 
-def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
+def test_attention_copies_no_slab(monkeypatch):
     """A copy of all keys and values in each layer would cost more than everything else in a
     step."""
     monkeypatch.setattr(mx, "take", None)
@@ -339,7 +337,7 @@ def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
     assert np.count_nonzero(np.array(slab.k[0])) == new.size, "another row was written"
 
 
-def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
+def test_chunk_reads_no_further_than_itself(tmp_path):
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=512) as engine:
         plans, plan = [], engine.sched.plan
         engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
@@ -355,9 +353,7 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
 @pytest.mark.parametrize(
     ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
 )
-def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(
-    tmp_path, start, count, width
-):
+def test_chunk_padding(tmp_path, start, count, width):
     """The padding's token is 0. On a CPU there is none."""
     ids = tuple(range(1, count + 1))
     prefill = Prefill(1, ids, start, None, True)

@@ -39,7 +39,7 @@ CORE = [
         "sched.py",
         "waiting = len(self.waiting) - self._room()",
         "waiting = len(self.waiting)",
-        f"{SCHED}::test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting",
+        f"{SCHED}::test_queue_limit_ignores_requests_with_a_free_slot",
     ),
     Mutant(
         "sched.py",
@@ -51,57 +51,57 @@ CORE = [
         "sched.py",
         "            if request is oldest:\n                kept = 0\n",
         "",
-        f"{SCHED}::test_a_short_prompt_does_not_wait_for_a_long_one",
+        f"{SCHED}::test_short_prompt_does_not_wait_for_a_long_one",
     ),
     Mutant(
         "sched.py",
         "it ended after this step had been planned\n                said = []",
         "it ended after this step had been planned",
-        f"{SCHED}::test_random_schedules_keep_every_invariant_in_every_step",
+        f"{SCHED}::test_random_schedules",
     ),
     Mutant(
         "sched.py",
         "        self.waiting.pop(request.id, None)\n",
         "",
-        f"{SCHED}::test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan",
+        f"{SCHED}::test_cancel_frees_the_slot_for_the_next_plan",
     ),
     Mutant(
         "sched.py",
         "self._to_scrub[slot] = (request.proven, written + self.chunk)",
         "self._to_scrub[slot] = (request.proven + 1, written + self.chunk)",
-        f"{SCHED}::test_a_slot_keeps_prompt_and_answer_after_a_cancel_or_an_error_elsewhere",
+        f"{SCHED}::test_slot_keeps_its_rows_after_a_cancel",
     ),
     Mutant(
         "sched.py",
         "OrderedDict(sorted((self.running | self.waiting).items()))",
         "OrderedDict((self.waiting | self.running).items())",
-        f"{SCHED}::test_beginning_again_keeps_the_order_of_arrival",
+        f"{SCHED}::test_restart_keeps_the_order_of_arrival",
     ),
     Mutant(
         "sched.py",
         "        if token < 0:\n            self.proven = 0\n            return",
         "        if token < 0:\n            return",
-        f"{REUSE}::test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is",
+        f"{REUSE}::test_cancel_keeps_the_cache_and_error_drops_it",
     ),
     # --- policies.py
     Mutant(
         "policies.py",
         "since = now if queue else max(request.came, request.turn)",
         "since = now if queue else request.came",
-        f"{SCHED}::test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago",
+        f"{SCHED}::test_fair_breaks_ties_by_last_service",
     ),
     # --- prefix.py
     Mutant(
         "prefix.py",
         "(len(trail.tokens) - 1) // self.segment",
         "len(trail.tokens) // self.segment",
-        f"{SCHED}::test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten",
+        f"{SCHED}::test_longest_cached_prefix_is_found",
     ),
     Mutant(
         "prefix.py",
         "            node.slots.discard(slot)\n",
         "            pass\n",
-        f"{SCHED}::test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten",
+        f"{SCHED}::test_longest_cached_prefix_is_found",
     ),
     Mutant(
         "prefix.py",
@@ -120,13 +120,13 @@ CORE = [
         "kv.py",
         "seen & (rows > positions - span)",
         "seen & (rows >= positions - span)",
-        f"{OPS}::test_a_window_hides_the_rows_before_it_and_no_other",
+        f"{OPS}::test_sliding_window_mask",
     ),
     Mutant(
         "kv.py",
         "T = max(ends[first:i])",
         "T = ends[i - 1]",
-        f"{RUNNER}::test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all",
+        f"{RUNNER}::test_separate_passes_give_the_same_bits",
     ),
     Mutant(
         "kv.py",
@@ -139,13 +139,13 @@ CORE = [
         "llama.py",
         "            scale = 1.0\n",
         "",
-        "tests/core/test_parity.py::test_every_token_and_logit_is_mlx_lms_in_random_company[gemma2]",
+        "tests/core/test_parity.py::test_tokens_and_logits_equal_mlx_lm[gemma2]",
     ),
     Mutant(
         "llama.py",
         "mx.split(qkv, [c.H + c.Hkv], axis=1)",
         "mx.split(qkv, [c.H], axis=1)",
-        f"{OPS}::test_heads_stand_where_the_fused_projection_puts_them",
+        f"{OPS}::test_fused_projection_head_order",
     ),
     # --- sampling.py
     Mutant(
@@ -158,13 +158,13 @@ CORE = [
         "sampling.py",
         "if built_for is not wanted:",
         "if not built_for:",
-        f"{SAMPLING}::test_requests_that_follow_each_other_in_a_slot_have_their_own_bias",
+        f"{SAMPLING}::test_next_request_in_a_slot_has_its_own_bias",
     ),
     Mutant(
         "sampling.py",
         "is_said = mx.arange(width) < column(counts)",
         "is_said = mx.arange(width) <= column(counts)",
-        f"{SAMPLING}::test_the_penalties_count_the_tokens_of_the_answer_and_no_other",
+        f"{SAMPLING}::test_penalties_count_the_answer_alone",
     ),
     # --- runner.py
     Mutant(
@@ -178,19 +178,19 @@ CORE = [
         "nanobatch.py",
         "self.registry.open[request.id] = handle\n            self.changed.notify_all()",
         "self.registry.open[request.id] = handle",
-        f"{ENGINE}::test_an_idle_engine_sleeps_and_a_submit_wakes_it",
+        f"{ENGINE}::test_submit_wakes_an_idle_engine",
     ),
     Mutant(
         "nanobatch.py",
         "with self._changing(), self.changed:\n            if handle.id in self.registry.open:",
         "with self._changing():\n            if handle.id in self.registry.open:",
-        f"{ENGINE}::test_cancel_frees_the_slot_at_once_in_every_phase",
+        f"{ENGINE}::test_cancel_frees_the_slot_in_every_phase",
     ),
     Mutant(
         "nanobatch.py",
         "            self._slab_is_lost = True\n",
         "",
-        f"{FAULTS}::test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept",
+        f"{FAULTS}::test_failed_step_frees_its_memory",
     ),
 ]
 
@@ -292,7 +292,7 @@ PLAIN_TEXT = [
         "text/tokenizer.py",
         "if not 0 <= token < self.vocabulary:",
         "if not 0 <= token <= self.vocabulary:",
-        f"{SAMPLING}::test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit",
+        f"{SAMPLING}::test_token_outside_the_vocabulary_is_refused",
     ),
     Mutant(
         "text/detokenizer.py",

@@ -89,7 +89,7 @@ def test_what_a_user_gives_goes_before_advice(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("advice", [{"temperature": -1}, {"top_p": "much"}, {"top_k": 1.5}])
-def test_advice_that_cannot_be_taken_names_its_file(tmp_path, advice):
+def test_bad_generation_config_is_named(tmp_path, advice):
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     with pytest.raises(ModelError, match=rf"generation_config\.json: {next(iter(advice))}"):
         advised(tmp_path)
