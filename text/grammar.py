@@ -157,7 +157,7 @@ class Grammars:
 
     @cached_property
     def _trials(self) -> Trials:
-        return Trials("text.grammar", self._known, TRIAL)
+        return Trials(__name__, self._known, TRIAL)
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """`source`: as `SamplingParams.grammar` has it. Raises ValueError, or BusyError."""

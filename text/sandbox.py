@@ -41,7 +41,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from runtime.validation import one_line
 
-ROOT = Path(__file__).resolve().parents[1]
 STACK = 128 * 2**20  # of a trial: who walks down a text by recursion needs it
 NICE = 5  # a trial takes what the others leave of the processor
 START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer takes six
@@ -144,8 +143,7 @@ class Trials:
         saves it the search for packages. It has a session of its own, so Ctrl-C does not reach it.
         """
         self._line, theirs = socket.socketpair()
-        path = [str(ROOT), *sys.path]
-        program = f"import sys; sys.path += {path}; from text.sandbox import nurse; nurse()"
+        program = f"import sys; sys.path += {sys.path}; from {__name__} import nurse; nurse()"
         with theirs:
             try:
                 process = subprocess.Popen(

@@ -56,7 +56,7 @@ class TryOut:
     """Tries templates and tokenizers in a child process: `with TryOut() as child`."""
 
     def __enter__(self) -> TryOut:
-        self._child = Trials("text.template_check", None, LIMITS)
+        self._child = Trials(__name__, None, LIMITS)
         return self
 
     def __exit__(self, *exception) -> None:

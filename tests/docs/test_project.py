@@ -40,7 +40,6 @@ ROOMS = [
     "distributed",
     "kernels",
     "models",
-    "parts",
     "runtime",
     "screen",
     "server",
