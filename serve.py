@@ -101,7 +101,8 @@ def follow(args: argparse.Namespace) -> int:
 def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
     """Bind the port, before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
-    options = Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias))
+    names = (tuple(args.allow_host), tuple(args.alias))
+    options = Options(host, port, *keys, *names, tuple(args.trust_proxy))
     try:
         door = APIServer(options)
     except OSError as error:  # the port is taken

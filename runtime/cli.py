@@ -198,6 +198,18 @@ def read_host(name: str) -> str:
     return name
 
 
+def read_network(text: str) -> Any:
+    """What `--trust-proxy` takes: an address, or a network such as 10.0.0.0/8."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(
+            f"--trust-proxy {shown(text)} is neither an address nor a network such as 10.0.0.0/8"
+        ) from None
+
+
 def read_guesses(text: str) -> int | None:
     """What `--guesses` takes. None: as many as pay."""
     try:
@@ -339,5 +351,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--watch-key", read_key, says, default=watch)
         some = {"action": "append", "default": [], "metavar": "NAME"}
         self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "believe X-Forwarded-For from this address or network (repeatable)"
+        self.add_read("--trust-proxy", read_network, says, **some | {"metavar": "ADDRESS"})
         says = "another name that clients may give the model (repeatable); '*' is any"
         self.add_argument("--alias", help=says, **some)

@@ -46,6 +46,7 @@ from server.access_log import DoorView, Figures, HangUps, Journal, impatient
 from server.adapter import Speaks, ending
 from server.completion import Answer, Served, count
 from server.http import Connection, Gone, Options, Reply, Visit, refused, reply
+from server.proxy import seen_through
 from server.schema import APIError, check_model
 from server.watch import WATCHERS, watch
 from server.watch_frames import Frame
@@ -225,7 +226,8 @@ class APIServer:
         self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._visits))
         logger = asyncio.ensure_future(self._log_prefills())
-        connect = partial(Connection, self._serve, self._connections)
+        serve = seen_through(self._serve, self.options.trusted_proxies)
+        connect = partial(Connection, serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
         await self._is_over.wait()
         server.close()
