@@ -33,7 +33,7 @@ from typing import Any
 
 from kernels import blas
 from policies import POLICIES
-from runtime import errors
+from runtime import config, errors
 from runtime.idle import Idle
 from runtime.loop import Loop
 from runtime.validation import one_line, printable
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="where a line for each request goes (default: standard error)",
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.expand(parser, "serve", arguments))
     try:
         if args.unload_after and cli.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
@@ -101,7 +101,8 @@ def follow(args: argparse.Namespace) -> int:
 def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
     """Bind the port, before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
-    options = Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias))
+    names = (tuple(args.allow_host), tuple(args.alias))
+    options = Options(host, port, *keys, *names, tuple(args.trust_proxy))
     try:
         server = APIServer(options)
     except OSError as error:  # the port is taken

@@ -238,7 +238,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
-        command = [sys.executable, os.path.realpath(__file__), "--model", model, "--answers"]
+        command = [*cli.start("verify.py"), "--model", model, "--answers"]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:

@@ -160,7 +160,8 @@ def slab_of(model: Model, sizes: Sizes) -> int:
 def sources() -> list[Path]:
     """All that a step is made of, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[1]
-    core = [path for path in checkout.glob("*.py") if path.stem in CORE]
+    # In the package, nanobatch.py is called engine.py
+    core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
     own = opened()

@@ -47,6 +47,7 @@ from server.adapter import ProtocolAdapter, ending
 from server.completion import Answer, ServedModel, count
 from server.http import Connection, Gone, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
+from server.proxy import seen_through
 from server.schema import APIError, check_model
 from server.watch import MAX_WATCHERS, watch
 from server.watch_frames import Frame
@@ -226,7 +227,8 @@ class APIServer:
         self._events.set_exception_handler(http.AcceptFailures())
         sweeper = asyncio.ensure_future(http.sweep(self._requests))
         logger = asyncio.ensure_future(self._log_prefills())
-        connect = partial(Connection, self._serve, self._connections)
+        serve = seen_through(self._serve, self.options.trusted_proxies)
+        connect = partial(Connection, serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
         await self._is_over.wait()
         server.close()

@@ -82,6 +82,8 @@ class Options(NamedTuple):
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
+    # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
+    trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
     @property
     def names(self) -> list[str]:

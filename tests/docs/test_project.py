@@ -46,7 +46,6 @@ ROOMS = [
     "distributed",
     "kernels",
     "models",
-    "parts",
     "runtime",
     "screen",
     "server",
