@@ -25,12 +25,12 @@ from textual.strip import Strip
 from runtime.progress import UNREAD, PrefillProgress
 from runtime.snapshot import RequestView, SlotView
 from screen.draw import style
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import Line, Palette, Pen, clean, number, shorten, span, wrap
-from screen.engine_client import View
 from screen.state import State, client_of, prompt_of
 from screen.stats import Period, words
 from screen.step_columns import Column, useful_of
+from screen.view import View
 from text.tool_parser import marked
 
 TOTALS = "page('totals')"  # opens the table of busy periods
@@ -83,7 +83,7 @@ def others_of(view: View) -> str:
     return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
 
 
-def draw_status(state: State, on: Paper) -> None:
+def draw_status(state: State, on: Canvas) -> None:
     """As many of the parts as find room, the first ones first."""
     pen = on.pen().put(" ")
     for text, *how in parts_of_status(state, on):
@@ -92,7 +92,7 @@ def draw_status(state: State, on: Paper) -> None:
             pen.put("  "[: on.width - pen.width])
 
 
-def parts_of_status(state: State, on: Paper) -> Iterator[Sequence]:
+def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
     """Each part, as a pen takes it: text, colour, whether bold, and the action of a click."""
     view = state.view
     engine = view.engine
@@ -169,7 +169,7 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
     return "wait: the next step admits"
 
 
-def draw_slots(state: State, on: Paper) -> None:
+def draw_slots(state: State, on: Canvas) -> None:
     """A line for each slot: the owner, and the rows of the KV cache, by kind."""
     slots = state.slots()
     rows = fit_slots(state, on.height - 3)
@@ -190,7 +190,7 @@ def draw_slots(state: State, on: Paper) -> None:
         queue_line(state, slots, on)
 
 
-def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequence[int]) -> None:
+def draw_slot(state: State, on: Canvas, slot: SlotView, bar: int, widths: Sequence[int]) -> None:
     request = state.requests.get(slot.request)
     request = request and state.then(request)
     max_len = state.view.engine.limits.max_len
@@ -233,7 +233,7 @@ def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
     return f"{words:>{width}}" + f"{number(prefill.tokens_per_s):>{rest[1]}}"
 
 
-def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
+def queue_line(state: State, slots: Sequence[SlotView], on: Canvas) -> None:
     waiting, line = state.line()
     why = why_waiting(state, slots)
     pen = on.pen().put(f" queue {waiting:,}", bold=True)
@@ -249,7 +249,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
     pen.put(f"  +{left:,} more" if left else "", on.muted)
 
 
-def last_line(period: Period, on: Paper) -> None:
+def last_line(period: Period, on: Canvas) -> None:
     """The last busy period, in as many phrases as there is room for."""
     pen = on.pen().put(" last:", bold=True, do=TOTALS)
     for i, phrase in enumerate(words(period)):
@@ -306,7 +306,7 @@ def draw_cells(
             many = sum(1 for _ in alike)
             if digit:
                 back = p.ground(kind, request)  # the cell's colour stays behind the digit
-                pen.put(digit * many, style.style(style.ink_on(back), back, True, here))
+                pen.put(digit * many, style.style(style.text_color_on(back), back, True, here))
             else:
                 pen.put(style.GLYPHS[kind] * many, p.cell(kind, request, here))
         first += len(kinds)
@@ -319,7 +319,7 @@ def tokens_of(column: Column, slot: int) -> str:
     return style.SMALL[min(1 + right[slot], 10)] if is_known else ""
 
 
-def draw_timeline(state: State, on: Paper) -> None:
+def draw_timeline(state: State, on: Canvas) -> None:
     """Slots x steps: the work of each slot in each step. This picture shows the point of
     batching."""
     zoom, columns, cursor = state.window(on.width - 4)
@@ -346,7 +346,7 @@ def draw_timeline(state: State, on: Paper) -> None:
         cursor_line(state, on, 4 + cursor)
 
 
-def cursor_line(state: State, on: Paper, at: int) -> None:
+def cursor_line(state: State, on: Canvas, at: int) -> None:
     """Under the timeline: the cursor's step."""
     label = f"▲ step {state.cursor:,}  End: follow "
     if at + len(label) > on.width:  # the label stands at the left of its mark
@@ -355,7 +355,7 @@ def cursor_line(state: State, on: Paper, at: int) -> None:
     on.pen().to(at).put(label, on.accent, True)
 
 
-def step_axis(on: Paper, columns: Sequence[Column], zoom: int) -> None:
+def step_axis(on: Canvas, columns: Sequence[Column], zoom: int) -> None:
     """Under the timeline: the numbers of some steps."""
     unit = "step" if zoom == 1 else f"1 column = {zoom} steps"
     every = 20 if zoom == 1 else 16
@@ -364,7 +364,7 @@ def step_axis(on: Paper, columns: Sequence[Column], zoom: int) -> None:
     on.axis(*ticks, (on.width - len(unit) - 1, unit))
 
 
-def draw_stream(state: State, on: Paper, slot: int) -> None:
+def draw_stream(state: State, on: Canvas, slot: int) -> None:
     """One slot's request: prompt, and the growing end of the text."""
     request = state.owner(slot)
     is_selected = slot == state.selected
@@ -377,7 +377,7 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
     pen.put(f" {request.reason}" if request.reason else "", on.muted)
     pen.put(f" ← {client_of(request)}" if client_of(request) else "", on.muted)
     pen.put(f"  {shorten(prompt_of(request), on.width - pen.width - 3)}", on.muted)
-    below = Paper(on.p, on.width, on.height)
+    below = Canvas(on.p, on.width, on.height)
     now = state.slots()[slot]
     prefill = now.prefill if now.request == request.id else UNREAD
     if prefill.is_long:
@@ -386,13 +386,13 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
     for kind, text in marked(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
-    glass = draw_glass(request, on) if on.height > 2 else []
-    room = on.room - len(glass)
+    glass = draw_token_inspector(request, on) if on.height > 2 else []
+    room = on.lines_left - len(glass)
     on.lines += below.lines[-room:] if room > 0 else []
     on.lines += glass
 
 
-def draw_glass(request: RequestView, on: Paper) -> list[Line]:
+def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
     """JSON under glass: the newest token; then, without the grammar, the likeliest others, the
     forbidden struck through. A blank is drawn (␣), for a token may be nothing else."""
     pen = Pen()
@@ -407,12 +407,12 @@ def draw_glass(request: RequestView, on: Paper) -> list[Line]:
     return [pen.line] if pen.line else []
 
 
-def hue_of(on: Paper, kind: str) -> str:
+def hue_of(on: Canvas, kind: str) -> str:
     """Of a part of an answer: thoughts are dim, and calls of tools stand out."""
     return {"thought": on.muted, "call": on.accent}.get(kind, on.text)
 
 
-def draw_streams(state: State, on: Paper) -> None:
+def draw_streams(state: State, on: Canvas) -> None:
     """All slots' texts, if there are two lines for each of them; else only the selected slot's."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (on.width + 2) // 30))
@@ -427,17 +427,17 @@ def draw_streams(state: State, on: Paper) -> None:
     for first in range(0, len(slots), across):
         beside = []
         for slot in slots[first : first + across]:
-            beside.append(Paper(on.p, wide - 2, tall))
+            beside.append(Canvas(on.p, wide - 2, tall))
             draw_stream(state, beside[-1], slot)
         for row in range(tall):
             line: Line = []
-            for paper in beside:
-                part = Strip(paper.lines[row] if row < len(paper.lines) else [])
+            for canvas in beside:
+                part = Strip(canvas.lines[row] if row < len(canvas.lines) else [])
                 line += [Segment(" "), *part.adjust_cell_length(wide - 1)]
             on.lines.append(line)
 
 
-def draw_loading(state: State, on: Paper) -> None:
+def draw_loading(state: State, on: Canvas) -> None:
     """The stages of loading; or the fault, and the remedy."""
     view = state.view
     indent = max(2, (on.width - 70) // 2)
@@ -459,19 +459,19 @@ def draw_loading(state: State, on: Paper) -> None:
         if view.door:
             say(f"\n{view.door.address}/v1 is open, and answers 503 until then", on.muted)
     say("\nq quits", on.muted, do="quit")
-    on.lines[:0] = [[]] * max(0, on.room // 3)
+    on.lines[:0] = [[]] * max(0, on.lines_left // 3)
 
 
-def draw_small(state: State, on: Paper) -> None:
+def draw_small(state: State, on: Canvas) -> None:
     for part in wrap("nanobatch needs 60×20 characters; q quits", on.width):
         on.pen().put(part)
 
 
-def draw_mark(state: State, on: Paper) -> None:
+def draw_mark(state: State, on: Canvas) -> None:
     on.pen().put(" ❯", on.accent if state.typing else on.faint, state.typing)
 
 
-def draw_settings(state: State, on: Paper) -> None:
+def draw_settings(state: State, on: Canvas) -> None:
     """How the next prompt is fired; before the first, the key for the box. For a while after
     a key, the key's effect."""
     if state.said:

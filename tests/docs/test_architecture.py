@@ -70,13 +70,14 @@ SCREEN = """
     page draw/panes
     draw/step draw/charts
     state
-    talk_history
+    chat_history
     latency_breakdown
     policy_runs experiment
     stats
     remote_client
     step_columns
     engine_client draw/canvas draw/markdown
+    view workload
     draw/style draw/layout
 """
 SCREEN_MAY_IMPORT = """runtime/* analysis/compare analysis/step_costs analysis/step_times analysis/simulator

@@ -14,7 +14,7 @@ from processes import run
 from kernels import blas
 from parts.wheel import launch
 from runtime import cli
-from screen.remote_client import RemoteRoom
+from screen.remote_client import RemoteEngineClient
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -161,4 +161,4 @@ def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
         assert cli.command(file, "--help") == f"nanobatch {word} --help"
     assert cli.CommandLine("tui.py").prog == "nanobatch screen"
     with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
-        RemoteRoom("http://127.0.0.1:1").start()
+        RemoteEngineClient("http://127.0.0.1:1").start()

@@ -229,7 +229,7 @@ def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second
     stage = Stage()
 
     async def scenario(it):
-        loop = stage.room.loop.start()
+        loop = stage.client.loop.start()
         stage.session.obey("/set max=300")
         stage.session.obey("/burst 90")
         it.app.set_interval(0.1, it.app.look)

@@ -76,7 +76,7 @@ def test_the_figures_of_a_slot_find_room(prefill, wide, narrow):
 
 def test_a_conversation_tells_how_far_its_question_is():
     stage = a_stage().load()
-    stage.session.talks = True
+    stage.session.has_chats = True
     stage.session.obey("a" * 60_000)
     stage.turns(40)
     said = "\n".join(plain(drawn(conversation.draw, stage.state, 100, 20)))

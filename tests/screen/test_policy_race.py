@@ -509,8 +509,10 @@ def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins()
     async def scenario(it):
         await it.press("K", "3", turns=3)
         await it.press("r", turns=2)
-        assert "a trial runs already" in it.stage.state.faults[-1].message
-        assert "No race while a trial runs" in it.text() and "The race begins" not in it.text()
+        assert "another experiment is running" in it.stage.state.faults[-1].message
+        assert (
+            "No race while an experiment runs" in it.text() and "The race begins" not in it.text()
+        )
 
     show(scenario, size=(120, 40))
 
