@@ -40,7 +40,7 @@ from runtime.files import write_whole
 from runtime.snapshot import RequestView
 from screen import keys
 from screen.commands import SCRIPTED, Session, as_command, orders_of
-from screen.draw import charts, panes
+from screen.draw import answers, charts, slots, status, timeline
 from screen.draw import step as steps
 from screen.draw.canvas import Canvas
 from screen.draw.layout import (
@@ -53,25 +53,26 @@ from screen.draw.layout import (
     is_small,
     is_wide,
 )
+from screen.draw.slots import fit_slots
 from screen.draw.style import DARK, Palette, clean, count
 from screen.page import Page
 from screen.state import State
 from screen.widgets import Commands, Pane, PromptBox, thrifty
 
 PANES = {  # by name
-    "loading": panes.draw_loading,
-    "small": panes.draw_small,
-    "status": panes.draw_status,
-    "slots": panes.draw_slots,
-    "timeline": panes.draw_timeline,
+    "loading": status.draw_loading,
+    "small": status.draw_small,
+    "status": status.draw_status,
+    "slots": slots.draw_slots,
+    "timeline": timeline.draw_timeline,
     "rate": charts.draw_rate,
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
     "cost": charts.draw_cost,
-    "streams": panes.draw_streams,
+    "streams": answers.draw_streams,
     "step": steps.draw_step_pane,
-    "mark": panes.draw_mark,
-    "settings": panes.draw_settings,
+    "mark": status.draw_mark,
+    "settings": status.draw_settings,
     "keys": keys.draw_keys,
 }
 # And those of pages, by the page's name
@@ -594,7 +595,7 @@ class Screen(App):
         _, columns, _ = self.state.window(timeline.width - 4)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
-            slots = panes.fit_slots(self.state, timeline.height - 2)
+            slots = fit_slots(self.state, timeline.height - 2)
             if 0 <= row < len(slots):
                 self.action_select(slots[row])
 

@@ -34,7 +34,8 @@ from runtime.validation import read_whole
 from sched import Request
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.charts import nice
-from screen.draw.panes import fit_slots, others_of
+from screen.draw.slots import fit_slots
+from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
 from screen.engine_client import AnyExperiment
 from screen.experiment import Experiment, runs

@@ -22,8 +22,9 @@ from policies import POLICIES, policy_of
 from runtime.validation import read_whole
 from screen.draw import style
 from screen.draw.canvas import Canvas
-from screen.draw.panes import aligned, draw_cells, fit_slots
+from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
+from screen.draw.timeline import draw_cells
 from screen.experiment import Experiment
 from screen.page import Page, PageSession
 from screen.policy_runs import (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from runtime.snapshot import RequestView
 from runtime.validation import read_real, read_whole
 from screen.draw.canvas import Canvas
-from screen.draw.panes import aligned
+from screen.draw.slots import aligned
 from screen.draw.style import Palette, listed, shorten, span, style
 from screen.latency_breakdown import (
     LatencyBreakdown,

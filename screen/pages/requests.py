@@ -15,8 +15,8 @@ from collections import Counter
 
 from runtime.snapshot import Metrics, RequestView
 from screen.draw import style
+from screen.draw.answers import hue_of
 from screen.draw.canvas import Canvas
-from screen.draw.panes import hue_of
 from screen.draw.style import clean, count, number, span
 from screen.latency_breakdown import beside, place_of
 from screen.page import Page, PageSession

@@ -34,7 +34,7 @@ from rich.cells import cell_len
 from runtime.cli import command
 from runtime.errors import describe, show_fault
 from screen.draw.canvas import Canvas
-from screen.draw.panes import others_of
+from screen.draw.status import others_of
 from screen.draw.style import clean, shorten
 from screen.page import Page, PageSession
 from screen.pages.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight

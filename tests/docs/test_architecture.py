@@ -67,8 +67,8 @@ SCREEN = """
     pages/tour
     pages/tour_scenes
     pages/*
-    page draw/panes
-    draw/step draw/charts
+    page draw/timeline draw/answers
+    draw/slots draw/status draw/step draw/charts
     state
     chat_history
     latency_breakdown
@@ -440,7 +440,7 @@ class A:
 
 
 def test_an_import_against_the_plan_is_found():
-    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/draw/panes", False)}
+    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/draw/slots", False)}
     right = {
         Import("screen/draw/style", False),
         Import("runtime/validation", False),

@@ -11,7 +11,6 @@ from screen_stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
 from screen import commands, keys, workload
-from screen.draw import panes
 from screen.engine_client import EngineClient, LocalEngineClient
 from screen.experiment import Experiment
 from screen.pages import race
@@ -50,7 +49,7 @@ def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_
             slot: "decode" for slot, _ in step.decode
         }
         did |= {slot: "held" for slot, _ in step.held}
-        lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))[2:-1]
+        lines = plain(drawn(slots.draw_slots, stage.state, 80, 11))[2:-1]
         for slot, line in zip(slots, lines, strict=True):
             if slot.request is not None:
                 assert line[4:12].strip() == did[slot.slot], (line, step)

@@ -11,7 +11,7 @@ from word_engine import WordRunner
 import kv
 from nanobatch import Engine, Runner
 from screen import commands, keys
-from screen.draw import panes, step, style
+from screen.draw import step, style, timeline
 from screen.pages import step_cost
 from screen.pages.fault_injection import BREAKS, FaultInjection
 
@@ -289,7 +289,7 @@ def test_a_failed_step_stands_in_all_lanes_of_the_timeline_and_says_so():
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)
     stage.state.look_at(stage.state.index_of(failed[0].step))
-    text = "\n".join(plain(drawn(panes.draw_timeline, stage.state, 100, 10)))
+    text = "\n".join(plain(drawn(timeline.draw_timeline, stage.state, 100, 10)))
     assert sum("✗" in line for line in text.splitlines()[1:-1]) == 8 and "✗failed" in text
     assert "This step failed" in "".join(plain(drawn(step.draw_step, stage.state, 80, 10)))
     assert "This step failed" in "".join(plain(drawn(step_cost.draw, stage.state, 80, 24)))

@@ -12,7 +12,7 @@ import tui
 from policies import POLICIES
 from screen import app, commands, keys, state, workload
 from screen import policy_runs as runs
-from screen.draw import charts, layout, panes, style
+from screen.draw import charts, layout, slots, status, style
 from screen.draw import step as steps
 from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
 from screen.pages import race, requests
@@ -224,7 +224,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
         assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
         # They stayed at now, beside "back at step"
-        (figures,) = plain(drawn(panes.draw_status, state, 200, 1))
+        (figures,) = plain(drawn(status.draw_status, state, 200, 1))
         assert "  now: ■ idle  " in figures, (
             "beside a step in which 8 slots worked stood that the engine is idle"
         )
@@ -866,12 +866,12 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.session.obey("/set max=1500")
     stage.session.obey("x" * 2000)
     stage.finish()
-    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, panes.draw_slots)]
+    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, slots.draw_slots)]
     stage.state.look_at(1)
     texts += [
-        plain(drawn(draw, stage.state, 100, 30)) for draw in (panes.draw_slots, steps.draw_step)
+        plain(drawn(draw, stage.state, 100, 30)) for draw in (slots.draw_slots, steps.draw_step)
     ]
-    texts += [plain(drawn(panes.draw_settings, stage.state, 60, 1))]
+    texts += [plain(drawn(status.draw_settings, stage.state, 60, 1))]
     said = "\n".join(line for lines in texts for line in lines)
     assert {"2,000 prompt tokens", "1,500 new tokens", "max 1,500 tok"} <= set(
         re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)

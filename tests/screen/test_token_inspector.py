@@ -8,7 +8,7 @@ from screen_stage import plain
 
 from nanobatch import Engine, SamplingParams
 from runtime.snapshot import Metrics, RequestView
-from screen.draw import panes, style
+from screen.draw import answers, style
 from screen.draw.canvas import Canvas
 from screen.workload import CANDIDATES, SCHEMA
 
@@ -18,7 +18,7 @@ METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
-    (line,) = panes.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
+    (line,) = answers.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
     assert plain([line]) == ['✓" 100%  │ ✗␣go 79%  ✓\\n 6%  ']
     struck = [
         segment.text
@@ -26,7 +26,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
         if isinstance(segment.style, Style) and segment.style.strike
     ]
     assert struck == ["✗␣go 79%"]
-    assert panes.draw_token_inspector(request, Canvas(style.DARK, 5, 1)) == []
+    assert answers.draw_token_inspector(request, Canvas(style.DARK, 5, 1)) == []
 
 
 def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():

@@ -26,7 +26,7 @@ import tui
 from nanobatch import SamplingParams
 from screen.app import PANES
 from screen.commands import PlainLog, Session
-from screen.draw import panes, style
+from screen.draw import status, style
 from screen.engine_client import LocalEngineClient
 from screen.pages import clients, requests
 from screen.remote_client import RemoteEngineClient, base_of
@@ -201,7 +201,7 @@ def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
         room = LocalEngineClient(lambda report, clock: None, door)
         state = State()
         state.absorb(room.look())
-        text = "\n".join(plain(drawn(panes.draw_loading, state, 100, 30)))
+        text = "\n".join(plain(drawn(status.draw_loading, state, 100, 30)))
         assert f"{door.address}/v1 is open, and answers 503 until then" in text
         it = Watched(room, door.address)
         it.complete()
@@ -351,7 +351,7 @@ def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with
         it.sees(lambda state: state.ended and state.history)
         first.process.kill()
         it.sees(lambda state: (state.view.gone_s or 0) > 1)
-        assert re.search(r"✗ gone for \d+ s", plain(drawn(panes.draw_status, it.state, 80, 1))[0])
+        assert re.search(r"✗ gone for \d+ s", plain(drawn(status.draw_status, it.state, 80, 1))[0])
         assert (
             "is gone" in it.state.faults[-1].message
             and len(it.state.faults) == 1
@@ -451,7 +451,7 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
 def test_the_name_of_a_folder_moves_no_cursor():
     state = State("/models/\x1b[2Jx\u202e")
     state.absorb(View(stage="ready", engine=Stage().load().engine.snapshot()))
-    line = plain(drawn(panes.draw_status, state, 120, 1))[0]
+    line = plain(drawn(status.draw_status, state, 120, 1))[0]
     assert "␛[2Jx<U+202E>" in line
 
 
