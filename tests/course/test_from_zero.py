@@ -25,8 +25,8 @@ from benchmarks.plan import read_rival
 from course import overlay
 from course.from_zero import check, start
 from course.from_zero.stages import STAGES, tasks
-from screen.draw import panes
-from screen.draw.canvas import Paper
+from screen.draw import status
+from screen.draw.canvas import Canvas
 from screen.draw.style import DARK
 from screen.state import State
 
@@ -485,5 +485,5 @@ with Engine.load("demo", slots=1, max_len=64) as engine:
     assert read_rival(str(ROOT), "continuous").environment == {"NANOBATCH_BOOK": ""}
     log = run("tui.py", "--book", folder, "--plain", "--script", "burst2 wait")
     assert "nanobatch: book mine\n" in log.stderr and log.returncode == 0, log.stderr
-    parts = panes.parts_of_status(State(book="mine"), Paper(DARK, 100, 1))
+    parts = status.parts_of_status(State(book="mine"), Canvas(DARK, 100, 1))
     assert [text for text, *_ in islice(parts, 3)] == ["nanobatch", "demo", "book mine"]

@@ -22,7 +22,7 @@ import tui
 from kernels.mlx import mx
 from models.hub import DEMO
 from nanobatch import Engine, SamplingParams
-from screen.engine_client import BURST, EVENING
+from screen.workload import BURST, EVENING
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 

@@ -71,16 +71,17 @@ SCREEN = """
     pages/tour
     pages/tour_scenes
     pages/*
-    page draw/panes
-    draw/step draw/charts
+    page draw/timeline draw/answers
+    draw/slots draw/status draw/step draw/charts
     state
-    talk_history
+    chat_history
     latency_breakdown
     policy_runs experiment
     stats
     remote_client
     step_columns
     engine_client draw/canvas draw/markdown
+    view workload
     draw/style draw/layout
 """
 SCREEN_MAY_IMPORT = """runtime/* analysis/compare analysis/step_costs analysis/step_times analysis/simulator
@@ -445,7 +446,7 @@ class A:
 
 
 def test_an_import_against_the_plan_is_found():
-    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/draw/panes", False)}
+    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/draw/slots", False)}
     right = {
         Import("screen/draw/style", False),
         Import("runtime/validation", False),

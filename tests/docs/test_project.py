@@ -22,7 +22,7 @@ from models.families import FAMILIES
 from models.memory import slab_nbytes
 from models.rope import Rope
 from nanobatch import Engine, SamplingParams
-from screen.engine_client import Settings
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -388,7 +388,7 @@ SCREEN = [
         "tests/screen/test_recording.py::test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers",
     ),
     Mutant(
-        "screen/talk_history.py",
+        "screen/chat_history.py",
         "if not (turn.is_dropped or turn.request.error):",
         "if not turn.request.error:",
         "tests/screen/test_conversation_page.py::test_what_does_not_fit_waits_and_drop_or_new_makes_room",

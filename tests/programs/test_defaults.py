@@ -12,7 +12,8 @@ import ask
 from nanobatch import Engine
 from runtime.files import ModelError
 from runtime.sampling_params import ADVICE, advised
-from screen.engine_client import EngineRoom, Settings
+from screen.engine_client import LocalEngineClient
+from screen.workload import Settings
 from server.app import APIServer
 from server.http import Options
 
@@ -47,7 +48,7 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert ask.main([*few, "--chat"]) == 0
     api = APIServer(Options(port=0))
-    room = EngineRoom(
+    room = LocalEngineClient(
         lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), api, "small"
     )
     room.load()

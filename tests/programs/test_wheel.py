@@ -18,7 +18,7 @@ from docs.make import page
 from kernels import blas
 from models.memory import sources
 from runtime import cli
-from screen.remote_client import RemoteRoom
+from screen.remote_client import RemoteEngineClient
 
 ROOT = Path(__file__).parents[2]
 TREE = package.Tree(ROOT)
@@ -300,4 +300,4 @@ def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
         assert cli.command(file, "--help") == f"nanobatch {word} --help"
     assert cli.CommandLine("tui.py").prog == "nanobatch screen"
     with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
-        RemoteRoom("http://127.0.0.1:1").start()
+        RemoteEngineClient("http://127.0.0.1:1").start()

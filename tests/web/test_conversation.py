@@ -21,7 +21,7 @@ from nanobatch import SamplingParams
 from runtime import progress
 from runtime.conversation import Conversation
 from runtime.registry import Log
-from screen.engine_client import Settings
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
