@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed.group import ALONE, Ranks
+from kernels import fused_attention
 from kernels import mlx as device
 from kernels.mlx import mx, readable
 from kernels.packed import LEAST, Matrix, joined, packed
@@ -138,8 +139,14 @@ class ModelReader:
             head = table if c.tied else self.linear("lm_head")
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
-        kinds = tuple(AttentionType.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
+        fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
+        fused = fused and fused_attention.is_right(c.H, c.Hkv, c.Dh, dtype)
+        kinds = tuple(
+            AttentionType.of(rope, span, c.cap, c.Dh, dtype, has_kernel=fused)
+            for rope, span in kinds
+        )
         mx.eval(norm, table, head, kinds)
+        device.limit_cache()
         model = Model(
             config=c,
             layers=layers,

@@ -146,6 +146,8 @@ def described(model: Model, sizes: Sizes) -> str:
         f"{model.view.form}, {readable(nbytes_of(model))}",
         f"{slots} in a slab of {readable(slab)}",
     ]
+    if device.has_gpu() and not c.cap and not any(kind.has_kernel for kind in model.kinds):
+        said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
     if free is not None and model.ranks.size == 1:
         said.append(f"{readable(free)} of memory are free")

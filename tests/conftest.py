@@ -40,7 +40,9 @@ MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly
 
 
 def pytest_report_header() -> str:
-    return f"BLAS under MLX: {device.blas}"
+    from parity import CLOSE
+
+    return f"computes on: {device.named()}; parity within {CLOSE}; BLAS under MLX: {device.blas}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@ breaks the promise is found. NANOBATCH_VERIFY=1 tries every way, as the program 
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -154,6 +155,8 @@ def test_another_blas_shows_what_others_have():
     assert done.returncode == 1
     assert "Nothing is promised here" in done.stdout and "openblas (" in done.stdout
     assert "4 differ, of 4 answers" in done.stdout
+    assert re.search(r"numbers, by up to \de-0\d\. The first:", done.stdout)
+    assert "Equal in every bit: none of the ways." in done.stdout
 
 
 def test_other_threads_are_other_processes(capsys, monkeypatch):
