@@ -18,6 +18,7 @@ Where next: chapter 5, `nanobatch.py`, which plans a step, runs it here and comm
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -233,6 +234,7 @@ class Runner:
         self.clock = clock
         self._device_s = 0.0  # of the step that is being started
         self._wait_s = 0.0
+        self.waits = os.environ.get("NANOBATCH_WAIT") != "off"  # see `_start`
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
@@ -393,9 +395,13 @@ class Runner:
         by layer. So we wait for the pass before. What remains to be done for it, the sampling, is
         time enough to get the next one going. (To wait for less than the results is no use: MLX
         says of all that was started together at once that it is computed.)
+
+        On a GPU nobody has measured what is better: there the device idles while the next pass is
+        encoded. `NANOBATCH_WAIT=off` copies instead of waiting, and bench.py tries both.
         """
         began = self.clock()
-        mx.eval(self._reading)
+        if self.waits:
+            mx.eval(self._reading)
         self._reading = []  # these may be views of the slab: drop them before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)

@@ -236,6 +236,17 @@ class Sample:
         length = spec.prompt + spec.output // 2
         figures |= floor_figures(self.contestant.engine, spec.rows, length)
         figures["floor / step"] = figures["floor ms"] / figures["step ms"]
+        return figures | (self.waits() if device.has_gpu() else {})
+
+    def waits(self) -> Figures:
+        """Decode with the wait before each pass, and without it (`Runner._start`)."""
+        figures = {}
+        for waits, way in ((True, "waiting"), (False, "not waiting")):
+            self.contestant.engine.runner.waits = waits
+            mx.reset_peak_memory()
+            step = step_figures(self.decode_steps())["step ms"]
+            figures[f"{way}: tokens/s"] = 1e3 * self.spec.rows / step
+            figures[f"{way}: peak MB"] = mx.get_peak_memory() / 1e6
         return figures
 
     def chat(self) -> Figures:
