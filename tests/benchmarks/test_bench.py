@@ -596,3 +596,13 @@ def line_of(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
+    """Nobody has measured there whether to wait for the pass before (`Runner._start`)."""
+    monkeypatch.setattr("kernels.mlx.is_gpu", True)
+    sample = Sample(spec._replace(part="steps", output=8))
+    with closing(sample.contestant):
+        figures = sample.steps()
+    for way in ("waiting", "not waiting"):
+        assert figures[f"{way}: tokens/s"] > 0 and figures[f"{way}: peak MB"] > 0

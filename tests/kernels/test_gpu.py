@@ -75,7 +75,9 @@ def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
     options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
-    with Engine.load(folder, dtype="float32", max_len=256, chunk=32, **options) as engine:
+    with Engine.load(
+        folder, dtype="float32", kv="float32", max_len=256, chunk=32, **options
+    ) as engine:
         compare(engine, Reference(folder), seed, prompts=6)
 
 
@@ -126,7 +128,9 @@ def test_dynamic_rope_has_one_theta(tmp_path):
         np.random.default_rng(7),
     )
     asks = random_asks(rng, 12, longest=120, tokens=12)
-    with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
+    with Engine.load(
+        folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32
+    ) as engine:
         handles = run_schedule(engine, asks, rng)
     assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 3
     for handle, ask in zip(handles, asks, strict=True):
@@ -144,7 +148,9 @@ def test_mx_fast_rope_only_where_it_is_right(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mx.fast, "rope", wrong)
     assert read_model(folder).kinds[0].periods is None
-    with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
+    with Engine.load(
+        folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32
+    ) as engine:
         compare(engine, Reference(folder), 0, prompts=6)
 
 
@@ -174,7 +180,7 @@ def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_
     fused_attention.is_right.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(mx.fast, "scaled_dot_product_attention", wrong)
-        engine = Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32)
+        engine = Engine.load(folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32)
     fused_attention.is_right.cache_clear()
     with engine:
         assert "MLX's fused attention is wrong here, so the formula runs" in engine.summary
@@ -444,3 +450,14 @@ def test_no_compiler_is_called_for_a_cpu():
     assert np.allclose(
         np.array(ops.swiglu(gate_up)), [-3 / (1 + np.exp(3)), 0, 6 / (1 + np.exp(-2))], atol=1e-6
     )
+
+
+def test_without_the_wait_tokens_are_the_same(tmp_path, monkeypatch):
+    """NANOBATCH_WAIT=off: MLX copies the slab where a running pass still reads it."""
+    monkeypatch.setenv("NANOBATCH_WAIT", "off")
+    folder = make_checkpoint(tmp_path, seed=1)
+    with Engine.load(
+        folder, dtype="float32", kv="float32", slots=3, max_len=256, chunk=32
+    ) as engine:
+        assert not engine.runner.waits
+        compare(engine, Reference(folder), 1, prompts=6)
