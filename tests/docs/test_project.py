@@ -134,10 +134,18 @@ def test_each_package_of_the_map_has_the_files_that_are_there(section):
     assert named == there - {"__init__.py"}
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_page_that_another_one_leads_to_is_there():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            there = page.parent / target if target else page
+            assert there.exists(), (page.name, target)
+            assert not anchor or anchor in anchors(there), (page.name, target, anchor)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
