@@ -23,13 +23,13 @@ from dataclasses import fields
 
 from models import hub
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
-from runtime import conversation
+from runtime import config, conversation
 from runtime.cli import say
 from runtime.files import read_some
 from runtime.sampling_params import ADVICE, GRAMMAR
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 from runtime.validation import one_line, printable
-from text.tool_parser import Speech
+from text.tool_formats import OutputFormat
 
 
 def options() -> cli.CommandLine:
@@ -76,7 +76,8 @@ def options() -> cli.CommandLine:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     # What follows is no option, whatever it says
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    args = options().parse_intermixed_args(arguments[:end])
+    parser = options()
+    args = parser.parse_intermixed_args(config.expand(parser, "ask", arguments[:end]))
     args.prompts += arguments[end + 1 :]
     return args
 
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
                 del asked[name]
         SamplingParams(**asked)  # a mistake is told before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
-        options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses}
+        options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses, "kv": args.kv}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()
@@ -149,7 +150,7 @@ def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
     width = conversation.columns()
     wrap = WordWrap(width) if width else None
     wait_for_text(handle, StatusLine().show)
-    for _, shown in conversation.spoken(handle, text.speech if width else Speech()):
+    for _, shown in conversation.spoken(handle, text.output_format if width else OutputFormat()):
         print(wrap.push(shown) if wrap else shown, end="", flush=True)
     print(wrap.flush() if wrap else "", end="")
     result = handle.result()

@@ -90,6 +90,18 @@ class Slab:
         v = self.v[-1]
         return k[:1, :1, :1], v[:1, :1, :1]
 
+    def narrowed(self, new: mx.array) -> mx.array:
+        """Keys or values in the slab's dtype, with a NaN for what exceeds it.
+
+        subtle: float16 ends at 65,504, and what is larger would become infinite. A token whose key is
+        infinite may get the weight 0, so that nobody would notice. A NaN spreads to the logits, and
+        ends the request with an error that names `--kv float32`.
+        """
+        if new.dtype == self.dtype:
+            return new
+        new = new.astype(self.dtype)
+        return new + new * 0  # inf x 0 is NaN
+
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold numbers which are not finite."""
         for array in self.arrays:
@@ -201,6 +213,7 @@ class Window:
         starts a pass only when the one before has read the slab.
         """
         for arrays, new in ((self.slab.k, k), (self.slab.v, v)):
+            new = self.slab.narrowed(new)
             if self._rows is None:  # a run of rows in one slot
                 slot = self.slots[0]
                 start = self.starts[0]

@@ -152,6 +152,10 @@ def attention(
     L = count // B
     assert isinstance(mask, str) or len(mask) == B, (mask.shape, k.shape)  # it would broadcast
     scale = Dh**-0.5
+    # subtle: before k is turned. Afterwards the copy would be made in the other layout, which has
+    # another order of sums.
+    k = k.astype(q.dtype)
+    v = v.astype(q.dtype)
     if L > 1:  # a chunk; with one token a sequence, the numbers lie right as they are
         q = q.reshape(B, L, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
     if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
@@ -164,7 +168,7 @@ def attention(
             scores = capped(scores * scale, kind.cap)
             scale = 1.0
         scores = scores.reshape(B, H, L, T) + mask  # in float32, as the mask is
-        weights = softmax(scores, scale).astype(v.dtype)
+        weights = softmax(scores, scale).astype(q.dtype)
         sums = weights.reshape(B, Hkv, -1, T) @ v  # (B, Hkv, G * L, Dh)
     if L > 1:
         sums = sums.reshape(B, H, L, Dh).swapaxes(1, 2)  # (B, L, H, Dh)

@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kernels.mlx import has_gpu, mx
+from runtime.outputs import StepOutput, TokenLogprob
 from runtime.sampling_params import SHORT_LIST, SamplingParams
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to so many of the last tokens, prompt included
@@ -477,15 +478,15 @@ class Logprobs(NamedTuple):
     ids: mx.array  # (n, 1 + most), or (n, 1 + 2 most) with a grammar
     values: mx.array  # of the same shape
 
-    def read(self) -> Iterator[tuple[SamplingRow, float, tuple, tuple]]:
-        """Each pick, its chosen token's log probability, and the two tops as pairs (id, value)."""
+    def read(self) -> Iterator[tuple[SamplingRow, StepOutput]]:
+        """Each row with its token and the log probabilities."""
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
         for pick, ids, values in zip(self.picks, all_ids, all_values, strict=True):
-            chosen, *pairs = zip(ids, values, strict=True)
+            (token, logprob), *pairs = zip(ids, values, strict=True)
             top = tuple(pairs[: self.most])
             free = tuple(pairs[self.most :])
-            yield pick, chosen[1], top, free
+            yield pick, StepOutput(token, TokenLogprob(logprob, top, free))
 
 
 def measure(

@@ -201,14 +201,14 @@ class Plan:
         rows = len(self.decodes) + self.guessed
         return rows + sum(chunk.cost for chunk in self.chunks)
 
-    def is_due(self, hurries: bool) -> bool:
+    def is_due(self, eager_first_token: bool) -> bool:
         """Must its tokens be read before the next step is planned? With guesses, they must.
 
-        `hurries`: also if one of them is the first of an answer.
+        `eager_first_token`: also if one of them is the first of an answer.
         """
         if self.guessed:
             return True
-        return hurries and any(chunk.emits for chunk in self.chunks)
+        return eager_first_token and any(chunk.emits for chunk in self.chunks)
 
 
 class Committed(NamedTuple):

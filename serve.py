@@ -33,7 +33,7 @@ from typing import Any
 
 from kernels import blas
 from policies import POLICIES
-from runtime import errors
+from runtime import config, errors
 from runtime.idle import Idle
 from runtime.loop import Loop
 from runtime.validation import one_line, printable
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="where a line for each request goes (default: standard error)",
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.expand(parser, "serve", arguments))
     try:
         if args.unload_after and cli.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
@@ -98,17 +98,18 @@ def follow(args: argparse.Namespace) -> int:
         return 2
 
 
-def open_door(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
+def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
     """Bind the port, before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
-    options = Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias))
+    names = (tuple(args.allow_host), tuple(args.alias))
+    options = Options(host, port, *keys, *names, tuple(args.trust_proxy))
     try:
-        door = APIServer(options)
+        server = APIServer(options)
     except OSError as error:  # the port is taken
         raise ValueError(f"{given}: {error.strerror or error}") from None
-    if door.warning:
-        say(door.warning)
-    return door
+    if server.warning:
+        say(server.warning)
+    return server
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,17 +117,17 @@ def main(arguments: list[str] | None = None) -> int:
     if cli.rank():
         return follow(args)
     try:
-        door = open_door(args, args.host, args.port, f"--host {args.host} --port {args.port}")
+        server = bind(args, args.host, args.port, f"--host {args.host} --port {args.port}")
     except ValueError as error:
         say(str(error))
         return 2
     with AccessLog(args.log) as log:
-        door.log = log.add
-        door.hint = say
-        return serve(door, args)
+        server.log = log.add
+        server.hint = say
+        return serve(server, args)
 
 
-def serve(door: APIServer, args: argparse.Namespace) -> int:
+def serve(server: APIServer, args: argparse.Namespace) -> int:
     """From a bound socket to the end of the last answer; returns the exit code.
 
     subtle: a signal is noted, and raises nothing. An exception may come at any line, also where a
@@ -141,34 +142,34 @@ def serve(door: APIServer, args: argparse.Namespace) -> int:
         # A download, or a layer that is being read, cannot be interrupted, but it can be left. So
         # can a main thread that does not come to the first signal, or hangs behind it.
         is_lost = not is_awaited and not signals.empty()
-        if door.served is None or is_lost or time.monotonic() > overdue:
+        if server.served is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
         overdue = min(overdue, time.monotonic() + 2 * DRAIN_S)
         signals.put(number)
 
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGINT, note)
-    door.start()
+    server.start()
     engine = None
     code = 0
     try:
         name = cli.name_of(args.model)
-        say(f"{door.address} answers 503 while {name} is being loaded")
+        say(f"{server.address} answers 503 while {name} is being loaded")
         engine = load(args, report=lambda stage: say(stage, is_last=False), embeds=args.embeddings)
         loop = engine.serving()
         if args.unload_after:
             loop = Loop(engine, Idle(engine, args.unload_after))
-        door.open(engine, loop.start(), name)
-        say(f"{name} at {door.address}/v1; {engine.summary}")
+        server.open(engine, loop.start(), name)
+        say(f"{name} at {server.address}/v1; {engine.summary}")
         if engine.text.unfit:
             say(engine.text.unfit)
         is_awaited = True
-        if door.wait(signals):
-            door.drain(DRAIN_S, lambda: not signals.empty())
+        if server.wait(signals):
+            server.drain(DRAIN_S, lambda: not signals.empty())
     except (ValueError, OSError, RuntimeError) as error:
         say(one_line(error))
         code = 2
-    door.close()
+    server.close()
     if engine:
         engine.close()
     # Whatever comes now, the exit code is decided
@@ -186,6 +187,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue, "guesses": args.guesses}
+    options |= {"kv": args.kv}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     # Else a bug in `forward` would look like a wrong option
     with errors.shown("the first step failed"):

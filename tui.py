@@ -50,7 +50,7 @@ from pathlib import Path
 
 from course import overlay
 from policies import POLICIES
-from runtime import errors
+from runtime import config, errors
 from runtime.cli import BROWSER, about, command, on_a_terminal
 from runtime.conversation import History, history_file, state_folder
 from runtime.engine_protocol import AnyEngine
@@ -60,11 +60,12 @@ from runtime.validation import read_whole, shown
 from screen import recording as record
 from screen.app import Screen
 from screen.commands import SCRIPT, Session, orders_of, run_plain
-from screen.engine_client import BURST, CHUNK, Ask, EngineRoom, Room, Settings
+from screen.engine_client import EngineClient, LocalEngineClient
 from screen.pages.totals import farewell
 from screen.pages.tour import run_plain_tour
-from screen.remote_client import RemoteRoom, address_of, base_of
+from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
+from screen.workload import BURST, CHUNK, Ask, Settings
 
 TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
 PROMPTS = 10_000_000  # characters of their file
@@ -115,7 +116,7 @@ def options() -> cli.CommandLine:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2 before any screen opens."""
     parser = options()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.expand(parser, "screen", arguments))
     args.max_queue = 256
     try:
         if args.serve and args.watch:
@@ -184,7 +185,7 @@ def load_engine(
     from nanobatch import Engine
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    options |= {"usual_len": TALK, "guesses": args.guesses}
+    options |= {"usual_len": TALK, "guesses": args.guesses, "kv": args.kv}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":
@@ -196,20 +197,20 @@ def load_engine(
     return engine
 
 
-def open_room(args: argparse.Namespace) -> Room:
+def open_client(args: argparse.Namespace) -> EngineClient:
     """A room, with the engine inside or elsewhere. A door's port is bound here, before anything is
     loaded."""
     if args.watch:
-        return RemoteRoom(
+        return RemoteEngineClient(
             args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key
         )
     if not args.serve:
-        return EngineRoom(partial(load_engine, args))
+        return LocalEngineClient(partial(load_engine, args))
     import serve
 
     host, port = args.serve
     door = serve.open_door(args, host, port, f"--serve {host}:{port}")
-    return EngineRoom(partial(serve.load, args), door.start(), cli.name_of(args.model))
+    return LocalEngineClient(partial(serve.load, args), door.start(), cli.name_of(args.model))
 
 
 def failed(state: State) -> int:
@@ -225,7 +226,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     """The last run, and all that a reader needs for the same run: as a file, and its contents in
     words."""
     session.look()
-    engine = session.room.engine if isinstance(session.room, EngineRoom) else None
+    engine = session.client.engine if isinstance(session.client, LocalEngineClient) else None
     about = {
         "command": command_of(args),
         "version": cli.version(),
@@ -338,17 +339,17 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(max_tokens=most, seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
-        room = open_room(args)
-        room.start()
+        client = open_client(args)
+        client.start()
     except ValueError as error:
         cli.say(error)
         return 2
-    session = Session(room, State(args.model, settings=settings, prompts=prompts))
+    session = Session(client, State(args.model, settings=settings, prompts=prompts))
     if own := overlay.opened():
         session.state.book = own.folder.name
         cli.say(own)
     if args.asks:
-        room.fire(session.asks(len(prompts)))
+        client.fire(session.asks(len(prompts)))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
     session.eases = args.model == "demo" and not args.plain and not scripted
@@ -363,11 +364,11 @@ def main(arguments: list[str] | None = None) -> int:
         code = 130
     finally:
         code = 0 if args.serve and code in (130, 143) else code  # a server ends so
-        room.drain()
+        client.drain()
         if not write_files(args, session, picture):
             code = code or 1
         # A download or a very long step cannot be interrupted, but we can leave
-        if not room.stop(patience=0.6):
+        if not client.stop(patience=0.6):
             if sys.stdout:
                 sys.stdout.flush()
             os._exit(code)

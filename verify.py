@@ -105,6 +105,7 @@ class Tally(NamedTuple):
     numbers: int = 0
     differ: int = 0  # answers
     place: int = 0  # the earliest token that differs, counted from 1
+    by: float = 0.0  # the largest difference of two log probabilities of one token
     first: str = ""  # the first of these, as a sentence
     note: str = ""  # what else ran, or why nothing was compared
 
@@ -116,7 +117,8 @@ class Tally(NamedTuple):
         words = f"it failed: {error}" if error else found.words
         first = f"{self.way}: “{ask.question[-40:]}” ({ask.setting}): {words}"
         place = min(found.place + 1, self.place or math.inf)
-        return sums._replace(differ=self.differ + 1, place=place, first=self.first or first)
+        by = max(self.by, found.by)
+        return sums._replace(differ=self.differ + 1, place=place, by=by, first=self.first or first)
 
 
 # --- asking -------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
-        command = [sys.executable, os.path.realpath(__file__), "--model", model, "--answers"]
+        command = [*cli.start("verify.py"), "--model", model, "--answers"]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
@@ -280,6 +282,7 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "numbers": sum(tally.numbers for tally in tallies),
         "settings": sorted({ask.setting for ask in asked}),
         "differ": sum(tally.differ for tally in tallies),
+        "by": max((tally.by for tally in tallies), default=0.0),
         "first": next((tally.first for tally in tallies if tally.first), ""),
         "answers_sha256": sha256(" ".join(ask.alone.digest for ask in asked).encode()).hexdigest(),
         "ways": [tally._asdict() for tally in tallies],
@@ -289,8 +292,10 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
 def shown(found: dict[str, Any]) -> Iterator[str]:
     compared = f"{found['answers']:,} answers, {found['numbers']:,} numbers"
     if found["differ"]:
-        yield f"{found['differ']:,} differ, of {compared}. The first:"
+        yield f"{found['differ']:,} differ, of {compared}, by up to {found['by']:.1g}. The first:"
         yield f"  {found['first']}"
+        same = [way["way"] for way in found["ways"] if way["answers"] and not way["differ"]]
+        yield f"  Equal in every bit: {', '.join(same) or 'none of the ways'}."
     elif found["numbers"]:
         yield f"Not one bit differs: {compared}."
     else:
@@ -311,7 +316,7 @@ def line(tally: Tally) -> str:
     if not tally.answers:
         return f"  {tally.way:<14}{note}"
     counts = f"{tally.answers:>4} answers {tally.numbers:>8,} numbers {tally.differ:>5,} differ"
-    counts += f", from token {tally.place}" if tally.differ else ""
+    counts += f", from token {tally.place}, by up to {tally.by:.1g}" if tally.differ else ""
     return f"  {tally.way:<14}{counts}{note}"
 
 

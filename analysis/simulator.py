@@ -100,7 +100,7 @@ class Replay:
 
     `seconds`: how long a step takes.
     `run_ahead`: a step is planned before the tokens of the one before have been read.
-    `hurries`: but they are read at once if one of them is the first of an answer.
+    `eager_first_token`: but they are read at once if one of them is the first of an answer.
     `halting`: and before these steps are planned.
     `by_steps`: guests come and leave at steps, and no clock decides.
     """
@@ -112,14 +112,14 @@ class Replay:
         seconds: Callable[[Plan], float] = lambda plan: 0.0,
         *,
         run_ahead: bool = True,
-        hurries: bool = False,
+        eager_first_token: bool = False,
         halting: Collection[int] = (),
         by_steps: bool = False,
     ):
         self.sched = sched
         self.seconds = seconds
         self.run_ahead = run_ahead
-        self.hurries = hurries
+        self.eager_first_token = eager_first_token
         self.halting = halting
         self.by_steps = by_steps
         self.now = 0.0
@@ -129,7 +129,7 @@ class Replay:
         if any(guest.guesses for guest in self._coming):
             sched.guess = self._guess
         self._leaving: list[Guest] = []
-        self._flights: deque[tuple[Plan, Tokens]] = deque()  # planned, and not committed
+        self._in_flight: deque[tuple[Plan, Tokens]] = deque()  # planned, and not committed
 
     @classmethod
     def under(
@@ -140,16 +140,16 @@ class Replay:
         No guest is refused, however long the line is under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
-        hurries = made.pop("hurry", False)
+        eager_first_token = made.pop("hurry", False)
         sched = Retold(**made, policy=policy)
         sched.begins = {guest.request.id: guest.begins for guest in guests}
         sched.behind = {guest.request.id: guest.behind for guest in guests}
-        return cls(sched, guests, *rest, hurries=hurries, **options)
+        return cls(sched, guests, *rest, eager_first_token=eager_first_token, **options)
 
     def __iter__(self) -> Iterator[Ran]:
         """All steps, to the end. Each is handed out as soon as it has been committed."""
         sched = self.sched
-        while self._coming or self._flights or sched.waiting or sched.running:
+        while self._coming or self._in_flight or sched.waiting or sched.running:
             yield from self.turn()
 
     def turn(self) -> Iterator[Ran]:
@@ -158,8 +158,8 @@ class Replay:
         self._look(sched.steps + 1, is_read=False)
         plan = sched.plan(self.now)
         if plan:
-            self._flights.append((plan, self.run(plan)))
-        elif self._flights:
+            self._in_flight.append((plan, self.run(plan)))
+        elif self._in_flight:
             pass  # a step that is read may free a slot, or end a prompt
         elif self._coming:
             self.now = max(self.now, self._coming[0].request.arrived)
@@ -169,7 +169,7 @@ class Replay:
             raise Stuck(
                 f"{taken} slots are taken, {len(sched.waiting)} wait, and no step is planned"
             )
-        while len(self._flights) > self._may_fly(plan):
+        while len(self._in_flight) > self._max_in_flight(plan):
             yield self._commit()
 
     def _guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
@@ -202,15 +202,15 @@ class Replay:
         """Why an answer ends with this token; None if it goes on."""
         return "stop" if request.committed >= self._tokens[request.id] else None
 
-    def _may_fly(self, plan: Plan | None) -> int:
-        """How many steps may stay in flight, as `Engine._may_fly` says."""
+    def _max_in_flight(self, plan: Plan | None) -> int:
+        """How many steps may stay in flight, as `Engine._max_in_flight` says."""
         if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
             return 0
-        is_due = plan.is_due(self.hurries) or self._may_guess(plan)
+        is_due = plan.is_due(self.eager_first_token) or self._may_guess(plan)
         return 0 if is_due else 1
 
     def _commit(self) -> Ran:
-        plan, tokens = self._flights.popleft()
+        plan, tokens = self._in_flight.popleft()
         self._look(plan.step, is_read=True)
         began = self.now
         self.now += self.seconds(plan)

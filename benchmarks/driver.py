@@ -368,14 +368,16 @@ def measure(spec: Spec, column: Contestant) -> dict:
     spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
     if cli.backend():
         return {"figures": take(spec)}
-    program_file = os.path.join(column.checkout or cli.ROOT, "bench.py")
+    program = cli.start("bench.py")
+    if column.checkout:
+        program = [sys.executable, os.path.join(column.checkout, "bench.py")]
     # Another checkout may not know what is new, and has defaults of its own
     usual = Spec._field_defaults
     wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
     theirs, ours = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, program_file, "--sample", json.dumps(wanted)],
+            [*program, "--sample", json.dumps(wanted)],
             stdin=theirs,
             capture_output=True,
             text=True,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from analysis.probes import measure_roofline
 from analysis.step_costs import floors_of, of_rows
 from nanobatch import Engine, Handle
 from runtime.snapshot import StepView, percentile
@@ -147,7 +148,7 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     What the step reads and multiplies is its bill (`analysis/step_costs.py`), and both rates are this
     machine's roof, measured here and now. The longer of the two times is the floor.
     """
-    engine.measure_roof()
+    measure_roofline(engine)
     roof = engine.snapshot().roof
     floors = floors_of(of_rows(engine.model.view, rows, length), roof)
     return {

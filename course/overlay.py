@@ -49,6 +49,7 @@ CHAPTERS = (
     "sched",
     "policies",
     "prefix",
+    "runner",
     "nanobatch",
 )
 PATIENCE_S = 10  # for a step of another book

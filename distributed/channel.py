@@ -1,29 +1,25 @@
-"""A connection between two ranks: messages go one way, and its end tells that a rank is lost.
+"""A TCP connection between two ranks: messages go one way, and its end means that a rank is lost.
 
 The problem. MLX does not notice that another process is gone: a collective operation may then wait
-for ever. A heartbeat would tell. But a thread that says "I live" every second only proves that this
-thread had its turn. It has none while another one holds Python's lock, nor while the process is
-stopped or its machine swaps. Such a rank is slow, and not lost.
+forever. A heartbeat thread only proves that the thread was scheduled. It is not while another thread
+holds the GIL, or while the process is stopped or its machine swaps. Such a rank is slow, not lost.
 
-The way out. The systems' own heartbeat. A TCP connection stays open as long as the process at its
-other end exists, however slow, and the system closes it when that process ends, in whatever way.
-There remain the machine that has lost its power and the cable that was cut. For these the system
-here asks the system there every second, and gives the connection up after `SILENCE_S`
-(`keep_alive`). No thread of either process has to be on time for that.
+The solution is the operating system. A TCP connection stays open as long as the process at its other
+end exists, however slow, and is closed when that process ends in any way. That leaves a machine
+without power and a cut cable. For these, TCP keepalive probes every second and gives up after
+`SILENCE_S` (`keep_alive`). No thread of either process has to be on time for that.
 
-A thread that beats is there as well (`beat`), for networks that lose packets: a question is asked
-three times only, while a byte is sent again until it has come. A beat that is late does no harm,
-since the system asks then.
+There is a heartbeat as well (`beat`), for networks that lose packets: keepalive probes are sent only
+three times, while a byte is retransmitted until it arrives. A late heartbeat does no harm, since
+keepalive takes over.
 
-Strangers call, too: a port scan, a browser, something that says nothing. So the rank that listens
-asks a question of random bytes, and the caller proves that it knows the ranks' key (`proof`). Then
-the other one proves it as well. Only from then on is it a line.
+Port scanners and browsers connect, too. So the listening rank sends a challenge of random bytes, the
+caller answers with an HMAC under the ranks' key (`proof`), and then the listener proves itself.
 
-The invariant: the end that listens never writes on a line. subtle: a system asks only while nothing
-of its own is on the way. Otherwise it waits for the receipt, and tries again for a quarter of an
-hour.
+The invariant: the listening end never writes messages. subtle: keepalive works only while no data is
+unacknowledged. Otherwise TCP waits for the acknowledgement, and retries for a quarter of an hour.
 
-Where next: `meet.py`, which ties these lines; `ranks.py`, what is said on them.
+Where next: `rendezvous.py`, which opens these connections; `group.py`, which uses them.
 """
 
 from __future__ import annotations
@@ -39,54 +35,58 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-SILENCE_S = 4  # a machine that has not answered for so long has lost its connection
+SILENCE_S = 4  # a machine that has been silent for this long counts as disconnected
 BEAT_S = 0.5
 BEAT = "\0"
-PROOF = 32  # bytes of a question, and of the proof that answers it
-NAME = 32  # bytes of a line's name
-CALLERS = 64  # more do not wait at once to prove that they are ranks
-PATIENCE_S = 5  # for a proof
+PROOF = 32  # bytes of a challenge, and of the proof that answers it
+NAME = 32  # bytes of a connection's name
+CALLERS = 64  # unproven connections at a time
+PATIENCE_S = 5  # for a handshake
 AGAIN_S = 0.05
 OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
 Message = list[Any] | str | None
 
 
-def call(address: str, key: bytes, name: str, until: float) -> socket.socket:
-    """A line of this name to the rank that listens there. It is tried until it succeeds, or until
-    the clock says `until`: then TimeoutError, with the reason."""
+def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
+    """Connect to the rank at this address under this name. Retry until the clock says `until`, then
+    raise TimeoutError with the reason."""
     host, port = address.split(":")
     named = name.encode().ljust(NAME)
     why = "there is no time left"
     while time.monotonic() < until:
         try:
             with ExitStack() as unless:
-                line = socket.create_connection((host, int(port)), PATIENCE_S)
-                unless.enter_context(line)
-                if line.getsockname() == line.getpeername():  # TCP can: it happens on the loopback
-                    raise ConnectionRefusedError("it has called itself")
-                own = proof(key, receive(line, PROOF) + named)
-                line.sendall(named + own)
-                if not hmac.compare_digest(receive(line, PROOF), proof(key, own)):
+                connection = socket.create_connection((host, int(port)), PATIENCE_S)
+                unless.enter_context(connection)
+                if (
+                    connection.getsockname() == connection.getpeername()
+                ):  # possible on the loopback interface
+                    raise ConnectionRefusedError("it has connected to itself")
+                own = proof(key, read_exactly(connection, PROOF) + named)
+                connection.sendall(named + own)
+                if not hmac.compare_digest(read_exactly(connection, PROOF), proof(key, own)):
                     raise ConnectionError(OTHERS)
                 unless.pop_all()
-                line.settimeout(None)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # nothing waits for more
-                return line
-        except (BrokenPipeError, ConnectionResetError):  # it hung up before it had read all
+                connection.settimeout(None)
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+                )  # send small messages at once
+                return connection
+        except (BrokenPipeError, ConnectionResetError):  # closed before it had read everything
             why = OTHERS
         except OSError as error:
-            if why != OTHERS:  # which says more than what comes later
+            if why != OTHERS:  # the more helpful reason
                 why = error.strerror or str(error)
         time.sleep(AGAIN_S)
     raise TimeoutError(why)
 
 
-def answer(
+def accept(
     servers: Sequence[socket.socket], key: bytes, names: set[str], until: float
 ) -> dict[str, socket.socket]:
-    """The lines of these names, as soon as all have come. TimeoutError when the clock says `until`.
+    """Accept the connections of these names. TimeoutError when the clock says `until`.
 
-    A caller with a wrong proof is hung up on. A silent caller keeps nobody waiting.
+    A caller with a wrong proof is disconnected. A silent caller blocks nobody.
     """
     found: dict[str, socket.socket] = {}
     callers: dict[socket.socket, Iterator[str]] = {}  # the oldest first
@@ -94,126 +94,126 @@ def answer(
         for server in servers:
             at_last.enter_context(server)
             server.setblocking(False)
-        at_last.callback(lambda: [line.close() for line in callers])
+        at_last.callback(lambda: [connection.close() for connection in callers])
         while names - found.keys():
-            for line in ready([*servers, *callers], until):
-                if line in servers:
-                    let_in(line, callers, key, names)
-                elif line in callers:  # and not hung up on since
-                    name = next(callers[line], None)
+            for connection in ready([*servers, *callers], until):
+                if connection in servers:
+                    accept_one(connection, callers, key, names)
+                elif connection in callers:  # not closed since
+                    name = next(callers[connection], None)
                     if name != "":
-                        del callers[line]
+                        del callers[connection]
                     if name is None:
-                        line.close()
+                        connection.close()
                     elif name:
-                        if name in found:  # the rank has given its first line up
+                        if name in found:  # the rank has reconnected
                             found[name].close()
-                        found[name] = line
-    for line in found.values():
-        line.settimeout(None)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(line)
+                        found[name] = connection
+    for connection in found.values():
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection)
     return found
 
 
-def let_in(
+def accept_one(
     server: socket.socket,
     callers: dict[socket.socket, Iterator[str]],
     key: bytes,
     names: set[str],
 ) -> None:
-    """Somebody calls, and is asked. Of too many callers, the oldest is hung up on."""
+    """Accept a connection and send the challenge. Of too many callers, drop the oldest."""
     with suppress(OSError):
-        line = server.accept()[0]
-        callers[line] = proven(line, key, names)
-        next(callers[line], None)
+        connection = server.accept()[0]
+        callers[connection] = handshake(connection, key, names)
+        next(callers[connection], None)
     if len(callers) > CALLERS:
         oldest = next(iter(callers))
         del callers[oldest]
         oldest.close()
 
 
-def ready(lines: Sequence[socket.socket], until: float) -> list[socket.socket]:
-    """Those on which something has come."""
+def ready(connections: Sequence[socket.socket], until: float) -> list[socket.socket]:
+    """Wait for the connections that can be read."""
     with selectors.DefaultSelector() as watched:
-        for line in lines:
-            watched.register(line, selectors.EVENT_READ)
+        for connection in connections:
+            watched.register(connection, selectors.EVENT_READ)
         found = watched.select(until - time.monotonic())
-    if time.monotonic() > until:  # also while strangers call without end
-        raise TimeoutError("it has not called")
+    if time.monotonic() > until:  # also under constant connection attempts
+        raise TimeoutError("it has not connected")
     return [event.fileobj for event, _ in found]
 
 
-def proven(line: socket.socket, key: bytes, names: set[str]) -> Iterator[str]:
-    """Somebody has called, and has yet to prove that it is a rank. Each turn takes what has come.
+def handshake(connection: socket.socket, key: bytes, names: set[str]) -> Iterator[str]:
+    """The listener's side of the handshake. Each step reads what has arrived.
 
-    Yields an empty text while more must come, and the line's name once it is proven. A wrong answer
-    ends it without a name.
+    Yield an empty string while more bytes are needed, and the connection's name once it is proven.
+    End without a name after a wrong proof.
     """
-    said = b""
+    got = b""
     with suppress(OSError):
-        line.setblocking(False)
-        question = secrets.token_bytes(PROOF)
-        line.send(question)  # there is room for so little, so it does not wait
-        while len(said) < NAME + PROOF:
+        connection.setblocking(False)
+        challenge = secrets.token_bytes(PROOF)
+        connection.send(challenge)  # small enough never to block
+        while len(got) < NAME + PROOF:
             yield ""
-            piece = line.recv(NAME + PROOF - len(said))
+            piece = connection.recv(NAME + PROOF - len(got))
             if not piece:
                 return
-            said += piece
-        named = said[:NAME]
-        given = said[NAME:]
+            got += piece
+        named = got[:NAME]
+        given = got[NAME:]
         name = named.decode(errors="replace").rstrip()
-        is_right = hmac.compare_digest(given, proof(key, question + named))
+        is_right = hmac.compare_digest(given, proof(key, challenge + named))
         if is_right and name in names:
-            line.send(proof(key, given))
+            connection.send(proof(key, given))
             yield name
 
 
 def proof(key: bytes, about: bytes) -> bytes:
-    """What only those can say who know the key, and what tells nobody the key."""
+    """HMAC of the challenge."""
     return hmac.digest(key, about, "sha256")
 
 
-def receive(line: socket.socket, count: int) -> bytes:
-    """So many bytes, within PATIENCE_S."""
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Read exactly this many bytes, within PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
-    said = b""
-    while len(said) < count:
-        line.settimeout(max(0.001, until - time.monotonic()))
-        piece = line.recv(count - len(said))
+    got = b""
+    while len(got) < count:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        piece = connection.recv(count - len(got))
         if not piece:
             raise ConnectionError(OTHERS)
-        said += piece
-    return said
+        got += piece
+    return got
 
 
-def keep_alive(line: socket.socket) -> None:
-    """While nothing is on its way, the system asks the other machine, and closes the line after
+def keep_alive(connection: socket.socket) -> None:
+    """While no data is in flight, the system probes the other machine, and closes the connection after
     `SILENCE_S`."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     for name, value in {idle: 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_S - 1}.items():
-        line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def say(line: socket.socket, message: Message) -> None:
-    """If the next rank is gone, nothing happens: the rank that listens to it tells."""
+def send(connection: socket.socket, message: Message) -> None:
+    """A lost receiver is ignored here: its own successor notices."""
     with suppress(OSError):
-        line.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def hear(line: socket.socket) -> Iterator[Message]:
-    """What the rank before says, until it is gone."""
-    with suppress(OSError, ValueError), line.makefile() as messages:
+def messages_of(connection: socket.socket) -> Iterator[Message]:
+    """Yield the messages of the previous rank, until it is gone."""
+    with suppress(OSError, ValueError), connection.makefile() as messages:
         for message in messages:
             yield json.loads(message.replace(BEAT, ""))
 
 
-def beat(line: socket.socket) -> None:
-    """In a thread of its own. subtle: a beat may fall into the middle of another thread's message,
-    so it is a byte that no message has."""
+def beat(connection: socket.socket) -> None:
+    """Runs in a thread. subtle: a heartbeat may fall into the middle of another thread's message, so
+    it is a byte that no message contains."""
     with suppress(OSError):
         while True:
             time.sleep(BEAT_S)
-            line.sendall(BEAT.encode())
+            connection.sendall(BEAT.encode())

@@ -1,25 +1,25 @@
-"""How the processes that share a model find each other.
+"""How the processes that share a model find and authenticate each other.
 
-The problem. MLX connects them by itself, and takes the first who calls for a neighbour: after a
-port scan, or a browser's visit, the ranks never meet. It does not say for whom it waits, and while
-it does, Python hears of no signal. Nor does it lend its connections, and the ranks need some of
-their own: for orders, and to notice that a neighbour is gone.
+The problem. MLX connects the ranks by itself, and takes the first caller for a neighbour: after a
+port scan or a browser's request the ranks never meet. It does not say which rank it waits for, and
+while it waits, Python handles no signal. Nor does it share its connections, and the ranks need their
+own: for batches, and to notice the loss of a neighbour.
 
-The way out. What started the processes has left word in the environment: who this one is, and, for
-MLX's ring, a file with all addresses. At these addresses the ranks call each other, each the next
-one, and prove to each other who they are (`line.py`). Only then comes MLX's ring, and it does not
-meet the network (`tie_ring`): each process ties its own to itself, on the loopback, and puts the
-connections that are proven in the place of those that MLX has made.
+The solution. The launcher leaves this process's rank in the environment, and for MLX's ring a file
+with all addresses. At these addresses the ranks connect, each to the next one, and prove to each
+other that they know the key (`channel.py`). Only then MLX's ring is made, and it never sees the
+network (`tie_ring`): each process connects its ring to itself, on the loopback interface, and then
+puts the authenticated connections in the place of MLX's.
 
     what MLX makes                               what it has afterwards
 
     someone here --> rank 0 --> someone here     rank 1 ==> rank 0 ==> rank 1
     someone here --> rank 1 --> someone here     rank 0 ==> rank 1 ==> rank 0
 
-So nobody listens at the addresses any more when the model is loaded. With another backend MLX
-connects all by its own means, and then the ranks tie their lines.
+So nothing listens at the addresses once the model is loaded. With another backend MLX connects all
+ranks by its own means, and afterwards the ranks open their connections.
 
-Where next: `line.py`, for these connections; `ranks.py`, for what the ranks then do.
+Where next: `channel.py`, for these connections; `group.py`, for what the ranks then do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
-from distributed.channel import answer, call
+from distributed.channel import accept, connect
 from distributed.group import ALONE, Ranks
 from kernels.mlx import mx
 from runtime import cli
@@ -51,14 +51,13 @@ from runtime.files import ModelError
 from runtime.validation import one_line, shown
 
 PYTHON = [sys.executable or "python3", "-I", "-S"]  # the standard library, and nothing else
-MEET_S = 30  # so long a rank waits for its neighbours
+MEET_S = 30  # how long a rank waits for its neighbours
 LOOPBACK = "127.0.0.1"
 
 
 @functools.cache
 def join() -> Ranks:
-    """The ranks that this process was started with. It waits until all have come, and says for
-    whom."""
+    """The ranks that this process was started with. Wait for all of them, and print for whom."""
     backend = cli.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):
@@ -78,17 +77,17 @@ def join() -> Ranks:
 
 
 def meet(rank: int, nodes: list[list[str]], servers: list[socket.socket]) -> Ranks:
-    """Over MLX's ring: first our own lines, then the ring."""
+    """With MLX's ring: first our own connections, then the ring."""
     size = len(nodes)
     word = os.environ.get("NANOBATCH_RING_KEY", "")
     key = hashlib.sha256(json.dumps([nodes, word]).encode()).digest()
-    tied = tie(rank, nodes, servers, key, key, ["line", "ring"])
+    tied = tie(rank, nodes, servers, key, key, ["batches", "ring"])
     with ends_by_signals():
         tie_ring(rank, size, *tied["ring"])
         ranks = Ranks(rank, size, "ring")
-        ranks.hold(named(rank - 1, nodes), *tied["line"])
+        ranks.attach(named(rank - 1, nodes), *tied["batches"])
         if ranks.gather(rank) != [[n] for n in range(size)]:  # and all are there
-            raise RuntimeError("MLX's ring says other numbers than it was told")
+            raise RuntimeError("MLX's ring numbers the ranks in another order")
     return ranks
 
 
@@ -98,11 +97,11 @@ def tie_ring(
     before: Sequence[socket.socket],
     after: Sequence[socket.socket],
 ) -> None:
-    """MLX's ring, over connections from the rank before and to the next one that are there already.
+    """Make MLX's ring over existing connections from the previous rank and to the next one.
 
-    MLX wants somebody who calls it, and somebody to call: here both are ourselves. What it has then
-    are the numbers of two files, and under each number we put a connection of ours (`dup2`). That
-    is in time, since MLX reads and writes nothing before it computes.
+    MLX accepts one connection and opens another: here both ends are this process. Then `dup2` puts
+    our connections in the place of its file descriptors. That is early enough, since MLX reads and
+    writes nothing before it computes.
     """
     with ExitStack() as at_last:
         own = [at_last.enter_context(reserved()) for _ in before]
@@ -119,17 +118,17 @@ def tie_ring(
         os.environ["MLX_HOSTFILE"] = hostfile.name
         mx.distributed.init(strict=True, backend="ring")
         here = [each.getsockname() for each in (*own, *others)]
-        lines = dict(zip(here, (*before, *after), strict=True))
+        connections = dict(zip(here, (*before, *after), strict=True))
         listening = {each.fileno() for each in (*own, *others)}
-        exchanged = [exchange(number, lines) for number in open_files() - listening]
-    if sum(exchanged) != len(lines):
+        exchanged = [exchange(number, connections) for number in open_files() - listening]
+    if sum(exchanged) != len(connections):
         raise RuntimeError(
-            f"this version of MLX has {sum(exchanged)} connections and not {len(lines)}; "
+            f"this version of MLX has {sum(exchanged)} connections and not {len(connections)}; "
             "pip install mlx==0.32.4"
         )
 
 
-# Calls these addresses, one after the other, as soon as somebody listens there
+# Connects to these addresses, one after the other, as soon as something listens there
 CALLS = """
 import socket, sys, time
 until = time.monotonic() + 30
@@ -144,22 +143,22 @@ for address in sys.argv[1:]:
 """
 
 
-def exchange(number: int, lines: Mapping[tuple, socket.socket]) -> bool:
-    """If the open file of this number is MLX's end of a connection on the loopback, it becomes the
-    line that belongs there: by the address at which MLX was called, or that MLX has called."""
+def exchange(number: int, connections: Mapping[tuple, socket.socket]) -> bool:
+    """If this file descriptor is MLX's end of a loopback connection, replace it with ours: found by the
+    address that MLX listened at, or that it has connected to."""
     try:
         file = socket.socket(fileno=number)
     except OSError:  # no socket
         return False
-    line = None
+    connection = None
     with suppress(OSError):
-        line = lines.get(file.getsockname()) or lines.get(file.getpeername())
+        connection = connections.get(file.getsockname()) or connections.get(file.getpeername())
     file.detach()
-    if line is None:
+    if connection is None:
         return False
-    line.setblocking(False)  # as MLX has it
-    os.dup2(line.fileno(), number, inheritable=False)
-    line.close()
+    connection.setblocking(False)  # as MLX has it
+    os.dup2(connection.fileno(), number, inheritable=False)
+    connection.close()
     return True
 
 
@@ -168,8 +167,8 @@ def open_files() -> set[int]:
 
 
 def meet_by(backend: str, servers: list[socket.socket]) -> Ranks:
-    """Over another backend: MLX connects all. Then each rank tells all where it listens, and a key
-    to that line; so a stranger cannot take a rank's place."""
+    """With another backend MLX connects all ranks. Then each rank tells all others where it listens,
+    and a key, so that no other program can take a rank's place."""
     key = secrets.token_hex(16)
     here = f"{name_of(servers[0]):21} {key}".encode()  # as long on every rank
     with ends_by_signals():
@@ -178,8 +177,8 @@ def meet_by(backend: str, servers: list[socket.socket]) -> Ranks:
         told = [bytes(numbers).decode().split() for numbers in ranks.gather(*here)]
     nodes = [[address] for address, _ in told]
     _, key_after = told[(ranks.rank + 1) % ranks.size]
-    tied = tie(ranks.rank, nodes, servers, key.encode(), key_after.encode(), ["line"])
-    ranks.hold(named(ranks.rank - 1, nodes), *tied["line"])
+    tied = tie(ranks.rank, nodes, servers, key.encode(), key_after.encode(), ["batches"])
+    ranks.attach(named(ranks.rank - 1, nodes), *tied["batches"])
     return ranks
 
 
@@ -191,43 +190,42 @@ def tie(
     key_after: bytes,
     kinds: Sequence[str],
 ) -> dict[str, tuple[list[socket.socket], list[socket.socket]]]:
-    """Of each kind lines from the rank before, and lines to the next: one for each address.
+    """For each kind the connections from the previous rank and to the next one: one per address.
 
-    `key` is what the rank before must know, `key_after` what the next one wants to hear.
+    `key` authenticates the previous rank, `key_after` the next one.
     """
     size = len(nodes)
     after = (rank + 1) % size
     until = time.monotonic() + MEET_S
-    said = queue.SimpleQueue()  # the lines that were answered, or what went wrong
+    accepted = queue.SimpleQueue()  # the accepted connections, or what went wrong
 
-    def hear() -> None:
+    def accept_all() -> None:
         names = {name(kind, rank, n) for kind in kinds for n in range(len(servers))}
         try:
-            said.put(answer(servers, key, names, until))
+            accepted.put(accept(servers, key, names, until))
         except OSError as error:
-            said.put(error)
+            accepted.put(error)
 
-    # Each rank calls and is called at once: if all called first, all would wait
-    threading.Thread(target=hear, daemon=True).start()
-    called = {}
+    # Connect and accept at the same time: if all connected first, all would wait
+    threading.Thread(target=accept_all, daemon=True).start()
+    to_next = {}
     for kind in kinds:
-        called[kind] = [
-            call(address, key_after, name(kind, after, n), until)
+        to_next[kind] = [
+            connect(address, key_after, name(kind, after, n), until)
             for n, address in enumerate(nodes[after])
         ]
-    answered = said.get()
-    if isinstance(answered, OSError):
-        raise OSError(f"{named(rank - 1, nodes)}: {answered}")
+    from_before = accepted.get()
+    if isinstance(from_before, OSError):
+        raise OSError(f"{named(rank - 1, nodes)}: {from_before}")
     tied = {}
     for kind in kinds:
-        before = [answered[name(kind, rank, n)] for n in range(len(servers))]
-        tied[kind] = before, called[kind]
+        before = [from_before[name(kind, rank, n)] for n in range(len(servers))]
+        tied[kind] = before, to_next[kind]
     return tied
 
 
 def read_hosts() -> list[list[str]]:
-    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names become
-    addresses."""
+    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names are resolved."""
     path = Path(os.environ["MLX_HOSTFILE"])
     rank = cli.rank()
     try:
@@ -252,7 +250,7 @@ def read_hosts() -> list[list[str]]:
 
 
 def numeric(address: str) -> str:
-    """MLX wants an address in numbers."""
+    """Resolve the host name: MLX wants a numeric address."""
     host, _, port = str(address).rpartition(":")
     with suppress(OSError, ValueError):
         if host and 0 < int(port) < 65536:
@@ -261,8 +259,7 @@ def numeric(address: str) -> str:
 
 
 def listens(address: str) -> socket.socket:
-    """A socket that is called at this address. Two programs that listen at one port would be mixed
-    up."""
+    """A socket that listens at this address, alone: two programs at one port would be mixed up."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_server((host, int(port)))
@@ -275,7 +272,7 @@ def listens(address: str) -> socket.socket:
 
 
 def reserved() -> socket.socket:
-    """A socket with a port on the loopback at which MLX can listen, and no other program."""
+    """A socket that reserves a loopback port for MLX."""
     own = socket.socket()
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     own.bind((LOOPBACK, 0))
@@ -287,20 +284,19 @@ def name_of(end: socket.socket) -> str:
 
 
 def name(kind: str, rank: int, number: int) -> str:
-    """Of the line to this rank."""
+    """The name of a connection to this rank."""
     return f"{kind} {number} to {rank}"
 
 
 def named(rank: int, nodes: list[list[str]]) -> str:
-    """A rank, for a message. Before rank 0 comes the last."""
+    """A rank, for a message. Modulo: before rank 0 comes the last."""
     rank = rank % len(nodes)
     return f"rank {rank} ({nodes[rank][0]})"
 
 
 @contextmanager
 def ends_by_signals() -> Iterator[None]:
-    """While MLX waits, Python does nothing, so it hears of no signal. Meanwhile these end the
-    process by themselves."""
+    """Restore the default signal handlers while MLX waits: Python cannot run its own meanwhile."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with suppress(ValueError):  # not in the main thread
@@ -315,11 +311,11 @@ def ends_by_signals() -> Iterator[None]:
 
 
 def own_host() -> str:
-    """Where the others reach this machine: the address by which it reaches their meeting point, or
-    any other network."""
+    """This machine's address for the others: the one from which it reaches their coordinator, or any
+    other network."""
     point = os.environ.get("MLX_JACCL_COORDINATOR") or os.environ.get("NCCL_HOST_IP")
     with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as way:
-        # Nothing is sent: the system only chooses the way
+        # Nothing is sent: the system only chooses a route
         way.connect(((point or "192.0.2.1").partition(":")[0], 9))
         return way.getsockname()[0]
     return LOOPBACK

@@ -16,7 +16,6 @@ import gc
 import sys
 import threading
 import weakref
-from functools import cache
 from pathlib import Path
 
 from course.overlay import opened
@@ -66,9 +65,11 @@ if blas.library:
 # --- memory -------------------------------------------------------------------------------------
 
 
-@cache  # a step asks forty times
+is_gpu = mx.default_device().type == mx.DeviceType.gpu  # a test may set it
+
+
 def has_gpu() -> bool:
-    return mx.default_device().type == mx.DeviceType.gpu
+    return is_gpu
 
 
 def is_batch_invariant() -> bool:
@@ -96,6 +97,15 @@ def free_memory() -> int | None:
     if sys.platform != "linux":
         return None
     return int(cgroup.memory())
+
+
+def limit_cache() -> None:
+    """Bound the buffers that MLX keeps for later. On a GPU it keeps those of every shape that it has
+    seen, up to 1.5 times the recommended memory."""
+    if has_gpu():
+        info = mx.device_info()
+        whole = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
+        mx.set_cache_limit(max(2**28, int(whole) // 16))
 
 
 def readable(nbytes: float) -> str:

@@ -177,10 +177,16 @@ class Model:
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
     view: ModelView = field(default_factory=ModelView)  # for those who watch
+    kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
 
     @property
     def dtype(self) -> mx.Dtype:
         return self.norm.weight.dtype
+
+    @property
+    def has_narrow_kv(self) -> bool:
+        """Do keys and values lose digits when they are stored?"""
+        return self.kv_dtype.size < self.dtype.size
 
     @property
     def is_float32(self) -> bool:
@@ -197,7 +203,10 @@ class Model:
         """The same model, with the positions that it wants where sequences may be as long as
         this."""
         Dh = self.config.Dh
-        kinds = [AttentionType.of(*kind[:3], Dh, self.dtype, length) for kind in self.kinds]
+        kinds = [
+            AttentionType.of(*kind[:3], Dh, self.dtype, length, kind.has_kernel)
+            for kind in self.kinds
+        ]
         return replace(self, kinds=tuple(kinds))
 
 

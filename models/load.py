@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed.group import ALONE, Ranks
+from kernels import fused_attention
 from kernels import mlx as device
 from kernels.mlx import mx, readable
 from kernels.packed import LEAST, Matrix, joined, packed
@@ -45,11 +46,13 @@ from models.weights import Weights, usual_form
 from runtime import validation
 from runtime.files import ModelError
 
+KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
 
-def read_model(folder: Path, dtype: str = "auto") -> Model:
+
+def read_model(folder: Path, dtype: str = "auto", kv: str = "auto") -> Model:
     """The model in a folder, for one process. The memory that a slab takes beside it is not looked
     at."""
-    return ModelReader(folder, dtype).read()
+    return ModelReader(folder, dtype, kv=kv).read()
 
 
 class ModelReader:
@@ -58,13 +61,24 @@ class ModelReader:
     `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
     shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
     `held`: so many bytes more will be free when it is read.
+    `kv`: "float32", or "auto" (`kv_dtype`).
     """
 
-    def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE, held: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str = "auto",
+        ranks: Ranks = ALONE,
+        held: int = 0,
+        kv: str = "auto",
+    ):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(
                 f"dtype = {validation.shown(dtype)}; choose auto, float32 or checkpoint"
             )
+        if kv not in KV:
+            raise ValueError(f"kv = {validation.shown(kv)}; choose {' or '.join(KV)}")
+        self.kv = kv
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
@@ -91,18 +105,24 @@ class ModelReader:
             )
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one number of the activations, and so of the slab."""
-        if self.form != "checkpoint":
-            return 4
-        return self.weights.tensors["model.norm.weight"].dtype.size
+    def kv_dtype(self) -> mx.Dtype:
+        """What keys and values are stored as.
+
+        They are computed as float32 numbers. If the checkpoint has 16 bits a weight or fewer, float16
+        is enough: the logits move less than by one bit of a weight. That holds for checkpoints in
+        bfloat16, too, because float16 has three more bits of precision; keys seldom need the range.
+        (What exceeds it becomes a NaN: `Window.write`.)
+        """
+        if self.form == "checkpoint":
+            return self.weights.tensors["model.norm.weight"].dtype
+        return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def fit(self, **options) -> Sizes:
         """What will fit beside the weights: a slab that is too large is refused before they are
         read."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
-        return fit(self.config, self.itemsize, free, **options)
+        return fit(self.config, self.kv_dtype.size, free, **options)
 
     def read(self) -> Model:
         self.check_room()
@@ -119,8 +139,14 @@ class ModelReader:
             head = table if c.tied else self.linear("lm_head")
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
-        kinds = tuple(AttentionType.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
+        fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
+        fused = fused and fused_attention.is_right(c.H, c.Hkv, c.Dh, dtype)
+        kinds = tuple(
+            AttentionType.of(rope, span, c.cap, c.Dh, dtype, has_kernel=fused)
+            for rope, span in kinds
+        )
         mx.eval(norm, table, head, kinds)
+        device.limit_cache()
         model = Model(
             config=c,
             layers=layers,
@@ -130,6 +156,7 @@ class ModelReader:
             kinds=kinds,
             ranks=self.ranks,
             choices=self.choices,
+            kv_dtype=self.kv_dtype,
         )
         view = counted(model)
         if self.form == "float32" and self.weights.are_narrow:

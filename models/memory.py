@@ -31,9 +31,18 @@ from runtime import validation
 from runtime.files import ModelError
 
 # The files on top that a step runs
-CORE = ["kv", "llama", "nanobatch", "policies", "prefix", "prompt_lookup", "sampling", "sched"]
+CORE = [
+    "kv",
+    "llama",
+    "nanobatch",
+    "policies",
+    "prefix",
+    "prompt_lookup",
+    "runner",
+    "sampling",
+    "sched",
+]
 BELOW = (
-    "analysis",
     "distributed",
     "kernels",
     "models",
@@ -116,7 +125,7 @@ def usual_budget(slots: int, chunk: int) -> int:
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
     """What fits beside a model whose weights have been read."""
-    return fit(model.config, model.dtype.size, device.free_memory(), *asked)
+    return fit(model.config, model.kv_dtype.size, device.free_memory(), *asked)
 
 
 def agreed(model: Model, own: Sizes) -> Sizes:
@@ -137,6 +146,8 @@ def described(model: Model, sizes: Sizes) -> str:
         f"{model.view.form}, {readable(nbytes_of(model))}",
         f"{slots} in a slab of {readable(slab)}",
     ]
+    if device.has_gpu() and not c.cap and not any(kind.has_kernel for kind in model.kinds):
+        said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
     if free is not None and model.ranks.size == 1:
         said.append(f"{readable(free)} of memory are free")
@@ -145,13 +156,14 @@ def described(model: Model, sizes: Sizes) -> str:
 
 def slab_of(model: Model, sizes: Sizes) -> int:
     """The memory that a slab of these sizes takes beside this model."""
-    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.dtype.size)
+    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.kv_dtype.size)
 
 
 def sources() -> list[Path]:
     """All that a step is made of, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[1]
-    core = [path for path in checkout.glob("*.py") if path.stem in CORE]
+    # In the package, nanobatch.py is called engine.py
+    core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
     own = opened()
@@ -165,7 +177,11 @@ def check_alike(model: Model) -> None:
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
-        "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
+        "model and dtype": (
+            replace(model.config, H=0, Hkv=0, hidden=0),
+            str(model.dtype),
+            str(model.kv_dtype),
+        ),
         # Another training has changed these, too, if not every one
         "weights": model.norm.weight.tolist(),
     }

@@ -44,7 +44,7 @@ def counted(model: Model) -> ModelView:
         tail_nbytes=nbytes(tail),
         tail_products=products(tail),
         token_nbytes=nbytes(model.table) // c.V,
-        row_nbytes=2 * c.Hkv * c.Dh * model.dtype.size,
+        row_nbytes=2 * c.Hkv * c.Dh * model.kv_dtype.size,
         width=c.H * c.Dh,
         window=min(windows, default=None),
         windowed=len(windows),

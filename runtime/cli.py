@@ -20,7 +20,7 @@ from runtime.validation import one_line, printable, read_whole, shown
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`parts/wheel`)
+IS_INSTALLED = __name__.startswith("nanobatch.")  # as a package (`package.py`)
 
 
 # The chapters of a reader's own core, before anything imports ours
@@ -31,6 +31,8 @@ if _is_ours:
     os.environ["RUST_BACKTRACE"] = "0"
 if _is_ours and overlay.asked():
     try:
+        if IS_INSTALLED:
+            raise ValueError("takes a checkout; `nanobatch learn` says where to find one")
         overlay.open_book(overlay.asked())
     except ValueError as error:
         print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
@@ -104,6 +106,15 @@ def command(program: str, *arguments: str) -> str:
     word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
     start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
     return shlex.join([*start, *arguments])
+
+
+def start(program: str) -> list[str]:
+    """How to start one of our programs in a process of its own, as this process was started."""
+    if not IS_INSTALLED:
+        return [sys.executable, os.path.join(ROOT, program)]
+    # -P: modules in the user's folder are not searched first
+    module = program.removesuffix(".py").replace("/", ".")
+    return [sys.executable, "-P", "-m", f"nanobatch.{module}"]
 
 
 def backend() -> str:
@@ -187,6 +198,18 @@ def read_host(name: str) -> str:
     return name
 
 
+def read_network(text: str) -> Any:
+    """What `--trust-proxy` takes: an address, or a network such as 10.0.0.0/8."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(
+            f"--trust-proxy {shown(text)} is neither an address nor a network such as 10.0.0.0/8"
+        ) from None
+
+
 def read_guesses(text: str) -> int | None:
     """What `--guesses` takes. None: as many as pay."""
     try:
@@ -196,21 +219,26 @@ def read_guesses(text: str) -> int | None:
 
 
 def version() -> str:
-    """Which nanobatch this is, and what it runs on: the first line of a report.
-
-    `pyproject.toml` alone holds the number, also where a wheel has brought the checkout.
-    """
-    import platform  # these three are imported here, because most runs need none of them
-    import tomllib
+    """Which nanobatch this is, and what it runs on: the first line of a report."""
+    import platform  # these are imported here, because most runs need none of them
     from importlib import metadata
 
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        number = tomllib.load(file)["project"]["version"]
     try:
         mlx = f"mlx {metadata.version('mlx')}"
     except metadata.PackageNotFoundError:
         mlx = "no mlx"
-    return f"nanobatch {number} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+    return f"nanobatch {number()} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+
+
+def number() -> str:
+    """Of this version: `pyproject.toml` alone holds it, and a package's metadata."""
+    import tomllib
+    from importlib import metadata
+
+    if IS_INSTALLED:
+        return metadata.version("nanobatch")
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        return tomllib.load(file)["project"]["version"]
 
 
 def install(extra: str, package: str) -> str:
@@ -307,6 +335,10 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--policy", default=usual, choices=policies, help=says)
         says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
         self.add_read("--guesses", read_guesses, says, metavar="N")
+        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
+        self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
+        says = "take options from this file, by their names (docs/deploy.md)"
+        self.add_argument("--config", metavar="FILE.toml", help=says)
         self.add_book()
 
     def add_book(self) -> None:
@@ -323,5 +355,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--watch-key", read_key, says, default=watch)
         some = {"action": "append", "default": [], "metavar": "NAME"}
         self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "believe X-Forwarded-For from this address or network (repeatable)"
+        self.add_read("--trust-proxy", read_network, says, **some | {"metavar": "ADDRESS"})
         says = "another name that clients may give the model (repeatable); '*' is any"
         self.add_argument("--alias", help=says, **some)

@@ -35,7 +35,8 @@ from runtime.cli import say
 from runtime.files import read_some, write_whole
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 from runtime.validation import one_line, printable, shown
-from text.tool_parser import Parser, Part, Speech
+from text.tool_formats import OutputFormat
+from text.tool_parser import OutputParser, ParsedPart
 
 HELP = """/new            begin another conversation (the system message stays)
 /system TEXT    tell the model who it is; without a text, forget it
@@ -235,8 +236,8 @@ class Dialogue:
         wrap = WordWrap(width) if width else None
         try:
             wait_for_text(handle, self.status.show)
-            for part, said in spoken(handle, self.engine.text.speech):
-                if part.kind == "thought":
+            for part, said in spoken(handle, self.engine.text.output_format):
+                if part.kind == "reasoning":
                     thought += part.text
                 else:
                     answer += part.text
@@ -276,20 +277,20 @@ def outgrown(tokens: int, length: int) -> str:
     )
 
 
-def spoken(handle: Any, speech: Speech) -> Iterator[tuple[Part, str]]:
+def spoken(handle: Any, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
     """An answer's parts as they come, and what a terminal shows of each: thoughts are dim."""
-    parser = Parser(speech, is_thinking=handle.is_thinking)
+    parser = OutputParser(output_format, is_thinking=handle.is_thinking)
     before = ""
     for piece in chain(handle, [None]):
         for part in parser.push(piece):
-            ends_thought = before == "thought" != part.kind
+            ends_thought = before == "reasoning" != part.kind
             yield part, "\n" * ends_thought + on_terminal(part)
             before = part.kind
 
 
-def on_terminal(part: Part) -> str:
+def on_terminal(part: ParsedPart) -> str:
     text = printable(part.text)
-    return f"\x1b[2m{text}\x1b[22m" if part.kind == "thought" else text
+    return f"\x1b[2m{text}\x1b[22m" if part.kind == "reasoning" else text
 
 
 def room_left(left: int, length: int) -> str:

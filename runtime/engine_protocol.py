@@ -12,13 +12,13 @@ Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from runtime.handle import Handle
 from runtime.sampling_params import SamplingParams
-from runtime.snapshot import ExpertsView, Snapshot
+from runtime.snapshot import Snapshot
 from sched import Scheduler
 
 
@@ -29,7 +29,10 @@ class AnyEngine(Protocol):
     text: Any  # makes tokens of text, and text of tokens (`text/tokenizer.py`)
     sched: Scheduler
     clock: Callable[[], float]  # seconds; stands still while the engine is paused
+    model: Any
     runner: Any  # the device half
+    registry: Any  # handles and records (`runtime/registry.py`)
+    driver: Any  # who steps it (`runtime/loop.py`)
     steps: int  # that have been run
     summary: str
     has_work: bool
@@ -56,24 +59,27 @@ class AnyEngine(Protocol):
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
-    def attach(self, loop: Any) -> None: ...
-
     def step(self, plan: bool = True) -> bool: ...
 
-    def note(self, what: str, error: BaseException) -> None: ...
-
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
-
-    def measure_roof(self, others: float = 0.0) -> None: ...
-
-    def chosen(self) -> ExpertsView: ...
 
     def drain(self, to: str) -> None: ...
 
     def set_budget(self, budget: int, chunk: int) -> None: ...
 
-    def running_on(self, runner: Any) -> AbstractContextManager[None]: ...
-
     def release(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def running_on(engine: AnyEngine, runner: Any) -> Iterator[None]:
+    """Inside, steps are run by another runner in place of the engine's, such as one that fails."""
+    with engine.changed:
+        own = engine.runner
+        engine.runner = runner
+    try:
+        yield
+    finally:
+        with engine.changed:
+            engine.runner = own

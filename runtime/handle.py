@@ -17,57 +17,17 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
+from runtime.embeddings import unit
+from runtime.errors import describe, show_fault
+from runtime.outputs import StepOutput, TokenLogprob, TokenLogprobs
 from runtime.progress import PrefillClock, PrefillProgress
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Metrics, RequestView, percentile
 from sched import Request
-
-
-class TokenLogprob(NamedTuple):
-    """What the model thought of a token: its log probability, and the most likely tokens with
-    theirs. With a grammar, the tokens that it forbids count for nothing."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    free: tuple[tuple[int, float], ...] = ()  # what the grammar has changed: the top without it
-
-
-class TokenLogprobs(Sequence[TokenLogprob]):
-    """Those of all tokens of an answer, as numbers in one array.
-
-    As tuples, 20 for each of 8,000 tokens would take 25 MB, and not 3.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = array("d")  # of each token: its own, then each id with its value
-        self._top = 0  # so many pairs of each token are the top
-        self._width = 1  # so many numbers has each token
-
-    def append(self, entry: TokenLogprob) -> None:
-        numbers = [entry.logprob, *chain(*entry.top, *entry.free)]
-        assert not self or len(numbers) == self._width, (len(numbers), self._width)
-        self._top = len(entry.top)
-        self._width = len(numbers)
-        self._numbers.extend(numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers) // self._width
-
-    def __getitem__(self, place):
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        start = range(len(self))[place] * self._width
-        own, *rest = self._numbers[start : start + self._width]
-        pairs = tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))
-        return TokenLogprob(own, pairs[: self._top], pairs[self._top :])
-
-    def __eq__(self, other) -> bool:
-        return list(self) == list(other)
 
 
 class Delta(NamedTuple):
@@ -86,6 +46,20 @@ class Result:
     logprobs: list[TokenLogprob] | None
     error: str | None
     vector: array | None = None  # of a prompt without an answer, as the model computed it
+
+    def unit_vector(self, dimensions: int | None = None) -> array:
+        """The vector with length 1, or its first `dimensions` numbers."""
+        if self.vector is None:
+            raise RuntimeError(f"a text has no vector: {self.error or self.finish_reason}")
+        return unit(self.vector, dimensions)
+
+
+def check_arguments(sampling: SamplingParams, client: str) -> None:
+    """Raise a ValueError if these arguments of `submit` are of another type."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
+    if not isinstance(client, str):
+        raise ValueError(f"client is a {type(client).__name__}; give a text")
 
 
 class Handle:
@@ -280,26 +254,25 @@ class Handle:
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
 
-    def take(self, token: int, now: float, logprob: TokenLogprob | array | None) -> str | None:
-        """Take a token from commit; says why the answer ends with it, or None. Of a prompt without
-        an answer, the token is dropped, and the vector comes with it."""
+    def take(self, output: StepOutput, now: float) -> str | None:
+        """Take a token from commit; returns why the answer ends with it, or None. The token of a
+        prompt without an answer is dropped, and its vector kept."""
+        token = output.token
         if token < 0:
             self.error = "the model computed a number that is not finite"
+            if self._engine.model.has_narrow_kv:
+                self.error += "; if a key exceeds float16, try --kv float32"
             return "error"
         if self.sampling.embeds:
-            self.vector = logprob
+            self.vector = output.state
             return "stop"
         if self.times:
             insort(self._gaps, now - self.times[-1])
         self.times.append(now)
-        if logprob is not None:
-            self.logprobs.append(
-                TokenLogprob(
-                    logprob.logprob,
-                    logprob.top[: self.sampling.logprobs],
-                    logprob.free[: self.sampling.logprobs],
-                )
-            )
+        if output.logprob is not None:
+            logprob, top, free = output.logprob
+            most = self.sampling.logprobs
+            self.logprobs.append(TokenLogprob(logprob, top[:most], free[:most]))
         if token in self._ends:
             self.flush()
             return "stop"
@@ -314,6 +287,17 @@ class Handle:
         if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
         return "stop" if stops else None
+
+    def close(self, error: BaseException | str | None) -> None:
+        """End from outside a commit. `error`: what went wrong, if anything did."""
+        if isinstance(error, BaseException):
+            self.exception = error
+            error = describe(error)
+        self.error = error
+        try:
+            self.flush()
+        except BaseException as fault:  # a panic in the tokenizer's Rust is no Exception
+            show_fault(f"the last text of request {self.id} is lost", fault)
 
     def flush(self) -> None:
         """At the end: the text that was held back."""

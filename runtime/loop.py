@@ -24,6 +24,7 @@ Where next: `Engine.step` in `nanobatch.py`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -79,6 +80,48 @@ class Stopwatch:
                 self._stopped = None
 
 
+class Driver:
+    """Who steps an engine: a loop's thread or, without a loop, whoever waits for a request."""
+
+    def __init__(self, changed: threading.Condition):
+        self.is_closed = False  # the engine is, and takes no loop
+        self._changed = changed
+        self._loop: Loop | None = None
+
+    def attach(self, loop: Loop | None) -> None:
+        """From now on this loop steps the engine, and those who wait sleep. None: they step it."""
+        with self._changed:
+            if loop and self.is_closed:
+                raise RuntimeError("the engine is closed")
+            if loop and self._loop:
+                raise RuntimeError("the engine is serving already")
+            self._loop = loop
+            self._changed.notify_all()
+
+    def wait(
+        self, ready: Callable[[], bool], timeout: float | None, step: Callable[[], object]
+    ) -> bool:
+        """Wait until `ready()`. False after `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not ready():
+            loop = self._loop
+            if loop is not None and loop.is_here:
+                raise RuntimeError("the thread that steps the engine cannot wait for it")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if loop is None:
+                step()
+            else:
+                loop.sleep(lambda: ready() or not self._loop, left)
+        return True
+
+    def stop(self) -> None:
+        """End the loop, if there is one."""
+        if (loop := self._loop) is not None:
+            loop.stop()
+
+
 class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
@@ -105,14 +148,14 @@ class Loop:
 
     def start(self) -> Loop:
         with Held():  # an engine that has a loop must have its thread, too
-            self.engine.attach(self)
+            self.engine.driver.attach(self)
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
             try:
                 self._thread.start()
             except BaseException:  # the system has no more threads
                 self._thread = None
-                self.engine.attach(None)
+                self.engine.driver.attach(None)
                 raise
         return self
 
@@ -203,7 +246,7 @@ class Loop:
                         return
                 rest = self.turn()
         finally:
-            self.engine.attach(None)
+            self.engine.driver.attach(None)
 
     def _is_awake(self) -> bool:
         # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
@@ -256,5 +299,5 @@ class Loop:
             return act()
         except BaseException as error:
             with suppress(BaseException):
-                self.engine.note("something failed between two steps", error)
+                self.engine.registry.note("something failed between two steps", error)
             return None

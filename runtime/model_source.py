@@ -34,9 +34,16 @@ class Source(NamedTuple):
 
     model: str  # a folder, a hub id, or "demo"
     dtype: str
+    kv: str
     report: Report
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
+
+    def with_changes(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> Source:
+        """Another model, or the same with other sizes (`Engine.reload`)."""
+        if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
+            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
+        return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
         """Look at all that can be wrong before a tensor is read.
@@ -49,7 +56,7 @@ class Source(NamedTuple):
         folder = models.find(self.model)  # it may have to be downloaded
         files = files_of(folder)
         with device_lock, device_stream():
-            reader = ModelReader(folder, self.dtype, ranks, held)
+            reader = ModelReader(folder, self.dtype, ranks, held, self.kv)
             if text and files != self.files:
                 changed = min(path for path, _ in files.items() ^ self.files.items())
                 why = "has changed since the model was read"

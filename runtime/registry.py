@@ -12,14 +12,14 @@ Where next: `loop.py`, the thread that steps while owners wait and watchers look
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice, takewhile
 from typing import Any
 
 from runtime.errors import describe, show_fault
-from runtime.handle import Handle, TokenLogprob
+from runtime.handle import Handle
+from runtime.outputs import StepOutput
 from runtime.progress import UNREAD
 from runtime.snapshot import (
     Limits,
@@ -87,22 +87,28 @@ class RequestRegistry:
         self.output_tokens = 0
         self.prompt_tokens = 0
         self.steps_s = 0.0
+        self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
+
+    def note(self, what: str, error: BaseException) -> None:
+        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
+        self.faults.add(f"{what}: {describe(error)}")
+        show_fault(what, error)
 
     def deliver(
         self,
-        found: Mapping[tuple[int, int], TokenLogprob | array],
+        outputs: Mapping[tuple[int, int], StepOutput],
         clock: Callable[[], float],
         request: Request,
         token: int,
     ) -> str | None:
-        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its
-        own failure."""
+        """Hand a request its token; returns why it ends with it, or None. What goes wrong here is
+        its own failure. `outputs`: those that are more than a token, by slot and index."""
         handle = self.open[request.id]
         self.output_tokens += not handle.sampling.embeds
         self._news[handle.id] = handle
         try:
-            place = request.slot, request.committed - 1
-            return handle.take(token, clock(), found.get(place))
+            output = outputs.get((request.slot, request.committed - 1), StepOutput(token))
+            return handle.take(output._replace(token=token), clock())
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
             handle.exception = error
@@ -135,19 +141,29 @@ class RequestRegistry:
         self._news = {}
         return list(news.values())
 
+    def notify(self, on_commit: Callable[[list[Handle]], None] | None, news: list[Handle]) -> None:
+        """Call `on_commit`. What it raises is recorded, and disturbs no request; Ctrl-C goes to the
+        program."""
+        if on_commit is None or not news:
+            return
+        try:
+            on_commit(news)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.note("on_commit failed", error)
+
     def snapshot(
         self,
         sched: Scheduler,
         limits: Limits,
-        blocked: Collection[int],
         ranks: RanksView,
         now: float,
         since: Snapshot | None,
     ) -> Snapshot:
-        """`blocked`: the slots that the newest plan has kept shut."""
         seen = Seen() if since is None else since.seen
         owners = {request.slot: request for request in sched.running.values()}
-        shut = blocked if sched.waiting else ()
+        blocked = self.blocked if sched.waiting else ()
         if since is None:
             came = list(islice(sched.waiting, self.QUEUE))
         else:
@@ -156,7 +172,7 @@ class RequestRegistry:
         for slot in range(sched.slots):
             owner = owners.get(slot)
             prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
-            slots.append(SlotView.of(slot, owner, sched, slot in shut, prefill))
+            slots.append(SlotView.of(slot, owner, sched, slot in blocked, prefill))
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))

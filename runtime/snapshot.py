@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from runtime.progress import UNREAD, PrefillProgress
-from sched import NARROWEST, Plan, Request, Scheduler
+from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
@@ -255,6 +255,27 @@ class RequestView:
         return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
 
 
+class StepTimes(NamedTuple):
+    """When a step reached each of its stages, on the engine's clock."""
+
+    planned: float
+    built: float  # the runner began to build it
+    waited: float  # the engine began to wait for its tokens
+    read: float
+    committed: float
+
+
+class RunTimes(Protocol):
+    """How long the runner took for the parts of a step (`runner.InFlightStep`)."""
+
+    @property
+    def build_s(self) -> float: ...
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def wait_s(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class StepView:
     """One step as it was run: which request did what, and how long each stage took."""
@@ -291,9 +312,8 @@ class StepView:
     guesses: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
-    def of(plan: Plan, **rest: Any) -> StepView:
-        """A plan in plain numbers, once it has been run. `rest`: the fields of which a plan says
-        nothing."""
+    def of(plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes) -> StepView:
+        """A plan in plain numbers, once it has been run. `tokens`: that were delivered."""
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -305,8 +325,16 @@ class StepView:
             waiting=plan.waiting,
             policy=plan.policy,
             cost=plan.cost,
-            began=plan.at,
-            **rest,
+            began=times.planned,
+            ghosts=done.ghosts,
+            tokens=tokens,
+            ended=times.committed,
+            plan_s=times.built - times.planned,
+            build_s=run.build_s,
+            device_s=run.device_s,
+            wait_s=run.wait_s + times.read - times.waited,
+            commit_s=times.committed - times.read,
+            guesses=done.tried,
         )
 
     @property

@@ -40,38 +40,39 @@ from runtime.files import write_whole
 from runtime.snapshot import RequestView
 from screen import keys
 from screen.commands import SCRIPTED, Session, as_command, orders_of
-from screen.draw import charts, panes
+from screen.draw import answers, charts, slots, status, timeline
 from screen.draw import step as steps
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.layout import (
     CHARTS,
     LOWER,
     arrange,
+    arrange_chat,
     arrange_loading,
-    arrange_talk,
     arrange_tour,
     is_small,
     is_wide,
 )
+from screen.draw.slots import fit_slots
 from screen.draw.style import DARK, Palette, clean, count
 from screen.page import Page
 from screen.state import State
 from screen.widgets import Commands, Pane, PromptBox, thrifty
 
 PANES = {  # by name
-    "loading": panes.draw_loading,
-    "small": panes.draw_small,
-    "status": panes.draw_status,
-    "slots": panes.draw_slots,
-    "timeline": panes.draw_timeline,
+    "loading": status.draw_loading,
+    "small": status.draw_small,
+    "status": status.draw_status,
+    "slots": slots.draw_slots,
+    "timeline": timeline.draw_timeline,
     "rate": charts.draw_rate,
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
     "cost": charts.draw_cost,
-    "streams": panes.draw_streams,
+    "streams": answers.draw_streams,
     "step": steps.draw_step_pane,
-    "mark": panes.draw_mark,
-    "settings": panes.draw_settings,
+    "mark": status.draw_mark,
+    "settings": status.draw_settings,
     "keys": keys.draw_keys,
 }
 # And those of pages, by the page's name
@@ -158,7 +159,7 @@ class Screen(App):
         self.session = session
         self.state = session.state
         self.state.offers_tour = bool(note and not tours and not note.exists())
-        session.talks = True
+        session.has_chats = True
         self._tours = tours
         self._note = note
         self._script = script
@@ -188,10 +189,10 @@ class Screen(App):
         yield Pane(self.draw_page, "sheet", wheel="scroll")
         yield self.prompt
 
-    def draw_page(self, state: State, on: Paper) -> None:
+    def draw_page(self, state: State, on: Canvas) -> None:
         """The lines in sight. The heading stays; the lines under the heading can be scrolled."""
         self.page.draw(state, on)
-        self._top = max(0, min(self._top, -on.room))
+        self._top = max(0, min(self._top, -on.lines_left))
         del on.lines[1 : 1 + self._top]
         on.cut("", "")
 
@@ -219,7 +220,7 @@ class Screen(App):
 
         def leave() -> None:
             try:
-                self.session.room.drain()
+                self.session.client.drain()
             finally:
                 os._exit(HUNG_UP)
 
@@ -251,8 +252,8 @@ class Screen(App):
             places = arrange_loading(*self.size)
         elif self.state.tour:
             places = arrange_tour(*self.size, slots, self.state.lower)
-        elif self.state.talking:
-            places = arrange_talk(*self.size, slots)
+        elif self.state.chatting:
+            places = arrange_chat(*self.size, slots)
         else:
             places = arrange(*self.size, slots, self.state.lower, bool(view.door))
         tall = min(self.prompt.tall, self.size.height // 3)
@@ -292,7 +293,7 @@ class Screen(App):
         view = self.state.view
         self._looks += 1
         if before.stage != view.stage and self.state.leads:
-            self.state.talking = self.state.typing or bool(self.state.talks.open.turns)
+            self.state.chatting = self.state.typing or bool(self.state.chats.open.turns)
         if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
             self.turn_to(None)
             self.screen.set_focus(None)
@@ -308,7 +309,7 @@ class Screen(App):
     def note_offer(self) -> None:
         """Once the tour was taken or declined, or anything has been fired, no tour is offered any
         more: leave a note, if the disk allows."""
-        if self.session.room.posted:
+        if self.session.client.posted:
             self.state.offers_tour = False
         if self._note and not self.state.offers_tour:
             with suppress(OSError):
@@ -467,17 +468,17 @@ class Screen(App):
         is_example = self.prompt.value == self.state.prompts[0][0]
         if self.state.leads:
             self.prompt.put("" if is_example else self.prompt.value)
-            self.state.talking = True
+            self.state.chatting = True
         elif is_example:
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
         """In the box: stop the running answer, else leave the box. A waiting question comes back.
         While the engine is paused, keys are wanted: the box is left, and the answer stays."""
-        if self.state.view.paused or not (self.state.talking and self.session.stop()):
+        if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
-            self.prompt.put(self.prompt.value or self.state.talks.open.take())
+            self.prompt.put(self.prompt.value or self.state.chats.open.take())
 
     def action_back(self) -> None:
         """To the newest step; from there, to the panes. Declines the tour where it is offered."""
@@ -485,7 +486,7 @@ class Screen(App):
             self.state.offers_tour = False
             self.say("T begins the tour, whenever you like")
         if self.state.cursor is None:
-            self.state.talking = False
+            self.state.chatting = False
         self.state.cursor = None
 
     def action_leave(self) -> None:
@@ -527,7 +528,7 @@ class Screen(App):
     def action_command(self, line: str) -> bool:
         """Obey a line, or tell the user why not; False then."""
         name = line.strip().partition(" ")[0]
-        posted = self.session.room.posted
+        posted = self.session.client.posted
         if name in ("/quit", "/exit"):
             self.exit()
             return True
@@ -536,7 +537,7 @@ class Screen(App):
         except ValueError as error:
             self.notify(str(error), severity="error", markup=False)
             return False
-        if self.state.view.stage == "loading" and self.session.room.posted > posted:
+        if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
         self.bring(BRINGS.get(name, self.state.lower))
         if name.startswith("/") and name[1:] in keys.PAGES:
@@ -572,7 +573,7 @@ class Screen(App):
         """On a page the last line in sight becomes the first."""
         if self.page:
             self._top += by * max(1, self.size.height - 3)
-        elif self.state.talking:
+        elif self.state.chatting:
             self.action_roll(by * 4)
         else:
             self.action_move(40 * by)
@@ -582,7 +583,7 @@ class Screen(App):
 
     def action_roll(self, by: int) -> None:
         """By so many times three lines of the conversation."""
-        self.state.talks.open.below -= 3 * by
+        self.state.chats.open.below -= 3 * by
 
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
@@ -594,7 +595,7 @@ class Screen(App):
         _, columns, _ = self.state.window(timeline.width - 4)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
-            slots = panes.fit_slots(self.state, timeline.height - 2)
+            slots = fit_slots(self.state, timeline.height - 2)
             if 0 <= row < len(slots):
                 self.action_select(slots[row])
 
@@ -645,8 +646,8 @@ class Screen(App):
     def action_copy(self) -> None:
         """Copy a request's text to the terminal's own clipboard (OSC 52)."""
         request = self.request()
-        if self.state.talking and not self.page:
-            turns = self.state.talks.open.turns
+        if self.state.chatting and not self.page:
+            turns = self.state.chats.open.turns
             request = turns[-1].request if turns else None
         if request:
             self.copy_to_clipboard(request.text)
@@ -654,15 +655,15 @@ class Screen(App):
 
     async def action_suspend_process(self) -> None:
         """Ctrl-Z. The engine pauses meanwhile, so its clock stands still."""
-        room = self.session.room
+        client = self.session.client
         view = self.state.view
         runs = view.stage == "ready" and not (view.paused or view.watches)
         if runs:
-            room.pause(True)
-            await self.until(lambda: room.look(view).paused)
+            client.pause(True)
+            await self.until(lambda: client.look(view).paused)
         super().action_suspend_process()
         if runs:
-            room.pause(False)
+            client.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
         """Under a picture stand the page, the model and the policy. Blanks are such that every
@@ -705,8 +706,8 @@ class Screen(App):
         if self.page is page and not page.repeats:
             self.turn_to(None)
             return
-        if page.is_view and self.state.talking and not self.page:
-            self.state.talking = False
+        if page.is_view and self.state.chatting and not self.page:
+            self.state.chatting = False
             return
         if page.has_request and (request := self.request()):
             self.state.opened = request.id
@@ -715,7 +716,7 @@ class Screen(App):
     def show_page(self, page: Page) -> None:
         if page.is_view or page.is_strip:
             self.turn_to(None)
-            self.state.talking = page.is_view
+            self.state.chatting = page.is_view
             if page.is_strip:
                 self.action_leave()
         elif self.page is not page:
@@ -762,10 +763,10 @@ class Screen(App):
         self.session.stays = not self.strip  # from now on a user is there, who leaves pages
 
     def is_done(self, word: str) -> bool:
-        """Has a word of a script had its effect? A trial is over then."""
+        """Has a word of a script had its effect? An experiment is over then."""
         view = self.state.view
         page = keys.PAGES.get(word)
-        if not self.session.heard or view.stepping:
+        if not self.session.handled or view.stepping:
             return False
         if page and page.disturbs:
             return self.session.settled

@@ -18,7 +18,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -27,11 +27,13 @@ from runtime.cli import command
 from runtime.snapshot import Limits, RequestView, Snapshot
 from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
-from screen.engine_client import SCHEMA, AnyTrial, Ask, EngineRoom, Finding, View, is_mute
+from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.keys import COMMANDS, PAGES, pressed
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.stats import words
+from screen.view import Finding, View
+from screen.workload import SCHEMA, Ask, is_mute
 
 
 def read_name(name: str, text: str, least: int, most: int) -> str:
@@ -67,53 +69,53 @@ class Session:
 
     `eases`: a first burst runs in slow motion, since a small model is done before anything
     can be seen.
-    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, the
-    trial ends.
+    `stays`: an experiment with a page goes on until the page is left. In a log, and in a script, the
+    experiment ends.
     """
 
-    def __init__(self, room: EngineRoom, state: State, eases: bool = False):
-        self.room = room
+    def __init__(self, client: LocalEngineClient, state: State, eases: bool = False):
+        self.client = client
         self.state = state
         self.eases = eases
         self._seen = 0
         self._coming: dict[str, object] = {}  # the changes of the view by open wishes
         self.stays = False
-        self.talks = False  # prompts are questions of conversations: on a screen
+        self.has_chats = False  # prompts are questions of conversations: on a screen
 
     pressed = staticmethod(pressed)  # for the tour, which names the keys
 
     @property
-    def heard(self) -> bool:
+    def handled(self) -> bool:
         """Whether the view shows the effect of every wish."""
-        return self.state.view.heard == self.room.posted
+        return self.state.view.handled == self.client.posted
 
     @property
     def settled(self) -> bool:
         """Whether nothing is left to do."""
-        return self.heard and not self.state.view.busy and not self.state.view.stepping
+        return self.handled and not self.state.view.busy and not self.state.view.stepping
 
     @property
     def coming(self) -> View:
         """The view after the last wish. Keys may come faster than
         views, and while the model loads there is none."""
-        return self.state.view if self.heard else self.state.view._replace(**self._coming)
+        return self.state.view if self.handled else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:
         """To be called before the wish for these changes."""
-        self._coming = changes if self.heard else self._coming | changes
+        self._coming = changes if self.handled else self._coming | changes
 
     def look(self) -> bool:
         """Take in the news; False if there is none."""
-        news = self.room.news
+        news = self.client.news
         if news == self._seen:
             return False
         self._seen = news
         before = self.state.view
-        self.state.absorb(self.room.look(before))
+        self.state.absorb(self.client.look(before))
         for page in PAGES.values():
             if page.take:
                 page.take(self.state, before)
-        self._ask_waiting()
+        self._send_waiting()
         return True
 
     def asks(self, count: int) -> list[Ask]:
@@ -137,110 +139,110 @@ class Session:
         page = PAGES.get(name)
         if page:
             return (page.obey and page.obey(self, rest.strip())) or ""
-        command = getattr(self, f"_do_{name}", None)
+        command = RUN.get(name)
         if command is None:
             there = " ".join(f"/{command}" for command in sorted(COMMANDS))
-            raise ValueError(f"/{name} is no command; there are {there}")
-        return command(rest.strip()) or ""
+            raise ValueError(f"/{name} is not a command; there are {there}")
+        return command(self, rest.strip()) or ""
 
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
         """A prompt is the next question of the open conversation. While the panes are in sight, a
         prompt begins another conversation."""
-        talks = self.state.talks
-        if not self.talks:
-            self.room.fire([self.state.settings.ask(prompt)])
+        chats = self.state.chats
+        if not self.has_chats:
+            self.client.fire([self.state.settings.ask(prompt)])
             return ""
-        if not self.state.talking:
-            talks.begin()
-        if talks.open.waiting:
-            raise ValueError(talks.open.why or "a question waits already: Esc stops the answer")
-        talks.open.waiting = prompt
-        self._ask_waiting()
-        return "it waits for the answer" if talks.open.waiting else ""
+        if not self.state.chatting:
+            chats.begin()
+        if chats.open.waiting:
+            raise ValueError(chats.open.why or "a question waits already: Esc stops the answer")
+        chats.open.waiting = prompt
+        self._send_waiting()
+        return "it waits for the answer" if chats.open.waiting else ""
 
-    def _ask_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         """Ask the questions with nothing left to wait for."""
-        for talk in self.state.talks.all:
-            if talk.waiting and not (talk.why or talk.runs):
-                ask = self.state.settings.ask(talk.waiting)
-                ask = ask._replace(messages=talk.messages(talk.waiting))
-                self.room.fire([ask._replace(question=self.state.talks.add(talk))])
+        for chat in self.state.chats.all:
+            if chat.waiting and not (chat.why or chat.runs):
+                ask = self.state.settings.ask(chat.waiting)
+                ask = ask._replace(messages=chat.messages(chat.waiting))
+                self.client.fire([ask._replace(question=self.state.chats.add(chat))])
 
-    def _do_new(self, rest: str) -> str:
+    def new_chat(self, rest: str) -> str:
         """Another conversation. A question without room in the open one begins the new one."""
-        self.state.talks.begin()
-        self._ask_waiting()
+        self.state.chats.begin()
+        self._send_waiting()
         return "a new conversation"
 
-    def _do_system(self, rest: str) -> str:
-        self.state.talks.open.system = rest
+    def set_system(self, rest: str) -> str:
+        self.state.chats.open.system = rest
         return "from the next question on"
 
-    def _do_next(self, rest: str) -> None:
+    def next_chat(self, rest: str) -> None:
         """The next conversation; behind the last one comes the first."""
-        talks = self.state.talks
-        talks.at = (talks.at + 1) % len(talks.all)
-        self.state.select_talk()
+        chats = self.state.chats
+        chats.at = (chats.at + 1) % len(chats.all)
+        self.state.select_chat()
 
-    def _do_drop(self, rest: str) -> str:
+    def drop_turn(self, rest: str) -> str:
         """Forget the oldest turn. A question without room is asked again."""
-        talk = self.state.talks.open
-        turns = [turn for turn in talk.turns if not (turn.is_dropped or turn.runs)]
+        chat = self.state.chats.open
+        turns = [turn for turn in chat.turns if not (turn.is_dropped or turn.runs)]
         if not turns:
             raise ValueError("there is no answered question to forget")
         turns[0].is_dropped = True
-        talk.why = ""
-        self._ask_waiting()
+        chat.why = ""
+        self._send_waiting()
         return "the oldest question is forgotten"
 
-    def _do_again(self, rest: str) -> None:
+    def ask_again(self, rest: str) -> None:
         """Ask the last question once more."""
-        talk = self.state.talks.open
-        if talk.runs or talk.waiting or not talk.turns:
+        chat = self.state.chats.open
+        if chat.runs or chat.waiting or not chat.turns:
             raise ValueError("only when the last question has its answer (Esc stops that)")
-        talk.waiting = talk.turns.pop().question
-        self._ask_waiting()
+        chat.waiting = chat.turns.pop().question
+        self._send_waiting()
 
-    def _do_thoughts(self, rest: str) -> None:
+    def toggle_thoughts(self, rest: str) -> None:
         """Show thoughts whole, or folded."""
-        self.state.talks.unfolded = not self.state.talks.unfolded
+        self.state.chats.unfolded = not self.state.chats.unfolded
 
     def stop(self) -> bool:
         """Stop the answer that runs in the open conversation. False if none does."""
-        running = self.state.talks.open.runs
+        running = self.state.chats.open.runs
         if running and running.request and not running.is_stopped:
             running.is_stopped = True
-            self.room.cancel(running.request.id)
+            self.client.cancel(running.request.id)
             return True
         return False
 
-    def _do_burst(self, rest: str) -> str:
+    def burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
         eases = self.eases and not self.coming.paused
         self.eases = False
-        self.room.fire(self.asks(many))
+        self.client.fire(self.asks(many))
         if not eases:
             return f"{count(many, 'prompt')} fired"
         self.expect(slow=SLOW)
-        self.room.slow(SLOW, True)
+        self.client.slow(SLOW, True)
         return "slowly: + faster, 0 full speed"
 
-    def _do_json(self, rest: str) -> str:
+    def ask_json(self, rest: str) -> str:
         """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on,
         and nothing else runs, the answer begins paused: else nobody could watch."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not self.coming.busy:
-            self._do_pause("")
-        self.room.fire([ask._replace(schema=SCHEMA)])
+            self.pause("")
+        self.client.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: s shows how, token by token"
 
-    def try_out(self, what: str, trial: AnyTrial) -> None:
-        """Begin a trial, unless others would suffer. A pause ends."""
+    def run_experiment(self, what: str, experiment: AnyExperiment) -> None:
+        """Begin an experiment, unless others would suffer. A pause ends."""
         self.check_alone(what)
         self.expect(paused=False)
-        self.room.try_out(trial)
+        self.client.run_experiment(experiment)
 
     def check_alone(self, what: str) -> None:
         if self.state.view.door or self.state.view.watches:
@@ -249,22 +251,22 @@ class Session:
                 f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )
 
-    def _do_policy(self, rest: str) -> None:
+    def switch_policy(self, rest: str) -> None:
         """Change to the named policy, or to the next."""
-        self.room.switch(policy_of(rest).name if rest else "")
+        self.client.switch(policy_of(rest).name if rest else "")
 
-    def _do_load(self, rest: str) -> None:
+    def set_load(self, rest: str) -> None:
         """A steady load of this many requests a second. Without a number, turn the load on or
         off."""
         off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
         self.expect(load=rate)
-        self.room.set_load(rate, self.asks(len(self.state.prompts)))
+        self.client.set_load(rate, self.asks(len(self.state.prompts)))
 
-    def _do_cancel(self, rest: str) -> str:
+    def cancel(self, rest: str) -> str:
         """Cancel all requests from here, or the named one, or the one in the selected slot."""
         if rest == "all":
-            self.room.cancel(None)
+            self.client.cancel(None)
             whose = "your requests" if self.state.view.door else "requests"
             return f"all {whose} are cancelled"
         if rest:
@@ -275,33 +277,33 @@ class Session:
             owner = engine.slots[slot].request if engine else None
             if owner is None:
                 return f"slot {slot} has no request" if engine else "no slot has a request yet"
-        if owner not in self.room.own:
+        if owner not in self.client.own:
             request = self.state.requests.get(owner)
-            if request is None and self.heard:
+            if request is None and self.handled:
                 raise ValueError(f"r{owner} is not known here; it may have ended long ago")
             if request and request.reason:
                 raise ValueError(f"r{owner} has ended already ({request.reason})")
             if request:
                 raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
-        self.room.cancel(owner)
+        self.client.cancel(owner)
         return f"r{owner} is cancelled"
 
-    def _do_pause(self, rest: str) -> None:
+    def pause(self, rest: str) -> None:
         self.expect(paused=True)
-        self.room.pause(True)
+        self.client.pause(True)
 
-    def _do_resume(self, rest: str) -> None:
+    def resume(self, rest: str) -> None:
         self.state.cursor = None
         self.expect(paused=False)
-        self.room.pause(False)
+        self.client.pause(False)
 
-    def _do_step(self, rest: str) -> None:
+    def step(self, rest: str) -> None:
         steps = number_for("step", rest or "1")
         self.state.cursor = None
         self.expect(paused=True)
-        self.room.step(steps)
+        self.client.step(steps)
 
-    def _do_slow(self, rest: str) -> str:
+    def slow(self, rest: str) -> str:
         """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as
         many."""
         now = self.coming.slow
@@ -315,10 +317,10 @@ class Session:
             rate = number_for("slow", rest or str(SLOW))
         self.eases = False
         self.expect(slow=rate)
-        self.room.slow(rate)
+        self.client.slow(rate)
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
-    def _do_budget(self, rest: str) -> str:
+    def set_budget(self, rest: str) -> str:
         """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
         half as wide, and twice as wide."""
         engine = self.coming.engine
@@ -335,10 +337,10 @@ class Session:
             limits = self.state.view.made_with.turned(engine.limits, budget)
             self.expect(engine=replace(engine, limits=limits))
             said = said_of(limits)
-        self.room.set_budget(budget)
+        self.client.set_budget(budget)
         return said
 
-    def _do_set(self, rest: str) -> str:
+    def change_settings(self, rest: str) -> str:
         if not rest:
             return self.state.settings.words
         changes = {}
@@ -358,6 +360,28 @@ class Session:
             said = f"max={engine.limits.max_len}: a slot holds no more"
         self.state.settings = self.state.settings._replace(**changes)
         return said
+
+
+# What each command without a page does. `quit` belongs to the screen and the log
+RUN: Mapping[str, Callable[[Session, str], str | None]] = {
+    "burst": Session.burst,
+    "json": Session.ask_json,
+    "policy": Session.switch_policy,
+    "load": Session.set_load,
+    "cancel": Session.cancel,
+    "pause": Session.pause,
+    "resume": Session.resume,
+    "step": Session.step,
+    "slow": Session.slow,
+    "budget": Session.set_budget,
+    "set": Session.change_settings,
+    "new": Session.new_chat,
+    "system": Session.set_system,
+    "next": Session.next_chat,
+    "again": Session.ask_again,
+    "thoughts": Session.toggle_thoughts,
+    "drop": Session.drop_turn,
+}
 
 
 def said_of(limits: Limits) -> str:
@@ -397,7 +421,7 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
             where = " without a screen" if logged else ""
             there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
             raise ValueError(
-                f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)"
+                f"{shown(word)} is not a command{where}; there are {there} (N: a number, or nothing)"
             )
         if rest:
             number_for(name, rest)
@@ -441,7 +465,7 @@ class PlainLog:
         if view.engine is None:
             return
         self._note(view.engine)
-        for line in new_lines(before.trial, view.trial):
+        for line in new_lines(before.finding, view.finding):
             self._late.append((view.engine.now, line))
         for period in state.periods:
             if period.over and period.ended > self._told_to:
@@ -454,8 +478,8 @@ class PlainLog:
             self.flush(last.view.began if last else 0.0)
         else:
             self.flush()
-        page = PAGES.get(view.trial.name) if view.trial else None
-        if before.trying and not view.trying and page and page.tell:
+        page = PAGES.get(view.finding.name) if view.finding else None
+        if before.experimenting and not view.experimenting and page and page.tell:
             self.tell(page.tell(state))
         self._tell_pages()
 
@@ -504,13 +528,13 @@ class PlainLog:
         page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
         if answer:
             self.write(answer)
-        elif page and not page.disturbs:  # the findings of a trial are told one by one
+        elif page and not page.disturbs:  # the findings of an experiment are told one by one
             self._asked.append(page)
             self._tell_pages()
 
     def _tell_pages(self) -> None:
         """When the engine has heard the wish."""
-        while self._asked and self.session.heard:
+        while self._asked and self.session.handled:
             self.tell(self._asked.pop(0).told(self.session.state))
 
     def tell(self, lines: Iterable[str]) -> None:
@@ -534,10 +558,10 @@ def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float,
 
 
 def new_lines(before: Finding | None, now: Finding | None) -> Sequence[str]:
-    """The lines of a trial that were not told before."""
+    """The lines of an experiment that were not told before."""
     told = before.lines if before else ()
     lines = now.lines if now else ()
-    is_same = lines[: len(told)] == told  # else another trial has begun
+    is_same = lines[: len(told)] == told  # else another experiment has begun
     return lines[len(told) :] if is_same else lines
 
 
@@ -558,7 +582,7 @@ def run_plain(
     lines = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
     listening = not script
     rest = b""
-    idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
+    idle = not (script or session.client.posted or stays)  # nothing has been asked for yet
     if idle and listening and sys.stdin.isatty():
         log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
     try:
@@ -587,7 +611,7 @@ def run_plain(
             if session.settled and not (lines or listening or stays):
                 return 0
     finally:
-        session.room.drain()
+        session.client.drain()
         log.look()
         log.flush()
 

@@ -1,33 +1,23 @@
-"""The engine room owns the engine, and fulfils the screen's wishes. Also: the workload of a
-burst.
+"""The screen's side of an engine: the protocol, and the client that owns an engine.
 
-The problem. A screen draws ten times a second and must never wait for an engine. An engine takes
-hundreds of steps a second and must never wait for a screen. So they meet in two places only. A wish
-(fire, cancel, pause, race, another policy) is written down, and the engine's loop fulfils it
-between two steps. The screen sees a frozen `View`: the engine's snapshot, and the room's own
-knowledge. `look` answers with a view.
+The screen draws ten times a second and never waits for the engine; the engine takes hundreds of
+steps a second and never waits for the screen. So they meet in two places only. Commands (fire,
+cancel, pause, another policy) are queued, and the engine's loop runs them between two steps. The
+screen reads a frozen `View`, published by one assignment.
 
-All watchers speak one protocol, `Room`: `news`, a number, changes when there is something to
-see; `look(since)` answers with a view; and the wishes. `EngineRoom` has an engine of its own. If
-a door is open (`serve.py`), strangers ask the same engine, and the door's ledger joins the view.
-`RemoteRoom` in `remote.py` sees an engine elsewhere.
-
-The invariant: only the loop's thread steps or changes the engine, and loading it happens behind the
-first frame.
-
-Where next: `remote.py`, the other room; `state.py`, the memory of all views.
+Only the loop's thread steps or changes the engine.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import random
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from functools import wraps
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from analysis.contention import Others
@@ -38,271 +28,31 @@ from runtime.errors import show_fault
 from runtime.handle import Handle
 from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
-from runtime.snapshot import ExpertsView, Limits, RequestView, Snapshot
 from sched import QueueFull
 from screen.draw.style import clean
-from server.access_log import DoorView, Journal
+from screen.view import Answer, Fault, Finding, View
+from screen.workload import CANDIDATES, Ask
+from server.access_log import RequestLog, ServerView
 
-DRAIN_S = 20.0  # at the end, clients' requests may go on so long
-
-# --- the workload --------------------------------------------------------------------------------
-
-# Two prompts begin with this text, longer than a chunk of the demo. So the second reuses
-# rows of the first.
-CHUNK = 64
-EVENING = (
-    "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "
-    "by the window is still on. They want to hear one more story before they go to sleep, and it should be a story "
-    "with a good end."
-)
-
-# (prompt, longest answer in tokens). Short answers stand between long ones, since there the
-# policies differ.
-BURST = (
-    ("Tell me a story about a fox and a lantern.", 320),
-    ("What is 3 + 4?", 16),
-    ("Count from 7 to 19.", 64),
-    ("What is a slot?", 48),
-    ("Spell the word lantern.", 32),
-    (f"{EVENING} Tell me a long story about a fox.", 320),
-    ("Is fox in this list: owl, fox, bee?", 24),
-    ("Say the alphabet from f.", 64),
-    ("Why batch?", 48),
-    ("Reverse the word stone.", 32),
-    ("Tell me a long story about a girl and a kite.", 320),
-    ("Name the days from Tuesday.", 32),
-    ("Repeat: the cat sat on the mat.", 24),
-    ("What is 12 + 9?", 24),
-    (f"{EVENING} Tell me a story about a cat and a drum.", 320),
-    ("Count from 30 to 41.", 64),
-)
-# The schema of "/json": 2.7 million parameters, and never a broken brace.
-SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["who", "age", "likes"],
-"properties": {"who": {"enum": ["a fox", "an owl", "a cat"]}, "age": {"type": "integer",
-"minimum": 1, "maximum": 20}, "likes": {"type": "array", "minItems": 1, "maxItems": 3, "items":
-{"type": "string", "pattern": "^[a-z ]{3,16}$"}}}}"""
-SEEN = 6  # so many of the likeliest tokens are shown under glass
-RIVALS = tuple(POLICIES)[1::-1]  # the policies of a race, in order: static, continuous
-
-
-class Ask(NamedTuple):
-    """A prompt, and the settings for the answer."""
-
-    prompt: str
-    max_tokens: int
-    temperature: float | None  # None: as the model's makers advise
-    seed: int | None
-    schema: str = ""  # of the answer's JSON
-    logprobs: int | None = None  # so many of the likeliest tokens, with log probabilities
-    mute: bool = False  # no log tells of this prompt, one of a trial's hundreds
-    client: str = ""  # the name of the client
-    question: int = 0  # the number of a question in a conversation
-    messages: Sequence[dict[str, str]] = ()  # of that conversation, the prompt at the end
-    guesses: bool = True  # may tokens of the answer be guessed?
-    read: Any = None  # the prompt in tokens, for the engine (`Prompt` in `text/tokenizer.py`)
-
-
-def is_mute(request: RequestView) -> bool:
-    return isinstance(request.origin, Ask) and request.origin.mute
-
-
-class Settings(NamedTuple):
-    """How the next prompts are fired. `/set` changes it."""
-
-    temperature: float | None = None  # as the model's makers advise
-    max_tokens: int = 320
-    seed: int | None = None
-    burst: int = 24
-    rate: float = 2.0  # of the steady load, requests a second
-    client: str = ""  # the name for prompts from here: `fair` goes by clients
-    guesses: bool = True  # False: a token a step, so that all steps can be foretold
-
-    @property
-    def words(self) -> str:
-        """As `/set` takes them."""
-        seed = "none" if self.seed is None else self.seed
-        temperature = "default" if self.temperature is None else f"{self.temperature:g}"
-        figures = f"temperature={temperature} max={self.max_tokens} seed={seed}"
-        client = f" client={self.client}" if self.client else ""
-        return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
-
-    def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
-        """A prompt with these settings, and an answer of at most `most` tokens. `number` makes
-        seeds differ."""
-        seed = None if self.seed is None else self.seed + number
-        most = min(most, self.max_tokens)
-        rest = {"client": self.client, "guesses": self.guesses}
-        return Ask(prompt, most, self.temperature, seed, **rest)
-
-
-# --- the knowledge of the screen -----------------------------------------------------------------
-
-
-class Leg(NamedTuple):
-    """One part of a race: the same burst under one policy."""
-
-    policy: str
-    first_step: int
-    last_step: int | None  # None while the leg runs
-    requests: tuple[int, ...]
-
-    @property
-    def stop(self) -> float:
-        """The step behind the last one."""
-        return math.inf if self.last_step is None else self.last_step + 1
-
-
-class Race(NamedTuple):
-    """How far a race is: a trial's finding."""
-
-    legs: tuple[Leg, ...]
-    to_race: tuple[str, ...]  # the policies of the legs to come
-    lines: tuple[str, ...] = ()
-    name: str = "race"
-    so_far: str = ""  # the page of the race shows it
-
-
-class Fault(NamedTuple):
-    """Something went wrong. If a prompt could not be fired, the fault gives it back."""
-
-    message: str
-    prompt: str | None = None
-    question: int = 0  # in a conversation: the refused one; without a prompt, the question waits
-
-
-class Answer(NamedTuple):
-    """The request that answers a question. The text is known here if the engine is elsewhere and
-    shows none: the text so far; is the text whole?"""
-
-    request: int
-    text: str | None = None
-    is_whole: bool = False
+DRAIN_S = 20.0  # how long clients' requests may still run at the end
 
 
 class Outgrown(ValueError):
-    """A conversation has no room in a slot any more."""
+    """A conversation no longer fits in a slot."""
 
 
-class Finding(Protocol):
-    """The findings of a trial so far. Each trial has a frozen record of its own."""
+class EngineClient(Protocol):
+    """An engine as the screen sees it: in this process, or behind a server's `/watch`."""
 
-    name: str  # of the trial, and of the page for the findings
-    so_far: str  # in a few words
-    lines: Sequence[
-        str
-    ]  # the same in words, for a log: only lines are added from finding to finding
-
-
-class AnyTrial(Protocol):
-    """An experiment on the engine that runs (`trial.py`)."""
-
-    found: Finding
-
-    def run(self, room: EngineRoom) -> Iterator[Finding]: ...
-
-    def takes_in(self, other: AnyTrial) -> bool: ...
-
-
-class View(NamedTuple):
-    """The screen's knowledge at one moment."""
-
-    stage: str = "loading"  # "loading" | "ready" | "failed"
-    done: tuple[str, ...] = ()  # the stages of loading so far; the last one goes on
-    error: str = ""
-    paused: bool = False
-    stepping: int = 0  # steps to come, by hand
-    slow: float = 0.0  # slow motion, steps a second; 0: full speed
-    load: float = 0.0  # the steady load, requests a second
-    faults: tuple[Fault, ...] = ()
-    heard: int = 0  # how many wishes have been fulfilled
-    engine: Snapshot | None = None
-    door: DoorView | None = None  # None: no clients can ask
-    # The engine is elsewhere: only our own prompts can be fired and cancelled
-    watches: bool = False
-    model: str = ""  # the name of a model elsewhere
-    speaks: bool = True  # the model has a chat template, and so can be shown a conversation
-    answers: Mapping[int, Answer] = {}  # by the number of a question
-    temperature: float = 0.0  # of a prompt for which none is set
-    life: int = 0  # changes when a view begins anew: another process has other numbers
-    gone_s: float | None = None  # since then the other end is gone
-    trying: bool = False  # a trial runs
-    # The findings of the running trial, or of the last one: a record of its own, with a `name`
-    trial: Finding | None = None
-    experts: ExpertsView | None = None  # of the step of the last question
-    others: float = 0.0  # cores in the hands of other programs, while none is idle
-    cores: int = 0  # for this process
-    # If the budget has been turned: (a step, the limits from this step on), the oldest first
-    turns: tuple[tuple[int, Limits], ...] = ()
-
-    @property
-    def made_with(self) -> Limits:
-        """The limits of the engine at first, whatever the budget is now."""
-        return self.turns[0][1] if self.turns else self.engine.limits
-
-    @property
-    def works(self) -> bool:
-        """Does any request wait or run?"""
-        engine = self.engine
-        return bool(
-            engine and (engine.waiting or any(slot.request is not None for slot in engine.slots))
-        )
-
-    @property
-    def busy(self) -> bool:
-        return self.trying or self.works
-
-    @property
-    def legs(self) -> tuple[Leg, ...]:
-        """Of the running race, or of the last one."""
-        return self.trial.legs if isinstance(self.trial, Race) else ()
-
-    @property
-    def racing(self) -> bool:
-        return self.trying and isinstance(self.trial, Race)
-
-
-# --- the rooms ----------------------------------------------------------------------------------
-
-
-class Room:
-    """The protocol of all watchers. If a room cannot fulfil a wish, the wish is refused."""
-
-    def __init__(self) -> None:
-        self.posted = 0  # how many wishes there have been
-        self.own: Collection[int] = ()  # the open requests from here
-        self._known = View()  # the view, before `look` adds the rest
-        self._news = 1
-        self._lock = threading.RLock()  # held while the view changes
+    posted: int  # number of commands so far
+    own: Collection[int]  # open requests of this screen
 
     @property
     def news(self) -> int:
-        """Another number whenever there is something new to see."""
-        return self._news
+        """Changes whenever there is something new to see."""
 
     def look(self, since: View | None = None) -> View:
-        """The whole view, with all news since an earlier look. For any thread."""
-        return self._known
-
-    def note(self, **changes) -> None:
-        with self._lock:
-            self._known = self._known._replace(**changes)
-            self._news += 1
-
-    def fault(self, message: str, *more) -> None:
-        with self._lock:
-            self.note(faults=(*self._known.faults, Fault(clean(message), *more)))
-
-    def refuse(self, ask: Ask, error: BaseException | str) -> None:
-        """This prompt is not fired."""
-        if isinstance(error, Outgrown):
-            self.fault(str(error), None, ask.question)
-        else:
-            self.fault(f"not fired: {error}", ask.prompt, ask.question)
-
-    def note_answer(self, ask: Ask, *answer) -> None:
-        if ask.question:
-            with self._lock:
-                self.note(answers={**self._known.answers, ask.question: Answer(*answer)})
+        """Return the view, with all news since an earlier one. Callable from any thread."""
 
     def start(self) -> None: ...
 
@@ -314,84 +64,132 @@ class Room:
 
     def cancel(self, request: int | None) -> None: ...
 
-    def measure_roof(self) -> None:
-        """Nothing is measured on a watched machine."""
+    def pause(self, paused: bool) -> None: ...
+
+    def step(self, count: int) -> None: ...
+
+    def slow(self, rate: float, once: bool = False) -> None: ...
+
+    def switch(self, policy: str) -> None: ...
+
+    def set_budget(self, budget: int | str | None) -> None: ...
+
+    def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None: ...
+
+    def run_experiment(self, experiment: AnyExperiment) -> None: ...
+
+    def end_experiment(self, name: str) -> None: ...
+
+    def measure_roofline(self) -> None: ...
 
     def ask_experts(self) -> None: ...
 
-    def end_trial(self, name: str) -> None:
-        """No trial runs on a watched engine."""
 
-    def _refuse(self, *arguments) -> None:
-        raise ValueError(
-            "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
-        )
+class AnyExperiment(Protocol):
+    """An experiment on the running engine (`experiment.py`)."""
 
-    pause = step = slow = switch = set_load = try_out = set_budget = _refuse
+    found: Finding
+
+    def run(self, client: LocalEngineClient) -> Iterator[Finding]: ...
+
+    def takes_in(self, other: AnyExperiment) -> bool: ...
 
 
-def wish(method: Callable) -> Callable:
-    """Makes a method for any thread. The call returns at once; the loop runs the method
-    between two steps."""
+class Publisher:
+    """The part of the view that a client itself changes, from any of its threads."""
 
-    def post(self: EngineRoom, *arguments) -> None:
-        def fulfil() -> None:
+    def __init__(self) -> None:
+        self.posted = 0
+        self._known = View()  # before `look` adds the engine's snapshot
+        self._news = 1
+        self._lock = threading.RLock()  # held while the view changes
+
+    def note(self, **changes) -> None:
+        with self._lock:
+            self._known = self._known._replace(**changes)
+            self._news += 1
+
+    def fault(self, message: str, *more) -> None:
+        with self._lock:
+            self.note(faults=(*self._known.faults, Fault(clean(message), *more)))
+
+    def refuse(self, ask: Ask, error: BaseException | str) -> None:
+        """Report that this prompt was not fired."""
+        if isinstance(error, Outgrown):
+            self.fault(str(error), None, ask.question)
+        else:
+            self.fault(f"not fired: {error}", ask.prompt, ask.question)
+
+    def note_answer(self, ask: Ask, *answer) -> None:
+        if ask.question:
+            with self._lock:
+                self.note(answers={**self._known.answers, ask.question: Answer(*answer)})
+
+
+def between_steps(method: Callable) -> Callable:
+    """Queue calls of the method: the call returns at once, and the loop runs it between two
+    steps."""
+
+    @wraps(method)
+    def post(self: LocalEngineClient, *arguments) -> None:
+        def run() -> None:
             try:
                 method(self, *arguments)
-            finally:  # a failed wish counts, too; else a script would wait for it for ever
-                self.note(heard=self._known.heard + 1)
+            finally:  # a failed command counts as well, or a script would wait forever
+                self.note(handled=self._known.handled + 1)
 
-        with self._desk:
+        with self._posting:
             self.posted += 1
-            (self.loop.wish if self.loop else self._early.append)(fulfil)
+            (self.loop.wish if self.loop else self._early.append)(run)
 
     return post
 
 
-class AnyDoor(Protocol):
-    """A door, as far as a room knows (`server/app.py`)."""
+class AnyServer(Protocol):
+    """What a client needs of a server (`server/app.py`)."""
 
-    journal: Journal
+    request_log: RequestLog
 
     def open(self, engine: AnyEngine, loop: Loop, name: str) -> None: ...
 
-    def look(self, since: int = 0) -> DoorView: ...
+    def look(self, since: int = 0) -> ServerView: ...
 
     def drain(self, patience: float) -> None: ...
 
     def close(self) -> None: ...
 
 
-class EngineRoom(Room):
-    """Owns the engine and its loop. Other threads use its wishes, and `look`.
+class LocalEngineClient(Publisher):
+    """Own the engine and its loop. Other threads use the commands and `look`.
 
-    `load` takes a `report` of stages and a `clock`.
-    `door`: one that lets clients in. It is opened when the model, which has this name, is loaded.
+    `load`: called with `report`, for the stages of loading, and with `clock`.
+    `server`: accepts requests over HTTP once the model is loaded, under the model's `name`.
     """
 
-    def __init__(self, load: Callable[..., AnyEngine], door: AnyDoor | None = None, name: str = ""):
+    def __init__(
+        self, load: Callable[..., AnyEngine], server: AnyServer | None = None, name: str = ""
+    ):
         super().__init__()
         self.clock = Stopwatch()
         self.engine: AnyEngine | None = None
         self.loop: Loop | None = None
-        self.door = door
+        self.server = server
         self._name = name
-        # Held while a wish is written down, and while the loop is made
-        self._desk = threading.Lock()
-        self._early: list[Callable[[], None]] = []  # wishes from before there was a loop
+        self._posting = threading.Lock()  # held while a command is queued, and the loop is made
+        self._early: list[Callable[[], None]] = []  # commands from before there was a loop
         self._stopping = False
         self._load = load
         self._loader = threading.Thread(target=self._begin, name="loader", daemon=True)
-        # The engine forgets a handle when its request has ended, and so does this
+        # The engine drops a handle when its request has ended, and so does this
         self.own: Mapping[int, Handle] = WeakValueDictionary()
         self.others = Others()
         self._dice = random.Random(0)
         self._next_arrival = 0.0
-        self._slow_once = False  # slow motion ends with what runs now
-        self._crowd: Sequence[Ask] = ()  # the steady load picks from these
-        self._trial: AnyTrial | None = None
-        self._findings: Iterator[Finding] = iter(())  # of the trial
-        self._tried: set[int] = set()  # requests of the trial
+        self._slow_once = False  # slow motion ends when the engine is idle
+        self._load_prompts: Sequence[Ask] = ()  # the steady load picks from these
+        self._experiment: AnyExperiment | None = None
+        self._findings: Iterator[Finding] = iter(())
+        self._experiment_requests: set[int] = set()
 
     def start(self) -> None:
         self._loader.start()
@@ -404,43 +202,43 @@ class EngineRoom(Room):
     def load(self) -> None:
         try:
             self.engine = self._load(report=self._report, clock=self.clock)
-        # The view must tell of the error; a missing backend raises SystemExit
+        # A missing backend raises SystemExit
         except BaseException as error:
-            # These are mistakes of a user's
+            # These are a user's mistakes; all others get a traceback
             if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):
                 show_fault("loading failed", error)
             said = "" if isinstance(error, SystemExit) else str(error) or type(error).__name__
             self.note(stage="failed", error=clean(said))
             return
         gc.collect()
-        # Objects from loading are never garbage, so the collector need not search there in mid-step
+        # Objects from loading are never garbage: keep the collector from scanning them in mid-step
         gc.freeze()
-        with self._desk:
+        with self._posting:
             self.loop = Loop(self.engine, self._between, self.clock)
-            for fulfil in self._early:
-                self.loop.wish(fulfil)
-        if self.door:
-            self.door.open(self.engine, self.loop, self._name)
+            for command in self._early:
+                self.loop.wish(command)
+        if self.server:
+            self.server.open(self.engine, self.loop, self._name)
         text = self.engine.text
         usual = text.advice["temperature"]
-        self.note(stage="ready", speaks=text.has_template, temperature=usual)
+        self.note(stage="ready", has_chat=text.has_template, temperature=usual)
 
     def drain(self) -> None:
-        """Shut the door: requests of clients go on to the end, for a while; a second Ctrl-C ends
-        them."""
+        """Accept no more requests over HTTP, and let the open ones finish for `DRAIN_S`. A second
+        Ctrl-C ends them."""
         with suppress(KeyboardInterrupt, OSError):
-            if self.door and self.loop and any(call.requests for call in self.door.look().open):
+            if self.server and self.loop and any(call.requests for call in self.server.look().open):
                 print(
                     "nanobatch: finishing what clients have asked; Ctrl-C ends it at once",
                     file=sys.stderr,
                 )
-            if self.door:
-                self.door.drain(DRAIN_S)
-        if self.door:
-            self.door.close()
+            if self.server:
+                self.server.drain(DRAIN_S)
+        if self.server:
+            self.server.close()
 
     def stop(self, patience: float) -> bool:
-        """End the loop and close the engine. False if a download or a long step has not ended in
+        """End the loop and close the engine. False if a download or a long step did not end in
         time."""
         self._stopping = True
         if self._loader.is_alive():
@@ -457,15 +255,15 @@ class EngineRoom(Room):
 
     @property
     def news(self) -> int:
-        # A refusal never reaches the engine
-        return self._news + (self.door.journal.changes if self.door else 0)
+        # Refused requests never reach the engine
+        return self._news + (self.server.request_log.changes if self.server else 0)
 
     def look(self, since: View | None = None) -> View:
         known = self._known
         loop = self.loop
-        if self.door:
+        if self.server:
             seen = since.door.seen if since and since.door else 0
-            known = known._replace(door=self.door.look(seen))
+            known = known._replace(door=self.server.look(seen))
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
@@ -474,15 +272,14 @@ class EngineRoom(Room):
         return known._replace(engine=snapshot, **moves)
 
     def _between(self) -> float | None:
-        """Between two steps: the steady load, the trial, and the news. Answers with the seconds to
-        the next arrival."""
+        """Run the steady load and the experiment. Return the seconds to the next arrival."""
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
-            self._go_on_trying()
+            self._advance_experiment()
         if not self.engine.has_work:
             self._end_slow_once()
         self._news += 1
-        if self._trial and not (self.loop.paused or self.engine.has_work):
+        if self._experiment and not (self.loop.paused or self.engine.has_work):
             return 0.0  # no step will wake the loop
         if not self._known.load or self.clock.stands:
             return None
@@ -491,10 +288,8 @@ class EngineRoom(Room):
     # --- firing and cancelling
 
     def read(self, ask: Ask) -> Ask:
-        """Turn a prompt into tokens in the thread that wishes, for a chat template may take long.
-
-        Before the model is loaded there is nothing to do so with, and nothing to hold up either.
-        """
+        """Tokenize a prompt in the caller's thread, because a chat template may take long. Before
+        the model is loaded, do nothing."""
         if self.engine is None or ask.read:
             return ask
         text = self.engine.text
@@ -503,7 +298,7 @@ class EngineRoom(Room):
         return ask._replace(read=text.read(ids)._replace(shown=ask.prompt))
 
     def _read(self, asks: Sequence[Ask]) -> list[Ask]:
-        """The same for some, up to the first that cannot be read."""
+        """Tokenize prompts, up to the first that cannot be."""
         found = []
         for ask in asks:
             try:
@@ -517,27 +312,27 @@ class EngineRoom(Room):
         for ask in asks:
             try:
                 handle = self._submit(ask)
-            # The prompt does not fit a slot, or the line is full
+            # The prompt does not fit in a slot, or the queue is full
             except (ValueError, RuntimeError) as error:
                 self.refuse(ask, error)
                 break
             self.note_answer(ask, handle.id)
 
     def _submit(self, ask: Ask, reuse: bool = True) -> Handle:
-        """If a slot has less room than `max_tokens`, the answer gets that room."""
+        """Submit with `max_tokens`, or with as many as the slot has left."""
         engine = self.engine
         prompt = self.read(ask).read
         tokens = len(prompt.ids)
-        room = engine.sched.max_len - tokens
-        if room < LEAST and len(ask.messages) > 2 and engine.text.has_template:
+        left = engine.sched.max_len - tokens
+        if left < LEAST and len(ask.messages) > 2 and engine.text.has_template:
             raise Outgrown(outgrown(tokens, engine.sched.max_len))
-        if room < 1:
+        if left < 1:
             holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
             raise ValueError(
                 f"the prompt has {tokens:,} tokens, but {holds}; shorten it, or raise --max-len"
             )
-        form = {"grammar": {"json": ask.schema}, "logprobs": SEEN} if ask.schema else {}
-        settings = engine.text.advice | {"max_tokens": min(ask.max_tokens, room), "seed": ask.seed}
+        form = {"grammar": {"json": ask.schema}, "logprobs": CANDIDATES} if ask.schema else {}
+        settings = engine.text.advice | {"max_tokens": min(ask.max_tokens, left), "seed": ask.seed}
         if ask.temperature is not None:
             settings["temperature"] = ask.temperature
         sampling = SamplingParams(**settings, **{"logprobs": ask.logprobs, **form})
@@ -548,29 +343,28 @@ class EngineRoom(Room):
         return handle
 
     def submit(self, ask: Ask, reuse: bool = True) -> Handle:
-        """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit
-        raises.
+        """Queue a prompt of an experiment, and keep its handle. A prompt that does not fit raises.
 
-        `reuse`: whether rows of a beginning may be taken over.
+        `reuse`: whether cached rows of a common prefix may be used.
         """
         return self.keep(self._submit(ask, reuse))
 
     def keep(self, handle: Handle) -> Handle:
-        """A request of the trial: it ends with the trial."""
+        """A request of the experiment: it ends with the experiment."""
         self.own[handle.id] = handle
-        self._tried.add(handle.id)
+        self._experiment_requests.add(handle.id)
         return handle
 
-    _post_fire = wish(_fire)
+    _post_fire = between_steps(_fire)
 
     def fire(self, asks: Sequence[Ask]) -> None:
         self._post_fire(self._read(asks))
 
-    @wish
+    @between_steps
     def cancel(self, request: int | None) -> None:
-        """Cancel one request of our own; None cancels all of them, and the trial."""
+        """Cancel one of our own requests; None: all of them, and the experiment."""
         if request is None:
-            self._end_trial()
+            self._end_experiment()
         for handle in list(self.own.values()):
             if request in (None, handle.id):
                 handle.cancel()
@@ -578,64 +372,60 @@ class EngineRoom(Room):
     def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
         self._post_load(rate, self._read(asks))
 
-    @wish
-    def _post_load(self, rate: float, crowd: Sequence[Ask]) -> None:
+    @between_steps
+    def _post_load(self, rate: float, prompts: Sequence[Ask]) -> None:
         self.note(load=rate)
-        self._crowd = crowd
+        self._load_prompts = prompts
         if rate:
             self._next_arrival = self.clock() + self._dice.expovariate(rate)
 
     def _arrive(self) -> None:
-        """The steady load is a Poisson process: the gaps between its arrivals are exponentially
-        distributed. While a trial runs, the load rests."""
+        """The steady load is a Poisson process: the gaps between arrivals are exponentially
+        distributed. It pauses while an experiment runs."""
         rate = self._known.load
         sched = self.engine.sched
-        while rate and not self._trial and self.clock() >= self._next_arrival:
-            if len(sched.waiting) >= sched.max_queue:  # so it would go on, with a fault for each
+        while rate and not self._experiment and self.clock() >= self._next_arrival:
+            if len(sched.waiting) >= sched.max_queue:  # else each arrival would be a fault
                 self.note(load=0.0)
-                self.fault(f"the steady load is off: the line is full ({sched.max_queue:,})")
+                self.fault(f"the steady load is off: the queue is full ({sched.max_queue:,})")
                 return
-            self._fire([self._dice.choice(self._crowd)])
+            self._fire([self._dice.choice(self._load_prompts)])
             self._next_arrival += self._dice.expovariate(rate)
 
     # --- stopping and going
 
-    @wish
+    @between_steps
     def pause(self, paused: bool) -> None:
         (self.loop.pause if paused else self.loop.resume)()
 
-    @wish
+    @between_steps
     def step(self, count: int) -> None:
         """Run this many steps, then pause."""
         self.loop.step(count)
 
-    @wish
+    @between_steps
     def slow(self, rate: float, once: bool = False) -> None:
-        """So many steps a second from now on; 0: full speed. `once`: until nothing is left to
-        do."""
+        """Limit the steps per second; 0: full speed. `once`: until the engine is idle."""
         self.loop.slow = rate
         self._slow_once = once
 
     # --- the budget
 
-    @wish
+    @between_steps
     def set_budget(self, budget: int | str | None) -> None:
-        """Bound the steps from now on; None: as the engine was made; "-" and "+": with a chunk
-        half as wide, or twice."""
+        """Set the budget of a step; None: as the engine was made; "-" and "+": halve or double the
+        chunk."""
         if self._known.racing:
             self.fault("a race is running; its legs have one budget")
             return
         try:
             self.turn_budget(budget)
-        except ValueError as error:  # from before the limits were known
+        except ValueError as error:  # it was posted before the limits were known
             self.fault(str(error), f"/budget {budget}")
 
     def turn_budget(self, budget: int | str | None) -> None:
-        """The same for a trial, between two steps.
-
-        Steps that were run under other limits are not to be replayed under these, so the view tells
-        from which step on they hold.
-        """
+        """The same for an experiment, between two steps. The view says from which step on the
+        limits hold, because a replay needs the limits of its steps."""
         now = self.engine.snapshot().limits
         turns = self._known.turns or ((1, now),)
         limits = turns[0][1].turned(now, budget)
@@ -653,9 +443,9 @@ class EngineRoom(Room):
 
     # --- policies
 
-    @wish
+    @between_steps
     def switch(self, policy: str) -> None:
-        """Change the policy once the slots are drained. "": to the next one."""
+        """Change to a policy once the slots are drained; "": to the next one."""
         if self._known.racing:
             self.fault("a race is running; it sets the policies itself")
             return
@@ -665,77 +455,84 @@ class EngineRoom(Room):
 
     @property
     def next_policy(self) -> str:
-        """The policy now; or, while the slots are drained, the policy to come."""
+        """The current policy, or the one that the slots are being drained for."""
         sched = self.engine.sched
         return (sched.draining_to or sched.policy).name
 
-    # --- for the bill of a step
+    # --- for the page of a step's cost
 
-    @wish
-    def measure_roof(self) -> None:
-        """How fast this machine is. A step in flight is read before, and the clock stands still,
-        so no figure of a request or of a step counts the measurement."""
+    @between_steps
+    def measure_roofline(self) -> None:
+        """Measure this machine. The step in flight is read first and the clock is stopped, so no
+        time of a request or a step includes the measurement."""
         self.engine.step(plan=False)
         self.clock.stop()
-        self.engine.measure_roof(self.others.look())
+        self._measure_roofline(self.others.look())
 
-    @wish
+    def _measure_roofline(self, others: float) -> None:
+        from analysis.probes import measure_roofline  # it needs MLX
+
+        measure_roofline(self.engine, others)
+
+    @between_steps
     def ask_experts(self) -> None:
-        self.note(experts=self.engine.chosen())
+        from analysis.probes import chosen_experts  # it needs MLX
 
-    # --- trials
+        self.note(experts=chosen_experts(self.engine))
 
-    @wish
-    def try_out(self, trial: AnyTrial) -> None:
-        """Run a trial: an experiment on the engine that runs, such as the same prompt two hundred
-        times among random neighbours. It ends a pause. A trial that runs may take in another one;
-        else the other is refused.
+    # --- experiments
 
-        A trial runs as a generator. It is asked for its next finding between two steps, so there it may
-        fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in
-        a `finally`. After the last finding it is over, and its requests are cancelled.
+    @between_steps
+    def run_experiment(self, experiment: AnyExperiment) -> None:
+        """Start an experiment, and end a pause. If one is running already, it may take in the new
+        one; otherwise the new one is refused.
+
+        An experiment is a generator of findings. It is resumed between two steps, so it may fire,
+        cancel and change settings; it restores those in a `finally`. When it ends, its requests are
+        cancelled.
         """
-        if self._trial and not self._trial.takes_in(trial):
-            self.fault(f"a {'race' if self._known.racing else 'trial'} runs already; X ends it")
+        if self._experiment and not self._experiment.takes_in(experiment):
+            what = "race" if self._known.racing else "experiment"
+            self.fault(f"another {what} is running; X ends it")
             return
         self.loop.resume()
         self._end_slow_once()
-        if self._trial is None:
-            self._trial = trial
-            self._findings = trial.run(self)
-            self.note(trying=True, trial=None)
+        if self._experiment is None:
+            self._experiment = experiment
+            self._findings = experiment.run(self)
+            self.note(experimenting=True, finding=None)
 
-    @wish
-    def end_trial(self, name: str) -> None:
-        """End this trial, if it runs: requests that are not the trial's go on."""
-        if self._trial and self._trial.found.name == name:
-            self._end_trial()
+    @between_steps
+    def end_experiment(self, name: str) -> None:
+        """End this experiment if it runs. Requests that are not its own go on."""
+        if self._experiment and self._experiment.found.name == name:
+            self._end_experiment()
 
-    def _go_on_trying(self) -> None:
-        if self._trial is None:
+    def _advance_experiment(self) -> None:
+        if self._experiment is None:
             return
         try:
             finding = next(self._findings, None)
-        except (ValueError, QueueFull) as error:  # the trial cannot be made here
+        except (ValueError, QueueFull) as error:  # the experiment is impossible here
             self.fault(str(error))
-            self._end_trial()
-        except BaseException:  # a mistake in the trial: the loop tells of it
-            self._end_trial()
+            self._end_experiment()
+        except BaseException:  # a bug in the experiment: the loop reports it
+            self._end_experiment()
             raise
         else:
             if finding is None:
-                self._end_trial()
+                self._end_experiment()
             else:
-                self.note(trial=finding)
+                self.note(finding=finding)
 
-    def _end_trial(self) -> None:
-        trial = self._trial
-        self._trial = None
-        if trial:
-            self.note(trying=False)
-            # The load goes on, and makes up for nothing
-            self._next_arrival = max(self._next_arrival, self.clock())
-            self._findings.close()
-            for request in self._tried.intersection(self.own):
-                self.own[request].cancel()
-            self._tried.clear()
+    def _end_experiment(self) -> None:
+        if self._experiment is None:
+            return
+        self._experiment = None
+        self.note(experimenting=False)
+        # The load goes on without making up for missed arrivals
+        self._next_arrival = max(self._next_arrival, self.clock())
+        self._findings.close()
+        for request in self._experiment_requests.intersection(self.own):
+            self.own[request].cancel()
+        self._experiment_requests.clear()

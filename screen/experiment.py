@@ -1,13 +1,13 @@
-"""A trial: an experiment on the engine that runs.
+"""An experiment: an experiment on the engine that runs.
 
 The problem. A page of the screen can show how an engine behaves only if something happens that
 seldom happens by itself: a crowd of random neighbours, a failure, a prompt without end.
 
-What this file keeps. A trial is a generator of findings (`EngineRoom.try_out`). The room asks for
-the next finding between two steps, so there a trial may fire and cancel. All requests of a trial
-end with the trial. Here stands what trials do alike.
+What this file keeps. An experiment is a generator of findings (`LocalEngineClient.run_experiment`). The room asks for
+the next finding between two steps, so there an experiment may fire and cancel. All requests of an experiment
+end with the experiment. Here stands what experiments do alike.
 
-Where next: `pages/same.py` and `pages/breakage.py`, two of the trials.
+Where next: `pages/same.py` and `pages/breakage.py`, two of the experiments.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from collections.abc import Callable, Generator, Iterator
 
 from runtime.engine_protocol import AnyEngine
 from runtime.handle import Handle
-from screen.engine_client import AnyTrial, EngineRoom, Finding, View
+from screen.engine_client import AnyExperiment, LocalEngineClient
+from screen.view import Finding, View
 
 
 def runs(view: View, found: Finding | None) -> bool:
-    """Does the trial with these findings run?"""
-    return view.trying and view.trial is found
+    """Does the experiment with these findings run?"""
+    return view.experimenting and view.finding is found
 
 
-class Trial:
-    """A trial: `steps` is the experiment itself."""
+class Experiment:
+    """An experiment: `steps` is the experiment itself."""
 
-    room: EngineRoom  # both from `run` on
+    client: LocalEngineClient  # both from `run` on
     engine: AnyEngine
 
     def __init__(self, found: Finding):
         self.found = found  # the findings so far
 
-    def takes_in(self, other: AnyTrial) -> bool:
+    def takes_in(self, other: AnyExperiment) -> bool:
         """Another one is wished for while this one runs. Is the wish fulfilled with that?"""
         return False
 
-    def run(self, room: EngineRoom) -> Iterator[Finding]:
-        self.room = room
-        self.engine = room.engine
+    def run(self, client: LocalEngineClient) -> Iterator[Finding]:
+        self.client = client
+        self.engine = client.engine
         yield from self.steps()
 
     def steps(self) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from policies import POLICIES
 from screen.draw import step
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import wrap
 from screen.page import Key, Page
 from screen.pages import (
@@ -223,7 +223,7 @@ def pressed(line: str) -> str:
     return shows.get(f"command('{line}')") or shows.get(f"page('{line[1:]}')", line)
 
 
-def draw_keys(state: State, on: Paper) -> None:
+def draw_keys(state: State, on: Canvas) -> None:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
     ways = {}
@@ -237,7 +237,7 @@ def draw_keys(state: State, on: Paper) -> None:
         ways = OUT_OF_SLOW_MOTION
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
-    if state.talking:
+    if state.chatting:
         ways = ways | IN_A_TALK
     for i, key in enumerate(keys):
         if key.action in ways:
@@ -257,7 +257,7 @@ def draw_keys(state: State, on: Paper) -> None:
             pen.put(f" {key.label}", do=key.action).put(" ")
 
 
-def draw_help(state: State, on: Paper) -> None:
+def draw_help(state: State, on: Canvas) -> None:
     """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be
     scrolled."""
     on.title("Help: keys", "↑↓ scroll  Esc back")

@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Life:
+class LatencyBreakdown:
     """One request's life, and all requests in contact. All seconds are the engine's."""
 
     pieces: list[Piece] = field(default_factory=list)
@@ -91,18 +91,18 @@ class Life:
 # --- the parts of a life
 
 
-def life_of(
+def break_down(
     request: RequestView,
     requests: Iterable[RequestView],
     history: Sequence[Column],
     prices: Prices,
     now: float,
-) -> Life:
+) -> LatencyBreakdown:
     """A request's life: up to the end, or so far.
 
     `requests`: all known ones. `history`: a column for each step, oldest first.
     """
-    life = Life()
+    life = LatencyBreakdown()
     prices = with_a_chunk(prices)
     admitted = request.admitted
     end = request.ended
@@ -139,7 +139,7 @@ def with_a_chunk(prices: Prices) -> Prices:
 
 
 def _look_at_line(
-    life: Life, request: RequestView, history: Sequence[Column], until: float
+    life: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
     """The requests in the slots meanwhile."""
     for column in during(history, request.arrived, until):
@@ -152,7 +152,7 @@ def _look_at_line(
 
 
 def _look_at_slot(
-    life: Life,
+    life: LatencyBreakdown,
     request: RequestView,
     history: Sequence[Column],
     prices: Prices,
@@ -202,7 +202,7 @@ def work_ends(step: StepView) -> float:
 
 
 def _shares(
-    life: Life, request: RequestView, column: Column, prices: Prices, seconds: float
+    life: LatencyBreakdown, request: RequestView, column: Column, prices: Prices, seconds: float
 ) -> dict[str, float]:
     """Each part's share of a step, by the prices of the work."""
     rows = len(column.view.decode)
@@ -439,7 +439,7 @@ def blamed(seconds: Counter[int], most: int = 3) -> str:
     return listed(names, most)
 
 
-def sentence(request: RequestView, life: Life, found: Sequence[Outcome] | str) -> str:
+def sentence(request: RequestView, life: LatencyBreakdown, found: Sequence[Outcome] | str) -> str:
     """A request's life in a line of the plain log."""
     parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in life.parts().items())
     words = [f"r{request.id}: {span(life.seconds)} = {parts}"]

@@ -4,7 +4,7 @@ The problem. A page has a key, a command, a word in a script, a line in a log, m
 page is open, and a place in footer, help, palette and completion. With a table for each, a page
 would be named in ten tables.
 
-What this file keeps. A file in `screen/pages/` knows a `Desk`, the state and a paper, and makes a
+What this file keeps. A file in `screen/pages/` knows a `PageSession`, the state and a paper, and makes a
 record. The table of keys (`keys.py`) lists the records, and all that a key, a command, the help and
 the log need follows from them. Three have a place in the frame beside that: the conversation and
 the tour among the panes (`places.py`), and the race in the engine room (`room.py`).
@@ -17,23 +17,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import DARK
-from screen.engine_client import AnyTrial, Ask, EngineRoom, View
+from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.state import State
+from screen.view import View
+from screen.workload import Ask
 
 LOG = (100, 40)  # the size of a page in a log
 
 
-class Desk(Protocol):
+class PageSession(Protocol):
     """The part of a session for pages."""
 
     state: State
-    room: EngineRoom
+    client: LocalEngineClient
     eases: bool  # the next burst runs in slow motion
-    stays: bool  # a trial with a page goes on until the page is left
-    talks: bool  # there is a screen, on which prompts are questions of conversations
-    heard: bool  # the view shows the effect of every wish
+    stays: bool  # an experiment with a page goes on until the page is left
+    has_chats: bool  # there is a screen, on which prompts are questions of conversations
+    handled: bool  # the view shows the effect of every wish
 
     def look(self) -> bool: ...
 
@@ -45,7 +47,7 @@ class Desk(Protocol):
 
     def check_alone(self, what: str) -> None: ...
 
-    def try_out(self, what: str, trial: AnyTrial) -> None: ...
+    def run_experiment(self, what: str, experiment: AnyExperiment) -> None: ...
 
 
 class Key(NamedTuple):
@@ -65,11 +67,11 @@ class Page(NamedTuple):
     key: str
     label: str
     help: str
-    draw: Callable[[State, Paper], None]  # any number of lines: a page can be scrolled
+    draw: Callable[[State, Canvas], None]  # any number of lines: a page can be scrolled
     footer: int = 0
     # The command, with the words behind its name: runs before the page opens. Answers with words
     # for the user; a ValueError says why a command is refused
-    obey: Callable[[Desk, str], str | None] | None = None
+    obey: Callable[[PageSession, str], str | None] | None = None
     example: str = ""  # of the words behind the command
     words: Sequence[str] = ()  # known to completion there
     # A script's number or word there; ValueError if it is wrong
@@ -77,13 +79,13 @@ class Page(NamedTuple):
     # Lines for a log; else the lines of the page
     tell: Callable[[State], Sequence[str]] | None = None
     # A part of the page, as a pane of the main screen
-    pane: Callable[[State, Paper], None] | None = None
+    pane: Callable[[State, Canvas], None] | None = None
     # More keys while the page is open: each with an action of the screen, or with a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     take: Callable[[State, View], None] | None = None  # after each new view, with the view before
     # Ten times a second, while the page is open. True: it is another picture now
-    look: Callable[[Desk], bool] | None = None
-    leave: Callable[[Desk], None] | None = None  # when the page is closed
+    look: Callable[[PageSession], bool] | None = None
+    leave: Callable[[PageSession], None] | None = None  # when the page is closed
     # On the open page, the key runs the command again; else the key closes the page
     repeats: bool = False
     is_live: bool = False  # shows the engine at work, and needs no words about a key
@@ -103,7 +105,7 @@ class Page(NamedTuple):
         """The page as lines of a log."""
         if self.tell:
             return self.tell(state)
-        on = Paper(DARK, *LOG)
+        on = Canvas(DARK, *LOG)
         on.has_keys = False
         self.draw(state, on)
         return ["".join(segment.text for segment in line).rstrip() for line in on.lines]

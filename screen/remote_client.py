@@ -1,19 +1,9 @@
-"""The room for watching an engine in another process, or on another machine: a server's
-`/watch`.
+"""A client for an engine in another process: a server's `/watch`.
 
-The problem. A server has no terminal, or a terminal far away. The server's work should be seen all
-the same, by the same screen; and neither the network nor a hanging screen may disturb the server.
-
-The way out. `/watch` sends differences of the whole view, as server-sent events
-(`server/watch_frames.py`). A thread here reads the events and adds up, until the screen looks. Prompts go the
-way of every other client's: each has a connection of its own, and closing it cancels the request.
-There are no other wishes, since others use the engine, too.
-
-The invariant: when the other end has gone, the screen shows the last view and says since when,
-and a thread tries again and again. The next frame begins a new life of the view: numbers may begin
-anew there.
-
-Where next: `server/watch_frames.py`; `state.py`, the memory of all views.
+A thread receives differences of the view as server-sent events (`server/watch_frames.py`) and adds
+them up until the screen looks. Prompts are ordinary HTTP requests, each with a connection of its own;
+closing it cancels the request. Nothing else can be changed, because others use the engine as well.
+After a disconnect the last view stays, and the thread retries.
 """
 
 from __future__ import annotations
@@ -33,21 +23,24 @@ from runtime.cli import command
 from runtime.conversation import REMEDY
 from runtime.validation import one_line, read_whole, shown
 from screen.draw.style import clean
-from screen.engine_client import Ask, Outgrown, Room, View
+from screen.engine_client import AnyExperiment, Outgrown, Publisher
+from screen.view import View
+from screen.workload import Ask
 from server import watch_frames
 
 RETRY_S = 1.0
-SILENT_S = 5.0  # a server says something every second, even if nothing happens
-LINE = 2**26  # bytes; a longer one is none of ours
-SENDERS = 64  # prompts at once on the way; more wait here
+SILENT_S = 5.0  # timeout: a server sends something every second
+LINE = 2**26  # bytes of an event, at most
+SENDERS = 64  # requests in flight; more wait here
+WATCHES = "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
 
 
 class Loading(ValueError):
-    """There is a server, but no model yet."""
+    """The server has not loaded its model yet."""
 
 
 def base_of(url: str) -> str:
-    """The address of a server, however much of a path was given behind it."""
+    """The base URL of a server, whatever path was given after it."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -60,14 +53,13 @@ def base_of(url: str) -> str:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Of [HOST:]PORT."""
+    """Parse [HOST:]PORT."""
     host, _, port = text.rpartition(":")
     return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
 
 
-class RemoteRoom(Room):
-    """Sees the news of `/watch`. There is one watcher: `look` answers with all news since the last
-    call."""
+class RemoteEngineClient(Publisher):
+    """Watch `/watch`. It has one reader: `look` returns all news since the last call."""
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
@@ -75,24 +67,23 @@ class RemoteRoom(Room):
         self.url = base_of(url)
         self._key = key
         self._ask_key = ask_key or key
-        self.own: dict[int, socket.socket] = {}  # by request: closing it cancels the request
-        self._frame: watch_frames.Frame | None = None  # the news since the last look
-        self._is_fresh = False  # a connection's first frame is to come
-        self._is_blind = False  # frames have no texts
+        self.own: dict[int, socket.socket] = {}  # by request; closing a socket cancels it
+        self._frame: watch_frames.Frame | None = None  # news since the last look
+        self._is_fresh = False  # the connection's first frame has not come yet
+        self._is_blind = False  # the frames have no texts
         self._life = 0
-        self._lost_at: float | None = None  # when the other end went
+        self._lost_at: float | None = None  # when the server went away
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders = 0
         self._cancels = 0
         self._ending = threading.Event()
-        # The last requests with an end
+        # The last requests that have ended
         self._over: deque[int] = deque(maxlen=2**12)
-        self._came = threading.Condition(self._lock)  # told of each frame
+        self._came = threading.Condition(self._lock)  # notified of each frame
         self.note(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
-        """Ask once in this thread, so that a wrong address or key is told at once, as a
-        ValueError."""
+        """Connect once in this thread, so that a wrong address or key is a ValueError at once."""
         events = None
         try:
             events = self._connect()
@@ -104,10 +95,17 @@ class RemoteRoom(Room):
             ) from None
         threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
 
+    def drain(self) -> None:
+        """There is no server of our own."""
+
     def stop(self, patience: float) -> bool:
         self._ending.set()
         self.cancel(None)
         return True
+
+    @property
+    def news(self) -> int:
+        return self._news
 
     def look(self, since: View | None = None) -> View:
         with self._lock:
@@ -128,17 +126,17 @@ class RemoteRoom(Room):
                         return
                     self._take(frame)
                 raise ConnectionError("it has ended")
-            except Exception as error:  # whatever it was, this thread goes on
+            except Exception as error:  # this thread never ends
                 self._lose(why(error))
             events = None
             self._ending.wait(RETRY_S)
 
     def _connect(self) -> Iterator[watch_frames.Frame]:
-        """The frames of a new connection. When this returns, the other end has said who it is."""
+        """The frames of a new connection, after the server has identified itself."""
         answer = self._ask_for("GET", "/watch", self._key, SILENT_S)
         if answer.status != 200:
-            kind = Loading if answer.status == 503 else ValueError
-            raise kind(f"--watch {self.url}: {said(answer)[0]}")
+            error = Loading if answer.status == 503 else ValueError
+            raise error(f"--watch {self.url}: {said(answer)[0]}")
         events = read_events(answer)
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
@@ -172,7 +170,7 @@ class RemoteRoom(Room):
             self.note(stage="ready")
 
     def _lose(self, reason: str) -> None:
-        """Called once a second, so that the screen counts the seconds."""
+        """Called once a second, so that the screen can count the seconds."""
         with self._lock:
             if self._frame is None:
                 words = clean(reason.removeprefix(f"--watch {self.url}: "))
@@ -198,7 +196,37 @@ class RemoteRoom(Room):
         answer.line = line
         return answer
 
-    # --- firing
+    # --- commands
+
+    def pause(self, paused: bool) -> None:
+        raise ValueError(WATCHES)
+
+    def step(self, count: int) -> None:
+        raise ValueError(WATCHES)
+
+    def slow(self, rate: float, once: bool = False) -> None:
+        raise ValueError(WATCHES)
+
+    def switch(self, policy: str) -> None:
+        raise ValueError(WATCHES)
+
+    def set_budget(self, budget: int | str | None) -> None:
+        raise ValueError(WATCHES)
+
+    def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
+        raise ValueError(WATCHES)
+
+    def run_experiment(self, experiment: AnyExperiment) -> None:
+        raise ValueError(WATCHES)
+
+    def end_experiment(self, name: str) -> None:
+        """None can run here."""
+
+    def measure_roofline(self) -> None:
+        """Only the server can measure its machine."""
+
+    def ask_experts(self) -> None:
+        """Frames do not name experts."""
 
     def fire(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
@@ -209,8 +237,8 @@ class RemoteRoom(Room):
                 threading.Thread(target=self._send, name="ask", daemon=True).start()
 
     def cancel(self, request: int | None) -> None:
-        """Hang up: one of our own requests, or all of them."""
-        self._cancels += request is None  # without a number yet, a request is ended by the sender
+        """Close the connection of one of our own requests, or of all."""
+        self._cancels += request is None  # requests without a number yet
         for number, line in list(self.own.items()):
             if request in (None, number):
                 self.own.pop(number, None)
@@ -220,7 +248,7 @@ class RemoteRoom(Room):
     def _send(self) -> None:
         while True:
             ask, cancels = self._asks.get()
-            with self._came:  # a loading server refuses all
+            with self._came:  # a loading server refuses requests
                 self._came.wait_for(lambda: self._known.stage == "ready")
             try:
                 if cancels == self._cancels:
@@ -230,19 +258,19 @@ class RemoteRoom(Room):
             except Exception as error:
                 self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
             with self._lock:
-                self.note(heard=self._known.heard + 1)
+                self.note(handled=self._known.handled + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
-        """Ask as every client does, and read to the end. The text comes with the frames: wait for
-        the last of them."""
-        wish = {
+        """Send a request and read its stream to the end. The screen takes the text from the
+        frames, so wait for the last one."""
+        body = {
             "max_tokens": ask.max_tokens,
             "temperature": ask.temperature,
             "seed": ask.seed,
             "stream": True,
         }
         if ask.schema:
-            wish["guided_json"] = ask.schema
+            body["guided_json"] = ask.schema
         routes = {
             "/v1/chat/completions": {
                 "messages": ask.messages or [{"role": "user", "content": ask.prompt}]
@@ -250,7 +278,7 @@ class RemoteRoom(Room):
             "/v1/completions": {"prompt": ask.prompt},
         }
         for route, prompt in routes.items():
-            answer = self._ask_for("POST", route, self._ask_key, 60, json.dumps(wish | prompt))
+            answer = self._ask_for("POST", route, self._ask_key, 60, json.dumps(body | prompt))
             if answer.status == 200:
                 break
             words, code = said(answer)
@@ -258,7 +286,7 @@ class RemoteRoom(Room):
                 raise Outgrown(f"{words}; {REMEDY}")
             if "no chat template" not in words:
                 raise ValueError(words)
-            self.note(speaks=False)
+            self.note(has_chat=False)
         number = int(answer.getheader("X-Request-Id").split("-")[1])
         self.own[number] = answer.line
         self.note_answer(ask, number)
@@ -288,7 +316,7 @@ class RemoteRoom(Room):
 
 
 def read_events(answer: http.client.HTTPResponse) -> Iterator:
-    """The data of each server-sent event. A comment is a sign of life and no more."""
+    """The data of each server-sent event; comments only keep the connection alive."""
     while line := answer.readline(LINE):
         if line.startswith(b"data: ") and line != b"data: [DONE]\n":
             try:
@@ -298,7 +326,7 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
 
 
 def said(answer: http.client.HTTPResponse) -> tuple[str, str]:
-    """Why a request was refused: in words, and the error's code."""
+    """Why a request was refused: the message and the code."""
     try:
         error = json.loads(answer.read(2**16))["error"]
         return clean(error["message"]), error.get("code") or ""

@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 
 from analysis.step_times import Prices
 from runtime.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
+from screen.chat_history import ChatHistory
 from screen.draw.style import EMPTY, FAILED, NAMES, UNSEEN, clean, count
-from screen.engine_client import BURST, Fault, Finding, Settings, View, is_mute
-from screen.latency_breakdown import Life, life_of
+from screen.latency_breakdown import LatencyBreakdown, break_down
 from screen.policy_runs import KNOWN
 from screen.stats import Period, Price
 from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
-from screen.talk_history import Talks
-from server.access_log import Call
+from screen.view import Fault, Finding, View
+from screen.workload import BURST, Settings, is_mute
+from server.access_log import RequestRecord
 
 # Of the state: all that has to do with one engine's life
 OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
@@ -38,7 +39,7 @@ OF_A_LIFE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", 
 OF_A_LIFE += ("refused", "gone")
 
 
-class Telling(NamedTuple):
+class TourText(NamedTuple):
     """The words of the tour now (`tour.py`)."""
 
     scene: int  # from 1
@@ -69,7 +70,7 @@ class State:
     requests: dict[int, RequestView] = field(default_factory=dict)
     ended: list[RequestView] = field(default_factory=list)  # in the order of their ends
     # At the door: ended calls, in the order of their ends
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RequestRecord] = field(default_factory=list)
     refused: int = 0  # so many calls, forgotten ones too
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all faults so far
@@ -84,19 +85,19 @@ class State:
     zoom: int | None = None  # steps in a column; None: the latest busy period fits
     lower: str = "timeline"  # the pane in sight, if there is room for one only
     opened: int | None = None  # the open request; None: the newest of the ended ones
-    found: dict[str, Finding] = field(default_factory=dict)  # by trial: the last finding
+    found: dict[str, Finding] = field(default_factory=dict)  # by experiment: the last finding
     kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
     # By request and number of tokens: the newest token, and the likeliest others
     glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
-    talks: Talks = field(default_factory=Talks)
-    talking: bool = False  # the open conversation stands in the place of the panes
+    chats: ChatHistory = field(default_factory=ChatHistory)
+    chatting: bool = False  # the open conversation stands in the place of the panes
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # the prompt box has had the keyboard
     # Wishes while the model loads: prompts, and commands for the engine
     waiting: list[str] = field(default_factory=list)
     has_chosen: bool = False  # the pane where room is short; else the pane follows the keys
     said: str = ""  # the answer of the last command, for a while
-    tour: Telling | None = None  # None: no tour
+    tour: TourText | None = None  # None: no tour
     offers_tour: bool = False  # neither taken nor declined so far
     hidden: int = 0  # requests up to this one are not taken in, nor their steps
     woke: int = 0  # index of the first step of the latest busy period
@@ -104,7 +105,7 @@ class State:
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
     # By rows: seconds of the last steps with nothing but decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
-    _tries: bool = False  # the latest busy period belongs to the running trial
+    _in_experiment: bool = False  # the latest busy period belongs to the running experiment
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
@@ -121,16 +122,16 @@ class State:
         news = view.faults[len(before.faults) :]
         self.faults += news
         for fault in news:
-            self.talks.refuse(fault.question, "" if fault.prompt else fault.message)
-        self._tries = self._tries and view.trying
-        if view.trial is not None and view.trial is not before.trial:
-            self.found[view.trial.name] = view.trial
+            self.chats.refuse(fault.question, "" if fault.prompt else fault.message)
+        self._in_experiment = self._in_experiment and view.experimenting
+        if view.finding is not None and view.finding is not before.finding:
+            self.found[view.finding.name] = view.finding
         # Another engine begins, or the same one is told once more from the start.
         begins = view.life != before.life
         if begins:
             self._forget()
             if before.life:
-                self.talks.lose()
+                self.chats.lose()
         if view.door:
             self._absorb_calls(view.door.ended)
         if view.engine is not None:
@@ -138,8 +139,8 @@ class State:
                 self._meet(view.engine.limits)
             news = without(view.engine, self.hidden)
             self._absorb_requests(news, begins)
-            self.talks.absorb(view.answers, self.requests)
-            self.select_talk()
+            self.chats.absorb(view.answers, self.requests)
+            self.select_chat()
             self._tell_unseen(view)
             self._absorb_steps(news, view.busy)
             self._shorten_history()
@@ -151,14 +152,14 @@ class State:
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
 
-    def select_talk(self) -> None:
+    def select_chat(self) -> None:
         """Select the slot of the open conversation, once for each turn."""
-        turns = self.talks.open.turns
-        if not (turns and self.talking) or turns[-1].number == self.talks.led:
+        turns = self.chats.open.turns
+        if not (turns and self.chatting) or turns[-1].number == self.chats.led:
             return
         request = turns[-1].request
         if request and request.slot is not None:
-            self.talks.led = turns[-1].number
+            self.chats.led = turns[-1].number
             self.select(request.slot)
 
     def select(self, slot: int) -> None:
@@ -178,7 +179,7 @@ class State:
         for name in OF_A_LIFE:
             setattr(self, name, getattr(fresh, name))
 
-    def _absorb_calls(self, ended: Sequence[Call]) -> None:
+    def _absorb_calls(self, ended: Sequence[RequestRecord]) -> None:
         self.calls = [*self.calls, *ended][-self.REMEMBERED :]
         self.refused += sum(call.is_refused for call in ended)
         self.gone += sum(call.hung_up for call in ended)
@@ -292,17 +293,17 @@ class State:
         if not came or min(came) <= before:
             return
         self.woke = len(self.history)
-        # A trial is one period, although the engine is idle now and then. Legs of a race are two.
-        if not self._tries:
+        # An experiment is one period, although the engine is idle now and then. Legs of a race are two.
+        if not self._in_experiment:
             self._end_period(ended, True, new.view.began)
             self.periods.append(Period(new.began))
-        self._tries = self.view.trying and not self.view.racing
+        self._in_experiment = self.view.experimenting and not self.view.racing
 
     @property
     def leads(self) -> bool:
         """Does the prompt box lead to the conversation? With a chat model of the user's own."""
         view = self.view
-        return view.stage == "ready" and view.speaks and not view.watches and self.model != "demo"
+        return view.stage == "ready" and view.has_chat and not view.watches and self.model != "demo"
 
     @property
     def hurries(self) -> bool:
@@ -562,9 +563,9 @@ def price_in(state: State) -> Callable[[Period], Price | None]:
     return of
 
 
-def life_in(state: State, request: RequestView) -> Life:
+def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
     """A request's life: each step is divided by the usual times of the parts."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
     usual, now = prices(state, one_in=2, step=step), state.view.engine.now
-    return life_of(request, state.requests.values(), state.history, usual, now)
+    return break_down(request, state.requests.values(), state.history, usual, now)

@@ -26,7 +26,7 @@ from textual.widgets import TextArea
 
 from runtime.conversation import History
 from runtime.errors import describe, show_fault
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import Line, clean, shorten
 from screen.state import State
 
@@ -63,7 +63,7 @@ class Pane(Widget):
     `wheel` is the action of the mouse wheel, called with -1 or 1.
     """
 
-    def __init__(self, draw: Callable[[State, Paper], None], id: str, wheel: str = ""):
+    def __init__(self, draw: Callable[[State, Canvas], None], id: str, wheel: str = ""):
         super().__init__(id=id)
         self._draw = draw
         self._wheel = wheel
@@ -94,7 +94,7 @@ class Pane(Widget):
     def _lines(self, width: int, height: int) -> list[Line]:
         """The function's lines. If the function raises, the error stands in their place, and all
         other panes go on."""
-        on = Paper(self.app.palette, width, height)
+        on = Canvas(self.app.palette, width, height)
         try:
             self._draw(self.app.state, on)
             self._fault = ""

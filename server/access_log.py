@@ -3,9 +3,9 @@
 The problem. A refused request never reaches the engine, and the engine never learns that a client
 hung up. So the engine's snapshots tell of neither, and the owner of the server wants to know both.
 
-The way out. Each request at the door is a `Call`, a frozen record, replaced by a newer one as the
-request goes on. The `Journal` holds the open calls and the newest of the ended calls, numbered like
-the entries of the engine's ledger: so a watcher asks for the calls since the last look. `Figures`
+The way out. Each request at the door is a `RequestRecord`, a frozen record, replaced by a newer one as the
+request goes on. The `RequestLog` holds the open calls and the newest of the ended calls, numbered like
+the entries of the engine's ledger: so a watcher asks for the calls since the last look. `ServerMetrics`
 are counted for as long as the door is open, in Prometheus' text format.
 
 The invariant: memory is bounded, whatever comes. No prompt and no answer is kept here.
@@ -24,24 +24,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import TextIO
-
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Metric,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from runtime.cli import say
 from runtime.progress import PrefillProgress
 from runtime.registry import Log
-from runtime.snapshot import Snapshot, percentile
 from runtime.validation import one_line
 
 # The figures of a call that its log line has, too; there without their unit
@@ -58,7 +45,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestRecord:
     """One request at the door. Times are real ones, whatever the engine's clock does."""
 
     number: int
@@ -139,25 +126,25 @@ def logged(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class DoorView:
+class ServerView:
     """The door at one moment, and the calls that have ended since a watcher's last look."""
 
     address: str
     draining: bool
     connections: int
     watchers: int
-    open: tuple[Call, ...]
-    ended: tuple[Call, ...]  # since, oldest first
+    open: tuple[RequestRecord, ...]
+    ended: tuple[RequestRecord, ...]  # since, oldest first
     missed: int  # ended since, and no longer kept
     seen: int  # so many have ended
 
 
-class Journal:
+class RequestLog:
     """The calls: all open ones, and the newest of the ended ones. The door writes, any thread may
     look."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, RequestRecord] = {}
         self.ended = Log(1000)
         self.changes = 0  # counts every change of a call
         self._lock = threading.Lock()
@@ -167,7 +154,7 @@ class Journal:
         with self._lock:
             self._count += 1
             self.changes += 1
-            self.open[self._count] = Call(self._count, time.time(), client, route)
+            self.open[self._count] = RequestRecord(self._count, time.time(), client, route)
             return self._count
 
     def note(self, number: int, **changes) -> None:
@@ -175,16 +162,18 @@ class Journal:
             self.open[number] = replace(self.open[number], **changes)
             self.changes += 1
 
-    def end(self, number: int, is_kept: bool = True) -> Call:
+    def end(self, number: int, is_kept: bool = True) -> RequestRecord:
         """`is_kept`: not so a look at /health."""
         with self._lock:
-            call = self.open.pop(number)
+            record = self.open.pop(number)
             if is_kept:
-                self.ended.add(call)
+                self.ended.add(record)
             self.changes += 1
-            return call
+            return record
 
-    def look(self, since: int = 0) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
+    def look(
+        self, since: int = 0
+    ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
         """The open calls, the calls that have ended since, and how many have ended in all."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
@@ -262,93 +251,3 @@ class AccessLog:
                     words = f"{self._file.name}: {error.strerror}; serving goes on without its log"
                     say(one_line(words))
                 is_broken = True
-
-
-# --- figures ------------------------------------------------------------------------------------
-
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-disable_created_metrics()  # else each figure would have a second one: the time of its making
-
-
-class Figures:
-    """Counts, for as long as the door is open."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = self._counter(
-            "http_requests", "Requests that have ended.", "status", "reason"
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
-        )
-        self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
-        self.right = self._counter("right_guesses", "Guesses that were right.")
-        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From a request to its first token."
-        )
-        self.gap = self._histogram(
-            "token_gap_seconds", "From one token of an answer to the next one."
-        )
-        self.latency = self._histogram(
-            "request_seconds", "From a request to the end of its answer."
-        )
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"nanobatch_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"nanobatch_{name}", text, buckets=SECONDS, registry=self.registry)
-
-    def count(self, call: Call) -> None:
-        self.requests.labels(call.status or 0, call.reason).inc()
-        self.prompt_tokens.inc(call.prompt_tokens)
-        self.cached_tokens.inc(call.cached_tokens)
-        self.guessed.inc(call.guessed)
-        self.right.inc(call.right)
-        self.tokens.inc(call.tokens)
-        if call.requests and call.latency_s is not None:
-            self.latency.observe(call.latency_s)
-
-    def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
-        """Of one choice: the seconds from the request to the first token, and the moments of all
-        tokens."""
-        if ttft_s is not None:
-            self.ttft.observe(ttft_s)
-        for before, after in pairwise(times):
-            self.gap.observe(after - before)
-
-    def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's,
-        once there is an engine."""
-        metrics = list(self.registry.collect())
-        if engine:
-            gauges = gauges | {
-                "requests_running": sum(slot.request is not None for slot in engine.slots),
-                "requests_waiting": engine.waiting,
-                "slots": len(engine.slots),
-                "slot_tokens": engine.limits.max_len,
-                "prompt_tokens_per_second": engine.prompt_tokens_per_s,
-            }
-            metrics.append(steps_of(engine))
-            read = "Prompt tokens that were read by all steps so far; cached tokens do not count."
-            metrics.append(
-                CounterMetricFamily("nanobatch_prefill_tokens", read, engine.prompt_tokens)
-            )
-        for name, value in gauges.items():
-            words = name.replace("_", " ").capitalize()
-            metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))
-        return generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
-
-
-def steps_of(engine: Snapshot) -> Metric:
-    """How long steps took: quantiles of the steps since the last look, sum and count of all."""
-    name = "nanobatch_step_seconds"
-    steps = Metric(name, "How long steps took.", "summary")
-    took = [step.seconds for step in engine.steps]
-    for part in (0.5, 0.95, 0.99) if took else ():
-        steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
-    steps.add_sample(f"{name}_sum", {}, engine.steps_s)
-    steps.add_sample(f"{name}_count", {}, engine.seen.steps)
-    return steps

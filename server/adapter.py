@@ -4,7 +4,7 @@ The problem. Three protocols ask for the same, each in its own words: OpenAI's o
 (`openai.py`), OpenAI's newer one (`responses.py`), and Anthropic's (`messages.py`). None knows the
 others.
 
-What this file keeps. A protocol turns a body into a `Wish`, or refuses the body. The answer comes
+What this file keeps. A protocol turns a body into a `ParsedRequest`, or refuses the body. The answer comes
 back as the items of `choice.py`, and the protocol turns the items into events, or into one JSON.
 
 Where next: `openai.py`, the protocol that every client speaks.
@@ -22,7 +22,7 @@ from server.choice import Choice
 from server.schema import APIError
 from text.tokenizer import Chat
 
-SCORES = 200_000  # log probabilities in one answer, over all choices
+MAX_LOGPROBS = 200_000  # log probabilities in one answer, over all choices
 
 
 def ending() -> APIError:
@@ -46,7 +46,7 @@ def dump_politely(body: Any) -> bytes:
 # --- a wish, and the parts of an answer ---------------------------------------------------------
 
 
-class Wish(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A body, understood. Each prompt is a text, a `Chat`, or token ids; each gets `n` choices."""
 
     prompts: list
@@ -58,7 +58,7 @@ class Wish(NamedTuple):
     progress: bool = False  # of the prompt, in the stream
     must_call: Sequence[dict] = ()  # one of these tools has to be called
     is_single: bool = False  # at most one call may come
-    asked: Mapping[str, Any] = {}  # the body's fields that are not null
+    fields: Mapping[str, Any] = {}  # the body's fields that are not null
 
     @property
     def chat(self) -> Chat | None:
@@ -77,7 +77,7 @@ class Wish(NamedTuple):
         top = self.settings.get("logprobs")
         if top is None:
             return sys.maxsize
-        return SCORES // (self.n * len(self.prompts) * (1 + top))
+        return MAX_LOGPROBS // (self.n * len(self.prompts) * (1 + top))
 
 
 class Usage(NamedTuple):
@@ -85,8 +85,8 @@ class Usage(NamedTuple):
 
     prompt: int
     cached: int  # of the prompt
-    answer: int
-    thought: int  # of the answer
+    output: int
+    reasoning: int  # of the answer
 
 
 class Progress(NamedTuple):
@@ -106,11 +106,11 @@ class Progress(NamedTuple):
         return f": {words}\n\n".encode()
 
 
-class Speaks:
+class ProtocolAdapter:
     """A protocol understands a body, and writes one answer: one whole body, or the events of a
     stream.
 
-    `understand` makes a `Wish` of a body and the model's names. `whole` has all choices, and their
+    `parse_request` makes a `ParsedRequest` of a body and the model's names. `whole` has all choices, and their
     `Usage`. The events: `first`; `changed` for each change of a choice's items; `last`, when a
     choice has ended; `close` at the end, or `fail`.
     """
@@ -119,12 +119,12 @@ class Speaks:
     form: str  # and for a JSON schema
     prefix: str  # of the answer's id
 
-    def __init__(self, wish: Wish, name: str, model: str):
+    def __init__(self, parsed: ParsedRequest, name: str, model: str):
         """`name`: the answer's number, and a suffix of this process."""
         self.id = self.prefix + name
         self._name = name
         self._model = model
-        self._wish = wish
+        self._parsed = parsed
 
     def first(self, choices: int, usage: Usage) -> bytes:
         return b""

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from server.adapter import Speaks, Usage, Wish, named_event
+from server.adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.choice import Change, Choice, Item
 from server.schema import (
     APIError,
-    Given,
+    BodyReader,
     call_of,
     choose_tools,
     conversation,
@@ -72,37 +72,37 @@ def error(refusal: APIError) -> dict:
 # --- the wish of a body -------------------------------------------------------------------------
 
 
-def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
+def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> ParsedRequest:
     """`is_count`: nothing is to be answered, so a length need not be given."""
-    asked = read_body(body, names)
-    tools = read_tools(asked, schema="input_schema", type="custom")
-    tools, must_call = choose_tools(asked, tools, words=CHOICES)
-    choice = asked.inner("tool_choice")
+    request = read_body(body, names)
+    tools = read_tools(request, schema="input_schema", type="custom")
+    tools, must_call = choose_tools(request, tools, words=CHOICES)
+    choice = request.inner("tool_choice")
     # How long a thought may be is a hint, too
-    hints = THINKING[asked.inner("thinking").one_of("type", THINKING, "adaptive")]
-    settings = asked.some(PLAIN) | {"stop": read_stop(asked, "stop_sequences")}
+    hints = THINKING[request.inner("thinking").one_of("type", THINKING, "adaptive")]
+    settings = request.some(PLAIN) | {"stop": read_stop(request, "stop_sequences")}
     # `output_config` may also have an effort, which is a hint
-    if form := read_form(asked.inner("output_config"), "format"):
+    if form := read_form(request.inner("output_config"), "format"):
         settings["grammar"] = form
-    if not is_count and asked.get("max_tokens") is None:
-        raise asked.bad("max_tokens", "the most tokens of an answer")
-    wish = Wish(
-        [Chat(read_messages(asked), tools, hints=hints)],
+    if not is_count and request.get("max_tokens") is None:
+        raise request.bad("max_tokens", "the most tokens of an answer")
+    parsed = ParsedRequest(
+        [Chat(read_messages(request), tools, hints=hints)],
         settings=settings,
-        max_tokens=asked.whole("max_tokens", 1),
-        stream=asked.read("stream", bool, False),
+        max_tokens=request.whole("max_tokens", 1),
+        stream=request.read("stream", bool, False),
         must_call=must_call,
         is_single=choice.read("disable_parallel_tool_use", bool, True) and bool(tools),
     )
-    asked.refuse_rest(NEUTRAL)
-    return wish
+    request.reject_unknown(NEUTRAL)
+    return parsed
 
 
-def read_messages(asked: Given) -> list[dict]:
+def read_messages(request: BodyReader) -> list[dict]:
     found = []
-    if system := asked.text("system", ""):
+    if system := request.text("system", ""):
         found.append({"role": "system", "content": system})
-    for message in conversation(asked, "messages"):
+    for message in conversation(request, "messages"):
         role = message.one_of("role", ("user", "assistant", "system"))
         if role == "system" or isinstance(message.get("content"), str):
             found.append({"role": role, "content": message.text("content")})
@@ -116,7 +116,7 @@ def read_messages(asked: Given) -> list[dict]:
     return found
 
 
-def read_user(blocks: list[Given]) -> list[dict]:
+def read_user(blocks: list[BodyReader]) -> list[dict]:
     """Results of tools are messages of their own, and stand before the user's words."""
     found = []
     texts = []
@@ -132,15 +132,15 @@ def read_user(blocks: list[Given]) -> list[dict]:
     return found
 
 
-def read_own(blocks: list[Given]) -> dict:
+def read_own(blocks: list[BodyReader]) -> dict:
     """The assistant's thoughts, words and calls."""
     texts = []
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thought = message.get("reasoning_content", "")
-            message["reasoning_content"] = thought + block.read("thinking", str)
+            reasoning = message.get("reasoning_content", "")
+            message["reasoning_content"] = reasoning + block.read("thinking", str)
         elif kind == "tool_use":
             call = call_of(block.read("id", str), block, "input")
             message.setdefault("tool_calls", []).append(call)
@@ -153,16 +153,16 @@ def read_own(blocks: list[Given]) -> dict:
 
 # For each kind of item: the type of the block's delta, and the field with the text
 DELTAS = {
-    "answer": ("text_delta", "text"),
-    "thought": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "tool_call": ("input_json_delta", "partial_json"),
 }
 
 
-class Message(Speaks):
+class Message(ProtocolAdapter):
     """The bodies of one answer."""
 
-    understand = staticmethod(understand)
+    parse_request = staticmethod(parse_request)
     prompt = "messages"
     form = "output_config"
     prefix = "msg_"
@@ -212,16 +212,16 @@ class Message(Speaks):
 
 def block(item: Item) -> dict:
     """An item so far."""
-    if item.kind == "answer":
+    if item.kind == "content":
         return {"type": "text", "text": item.text}
-    if item.kind == "thought":
+    if item.kind == "reasoning":
         # A signature would prove the thought to be the model's own, and nobody checks here
         return {"type": "thinking", "thinking": item.text, "signature": ""}
-    given = None
+    values = None
     with suppress(ValueError, RecursionError):  # arguments that were cut off are no object
-        given = strict(item.text)
-    given = given if isinstance(given, dict) else {}
-    return {"type": "tool_use", "id": item.id, "name": item.name, "input": given}
+        values = strict(item.text)
+    values = values if isinstance(values, dict) else {}
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": values}
 
 
 def ended(choice: Choice) -> dict[str, str | None]:
@@ -237,5 +237,5 @@ def written(usage: Usage) -> dict:
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.answer,
+        "output_tokens": usage.output,
     }

@@ -16,7 +16,7 @@ The invariant: each request at the door ends with an answer, or when the client 
 the request holds no slot.
 
 Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, the wishes
-of all protocols; `choice.py`, the items of an answer; `journal.py`, the door's memory.
+of all protocols; `choice.py`, the items of an answer; `request_log.py`, the door's memory.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ from runtime.handle import Handle
 from runtime.loop import Loop
 from runtime.snapshot import Snapshot
 from runtime.validation import shown
-from server import anthropic, embeddings_api, http, live_page, openai, responses
-from server.access_log import DoorView, Figures, HangUps, Journal, impatient
-from server.adapter import Speaks, ending
-from server.completion import Answer, Served, count
-from server.http import Connection, Gone, Options, Reply, Visit, refused, reply
+from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
+from server.access_log import HangUps, RequestLog, ServerView, impatient
+from server.adapter import ProtocolAdapter, ending
+from server.completion import Answer, ServedModel, count
+from server.http import Connection, Gone, HTTPRequest, Options, Reply, refused, reply
+from server.metrics import ServerMetrics
+from server.proxy import seen_through
 from server.schema import APIError, check_model
-from server.watch import WATCHERS, watch
+from server.watch import MAX_WATCHERS, watch
 from server.watch_frames import Frame
-from text.grammar import TRIAL
+from text.grammar import SANDBOX_LIMITS
 
 PROTOCOLS = {
     "/v1/chat/completions": openai.ChatCompletion,
@@ -61,7 +63,7 @@ PROTOCOLS = {
 COUNT = "/v1/messages/count_tokens"
 MODELS = "/v1/models"  # and, behind a slash, any name of the model
 # A route's: returns a response, or writes through the visit
-Answering = Callable[[Visit], Awaitable[Reply | None]]
+Answering = Callable[[HTTPRequest], Awaitable[Reply | None]]
 DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
 
 
@@ -71,9 +73,9 @@ class APIServer:
 
     def __init__(self, options: Options):
         self.options = options
-        self.journal = Journal()
-        self.figures = Figures()
-        self.served: Served | None = None  # None while the model is being loaded
+        self.request_log = RequestLog()
+        self.metrics = ServerMetrics()
+        self.served: ServedModel | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
         self.log: Callable[[str], None] | None = None  # takes a line for each request
         self.hint: Callable[[str], None] = lambda words: None  # takes advice for the owner
@@ -84,20 +86,20 @@ class APIServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._born = int(time.time())
-        self._visits: set[Visit] = set()
+        self._requests: set[HTTPRequest] = set()
         self._scraped: Snapshot | None = None  # the engine at the last look at /metrics
-        self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
+        self._pool = ThreadPoolExecutor(4, "server")  # reads bodies
         # For long bodies, so that no short one waits behind them
-        self._slow_pool = ThreadPoolExecutor(2, "door, long")
+        self._slow_pool = ThreadPoolExecutor(2, "server, long")
         # These wait for a process that tries a grammar. Two more are for grammars known already
-        self._grammar_pool = ThreadPoolExecutor(TRIAL.at_once + 2, "door, grammars")
+        self._grammar_pool = ThreadPoolExecutor(SANDBOX_LIMITS.at_once + 2, "server, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
         self._routes = self._make_routes()
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
         self._open: dict[int, Answer] = {}  # by request id
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._ended = threading.Event()
 
     def _make_routes(self) -> dict[str, tuple[str, Answering]]:
@@ -124,13 +126,13 @@ class APIServer:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = Served(engine, names, engine.text.advice)
+        self.served = ServedModel(engine, names, engine.text.advice)
         engine.on_commit = self._on_commit
 
     @property
     def _answers(self) -> list[Answer]:
         """Those that the engine is at work for."""
-        answers = [visit.answer for visit in list(self._visits)]
+        answers = [request.answer for request in list(self._requests)]
         return [answer for answer in answers if answer]
 
     def _on_commit(self, handles: list[Handle]) -> None:
@@ -198,10 +200,10 @@ class APIServer:
             pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
-    def look(self, since: int = 0) -> DoorView:
+    def look(self, since: int = 0) -> ServerView:
         """The door now, and the calls that have ended since the watcher had seen `since` of them."""
-        opened, ended, count = self.journal.look(since)
-        return DoorView(
+        opened, ended, count = self.request_log.look(since)
+        return ServerView(
             address=self.address,
             draining=self.draining,
             connections=len(self._connections),
@@ -223,18 +225,19 @@ class APIServer:
 
     async def _listen(self) -> None:
         self._events.set_exception_handler(http.AcceptFailures())
-        sweeper = asyncio.ensure_future(http.sweep(self._visits))
+        sweeper = asyncio.ensure_future(http.sweep(self._requests))
         logger = asyncio.ensure_future(self._log_prefills())
-        connect = partial(Connection, self._serve, self._connections)
+        serve = seen_through(self._serve, self.options.trusted_proxies)
+        connect = partial(Connection, serve, self._connections)
         server = await self._events.create_server(connect, sock=self._socket)
         await self._is_over.wait()
         server.close()
-        deadline = time.monotonic() + http.FAREWELL_S
+        deadline = time.monotonic() + http.LINGER_S
         while self._connections:
             for connection in list(self._connections):
                 if time.monotonic() > deadline:  # the client has not taken everything
                     connection.transport.abort()
-                elif not connection.visit:
+                elif not connection.request:
                     connection.transport.close()
             await asyncio.sleep(0.01)
         sweeper.cancel()
@@ -248,59 +251,59 @@ class APIServer:
 
     def _log_prefills_once(self, now: float) -> None:
         # A function of its own, because a sleeping loop would keep the last visit in memory
-        for visit in list(self._visits) if self.log else ():
-            prefill = visit.answer and visit.answer.prefill_to_log(now)
-            if prefill and visit.call.id:
-                self.log(visit.call.prefill_line(prefill))
+        for request in list(self._requests) if self.log else ():
+            prefill = request.answer and request.answer.prefill_to_log(now)
+            if prefill and request.record.id:
+                self.log(request.record.prefill_line(prefill))
 
-    async def _serve(self, connection: Connection, request: h11.Request) -> None:
+    async def _serve(self, connection: Connection, head: h11.Request) -> None:
         """Each request comes through here: a visit begins, and its outcome is written down."""
         began = time.perf_counter()
-        visit = connection.visit = Visit(connection, request, self.journal)
-        if visit.path.startswith("/v1/messages"):
-            visit.error = anthropic.error
-        self._visits.add(visit)
+        request = connection.request = HTTPRequest(connection, head, self.request_log)
+        if request.path.startswith("/v1/messages"):
+            request.error = anthropic.error
+        self._requests.add(request)
         try:
-            await self._answer(visit)
+            await self._answer(request)
         except (Gone, asyncio.CancelledError):
-            visit.note(hung_up=True, status=visit.status or 499)
+            request.note(hung_up=True, status=request.status or 499)
             raise
         finally:
-            connection.visit = None
-            self._visits.discard(visit)
-            visit.note(latency_s=time.perf_counter() - began)
-            call = visit.end()
-            if visit.is_news:
-                self.figures.count(call)
+            connection.request = None
+            self._requests.discard(request)
+            request.note(latency_s=time.perf_counter() - began)
+            record = request.end()
+            if request.is_logged:
+                self.metrics.count(record)
                 if self.log:
-                    self.log(call.line)
+                    self.log(record.line)
 
-    async def _answer(self, visit: Visit) -> None:
+    async def _answer(self, request: HTTPRequest) -> None:
         """An exception on a request's way becomes the answer."""
         try:
-            reply = http.share(visit, self.options)
+            reply = auth.share(request, self.options)
             if not reply:
-                self._admit(visit)
-                reply = await self._find(visit)(visit)
+                self._admit(request)
+                reply = await self._find(request)(request)
             if not reply:
-                visit.end_events()
+                request.end_events()
         except APIError as refusal:
-            reply = refused(visit, refusal)
+            reply = refused(request, refusal)
         except Gone:
             raise
         # A fault of ours: this client is told, and the others do not notice
         except Exception as error:
             show_fault("a request over HTTP failed", error)
-            reply = refused(visit, APIError(500, describe(error), "internal_error"))
-        if reply and visit.status is None:
-            await visit.reply(reply)
+            reply = refused(request, APIError(500, describe(error), "internal_error"))
+        if reply and request.status is None:
+            await request.reply(reply)
 
-    def _admit(self, visit: Visit) -> None:
+    def _admit(self, request: HTTPRequest) -> None:
         if self.is_local:
-            http.check_host(visit, self.options)
-        connections = sum(each.has_asked and not each.is_leaving for each in self._connections)
-        http.guard(visit, self.options, connections)
-        if visit.path not in ("/", "/health", "/metrics"):
+            auth.check_host(request, self.options)
+        connections = sum(each.has_request and not each.is_leaving for each in self._connections)
+        auth.guard(request, self.options, connections)
+        if request.path not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise APIError(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
@@ -308,32 +311,32 @@ class APIServer:
             if self.draining:
                 raise ending()
 
-    def _find(self, visit: Visit) -> Answering:
+    def _find(self, request: HTTPRequest) -> Answering:
         """What answers on this path."""
-        path = visit.path
+        path = request.path
         known = MODELS if path.startswith(f"{MODELS}/") else path
         if known not in self._routes:
             words = f"there is no {shown(path)} here; there is {', '.join(self._routes)}"
             raise APIError(404, words, "unknown_url")
         methods, answer = self._routes[known]
-        if visit.method not in methods.split(", "):
-            words = f"{shown(visit.method)} is not a method of {path}; use {methods}"
+        if request.method not in methods.split(", "):
+            words = f"{shown(request.method)} is not a method of {path}; use {methods}"
             raise APIError(405, words, "method_not_allowed", Allow=methods)
         return answer
 
     # --- the small routes
 
-    async def _models(self, visit: Visit) -> Reply:
+    async def _models(self, request: HTTPRequest) -> Reply:
         own, default, *more = self.served.names
         told = partial(openai.model, created=self._born, max_len=self.served.engine.sched.max_len)
-        asked = visit.path[len(MODELS) + 1 :]
-        if asked:
-            check_model(asked, self.served.names)
-            return reply(told(own if asked == default else asked))
-        names = [own, *(name for name in more if name != "*")]
-        return reply({"object": "list", "data": [told(name) for name in names]})
+        name = request.path[len(MODELS) + 1 :]
+        if name:
+            check_model(name, self.served.names)
+            return reply(told(own if name == default else name))
+        names = [own, *(each for each in more if each != "*")]
+        return reply({"object": "list", "data": [told(each) for each in names]})
 
-    async def _health(self, visit: Visit) -> Reply:
+    async def _health(self, request: HTTPRequest) -> Reply:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
         if self.loop and not self.loop.is_alive:
             status = "stopped"
@@ -342,7 +345,7 @@ class APIServer:
             status = "unloaded"  # the next request is answered, but waits for the weights
         return reply({"status": status}, code)
 
-    async def _metrics(self, visit: Visit) -> Reply:
+    async def _metrics(self, request: HTTPRequest) -> Reply:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None
         # The next look may never come. So no texts and steps are kept for it
         self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
@@ -351,25 +354,27 @@ class APIServer:
             "watchers": self.watchers,
             "paused_seconds": self.loop.paused_s if self.loop else 0.0,
         }
-        text = self.figures.text(seen, gauges)
+        text = self.metrics.text(seen, gauges)
         return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _page(self, visit: Visit) -> Reply:
+    async def _page(self, request: HTTPRequest) -> Reply:
         """The page holds no data of this server. It asks as any watcher and any client does."""
         text, policy = live_page.live()
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
         headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
         return Reply(text.encode(), headers=headers, type="text/html; charset=utf-8")
 
-    async def _watch(self, visit: Visit) -> None:
-        if self.watchers >= WATCHERS:
-            raise APIError(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
+    async def _watch(self, request: HTTPRequest) -> None:
+        if self.watchers >= MAX_WATCHERS:
+            raise APIError(
+                429, f"{MAX_WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5"
+            )
         hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
-        hello["texts"] = http.may_read(visit, self.options)
+        hello["texts"] = auth.may_read(request, self.options)
         hello["temperature"] = self.served.defaults["temperature"]
         self.watchers += 1
         try:
-            await watch(visit, hello, self._frame)
+            await watch(request, hello, self._frame)
         finally:
             self.watchers -= 1
 
@@ -384,46 +389,48 @@ class APIServer:
 
     # --- a prompt and its answer
 
-    async def _count(self, visit: Visit) -> Reply:
+    async def _count(self, request: HTTPRequest) -> Reply:
         """How many tokens a prompt has."""
-        body = await http.read_body(visit, self._visits)
-        pool = self._slow_pool if len(body) > http.LONG else self._pool
-        understand = partial(anthropic.understand, is_count=True)
-        tokens = await self._events.run_in_executor(pool, count, self.served, understand, body)
+        body = await http.read_body(request, self._requests)
+        pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
+        parse_request = partial(anthropic.parse_request, is_count=True)
+        tokens = await self._events.run_in_executor(pool, count, self.served, parse_request, body)
         return reply({"input_tokens": tokens})
 
-    async def _complete(self, protocol: type[Speaks], visit: Visit) -> Reply | None:
+    async def _complete(
+        self, protocol: type[ProtocolAdapter], request: HTTPRequest
+    ) -> Reply | None:
         """From a body to its answer, whole or as a stream. A client that hangs up cancels this,
         wherever it is."""
-        visit.is_news = True
-        body = await http.read_body(visit, self._visits)
+        request.is_logged = True
+        body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
             raise ending()
-        answer = Answer(self.served, protocol, visit.call.client, self._open)
-        visit.answer = answer
-        pool = self._slow_pool if len(body) > http.LONG else self._pool
+        answer = Answer(self.served, protocol, request.record.client, self._open)
+        request.answer = answer
+        pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         try:
             await self._events.run_in_executor(pool, answer.ask, body)
             body = b""  # a large body is not kept while the answer runs
-            visit.size = 0
+            request.size = 0
             if not answer.choices:
                 await self._events.run_in_executor(self._grammar_pool, answer.submit)
             requests = tuple(choice.handle.id for choice in answer.choices)
-            visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
-            if answer.wish.stream:
-                return await answer.stream(visit)
+            request.note(id=answer.adapter.id, requests=requests, stream=answer.parsed.stream)
+            if answer.parsed.stream:
+                return await answer.stream(request)
             return await answer.whole()
         except (Gone, asyncio.CancelledError):
-            self._note_hang_up(visit, answer)
+            self._note_hang_up(request, answer)
             raise
         finally:
             answer.cancel()
             answer.forget()
-            if visit.call.requests:
-                answer.account(visit, self.figures)
-            visit.answer = None
+            if request.record.requests:
+                answer.account(request, self.metrics)
+            request.answer = None
 
-    def _note_hang_up(self, visit: Visit, answer: Answer) -> None:
+    def _note_hang_up(self, request: HTTPRequest, answer: Answer) -> None:
         """Advise the owner when a client hangs up on the same long prompt for the second time."""
         if self.draining or not answer.choices:
             return
@@ -431,6 +438,6 @@ class APIServer:
         prefill = handle.prefill
         if not prefill.is_long:
             return
-        client = visit.call.client
+        client = request.record.client
         if self._hang_ups.add(client, handle.request.prompt) == 2:
-            self.hint(impatient(client, time.time() - visit.call.at, prefill))
+            self.hint(impatient(client, time.time() - request.record.at, prefill))

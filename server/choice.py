@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from runtime.handle import Handle
 from text.tokenizer import Tokenizer
-from text.tool_parser import Parser
+from text.tool_parser import OutputParser
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Choice:
     def __init__(
         self,
         handle: Handle,
-        parser: Parser,
+        parser: OutputParser,
         words: Words | None,
     ):
         self.handle = handle
@@ -82,14 +82,14 @@ class Choice:
     def reason(self) -> str:
         """Why the answer has ended."""
         reason = self.handle.finish_reason
-        has_called = any(item.kind == "call" for item in self.items)
+        has_called = any(item.kind == "tool_call" for item in self.items)
         is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
         return "tool_calls" if has_called and is_over else reason
 
     @property
-    def thought(self) -> int:
+    def reasoning_tokens(self) -> int:
         """So many tokens are thoughts."""
-        end = self._parser.thought
+        end = self._parser.reasoning_length
         return end and sum(place <= end for place in accumulate(self.handle.lengths))
 
     def text(self, kind: str) -> str:
@@ -109,7 +109,7 @@ class Choice:
         is_cut = self.handle.finish_reason == "length"
         parts = self._parser.push(piece, piece is None and is_cut)
         for kind, text in parts:
-            if kind == "call":
+            if kind == "tool_call":
                 yield from self._start(kind, text)
                 continue
             is_open = kind == "arguments" or (self.items and self.items[-1].kind == kind)
@@ -120,7 +120,7 @@ class Choice:
             yield Change("delta", item, text, words)
             words = None if words is None else []
         if words:  # of tokens of a mark, such as <think>: no item has their text
-            yield Change("delta", Item("answer"), "", words)
+            yield Change("delta", Item("content"), "", words)
         if piece is None:
             is_whole = not is_cut or self._parser.is_over
             yield from self._stop("completed" if is_whole else "incomplete")

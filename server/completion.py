@@ -10,7 +10,7 @@ long prompt takes a second to turn into tokens.
 
 The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
 
-Where next: `choice.py`, where the pieces become items; `journal.py`, the door's memory of requests.
+Where next: `choice.py`, where the pieces become items; `request_log.py`, the door's memory of requests.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from runtime.progress import UNREAD, PrefillProgress
 from runtime.sampling_params import SamplingParams
 from runtime.validation import GrammarError
 from sched import QueueFull
-from server.access_log import Figures
 from server.adapter import (
+    ParsedRequest,
     Progress,
-    Speaks,
+    ProtocolAdapter,
     Usage,
-    Wish,
     dump_politely,
     ending,
 )
 from server.choice import Choice, Words
-from server.http import Reply, Visit
+from server.http import HTTPRequest, Reply
+from server.metrics import ServerMetrics
 from server.schema import APIError, invalid
 from text.sandbox import BusyError
 from text.tokenizer import Chat, Prompt, TooLongError
-from text.tool_parser import Parser, Speech, grammar, loads
+from text.tool_formats import OutputFormat, tool_call_grammar
+from text.tool_parser import OutputParser, loads
 
 PIECES = 64  # of a stream that are written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
@@ -57,7 +58,7 @@ TOO_LONG = "context_length_exceeded"
 SUFFIX = secrets.token_hex(2)
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """The engine behind the door."""
 
     engine: AnyEngine
@@ -69,7 +70,11 @@ class Answer:
     """One request's choices, as they come from the engine."""
 
     def __init__(
-        self, served: Served, protocol: type[Speaks], client: str, open: dict[int, Answer]
+        self,
+        served: ServedModel,
+        protocol: type[ProtocolAdapter],
+        client: str,
+        open: dict[int, Answer],
     ):
         """`client`: who asks, for the policy `fair`. `open`: the answers by request id."""
         self.choices: list[Choice] = []
@@ -80,7 +85,7 @@ class Answer:
         # Prompts and settings that have been understood, and are not in line yet
         self._later: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Any = None
-        self.shape: Speaks | None = None  # writes this answer, once it is in line
+        self.adapter: ProtocolAdapter | None = None  # writes this answer, once it is in line
         self._came = time.perf_counter()
         self._read_s = 0.0  # so long the body took to be understood, and to come into line
         self._is_read = False  # has the client been told how far its prompt is read?
@@ -98,23 +103,25 @@ class Answer:
         request with a grammar is only understood here; another thread calls `submit`.
         """
         engine, names, defaults = self._served
-        wish = self.wish = self._protocol.understand(body, names)
+        parsed = self.parsed = self._protocol.parse_request(body, names)
         asks = self._later
         try:
-            for prompt in wish.prompts:
+            for prompt in parsed.prompts:
                 read = read_prompt(engine, prompt, self._protocol.prompt)
-                room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
+                room = min(engine.sched.max_len - len(read.ids), parsed.most_tokens)
                 settings = (
-                    defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                    defaults
+                    | parsed.settings
+                    | {"max_tokens": min(parsed.max_tokens or room, room)}
                 )
-                if held := grammar_of(engine, wish, read):
+                if held := grammar_of(engine, parsed, read):
                     settings["grammar"] = held
-                for _ in range(wish.n):
+                for _ in range(parsed.n):
                     asks.append((read, SamplingParams(**settings)))
                     # Else the choices would be the same
                     if type(settings.get("seed")) is int:
                         settings["seed"] += 1
-            if len(asks) > engine.sched.max_queue and not wish.is_many:
+            if len(asks) > engine.sched.max_queue and not parsed.is_many:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
@@ -132,19 +139,19 @@ class Answer:
             raise self._refusal_of(error) from None
         self._put_in_line()
         name = f"{self.choices[0].handle.id}-{SUFFIX}"
-        self.shape = self._protocol(self.wish, name, self._served.names[0])
+        self.adapter = self._protocol(self.parsed, name, self._served.names[0])
         self._read_s = time.perf_counter() - self._came
 
     def _put_in_line(self) -> int:
         """The next prompts. Of many texts only some at a time: others need not wait for them all.
         Returns how many choices have not ended yet."""
         running = sum(choice.handle.finish_reason is None for choice in self.choices)
-        at_once = 2 * self._served.engine.sched.slots if self.wish.is_many else math.inf
+        at_once = 2 * self._served.engine.sched.slots if self.parsed.is_many else math.inf
         while self._later and running < at_once:
             try:
                 self._begin(*self._later[0])
             except (ValueError, RuntimeError) as error:
-                if running and self.shape:
+                if running and self.adapter:
                     break  # until the next of its own has ended
                 raise self._refusal_of(error) from None
             self._later.popleft()
@@ -155,7 +162,7 @@ class Answer:
         engine = self._served.engine
         grammar = self._grammar and self._grammar.copy()
         # A second parser, in the engine's thread: it stops the answer behind the one call
-        ends = self._parser(prompt).ends if self.wish.is_single else None
+        ends = self._parser(prompt).ends if self.parsed.is_single else None
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
         self.choices.append(Choice(handle, self._parser(prompt), words))
@@ -165,22 +172,24 @@ class Answer:
             self.cancel()
             self.forget()
 
-    def _parser(self, prompt: Prompt) -> Parser:
-        chat = self.wish.chat
+    def _parser(self, prompt: Prompt) -> OutputParser:
+        chat = self.parsed.chat
         if not chat:
-            return Parser(Speech())
+            return OutputParser(OutputFormat())
         functions = [tool["function"] for tool in chat.tools]
         tools = {function["name"]: function["parameters"] for function in functions}
-        speech = self._served.engine.text.speech
-        is_strict = "grammar" in self.wish.settings  # the answer may be JSON that is no call
-        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single, is_strict)
+        output_format = self._served.engine.text.output_format
+        is_strict = "grammar" in self.parsed.settings  # the answer may be JSON that is no call
+        return OutputParser(
+            output_format, tools, prompt.is_thinking, self.parsed.is_single, is_strict
+        )
 
     # --- in the engine's thread
 
     def waits_for(self, handle: Handle) -> bool:
         """Whether new output of this request is to be sent now: a whole answer is sent at its
         end."""
-        return self.wish.stream or handle.finish_reason is not None
+        return self.parsed.stream or handle.finish_reason is not None
 
     # --- in the door's thread
 
@@ -194,7 +203,7 @@ class Answer:
     @property
     def lag(self) -> int:
         """How many bytes wait for a client that reads too slowly, about."""
-        if not self.wish.stream:
+        if not self.parsed.stream:
             return 0
         waiting = sum(choice.handle.pending for choice in self.choices)
         if not waiting:
@@ -212,23 +221,23 @@ class Answer:
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
         body = await asyncio.to_thread(self._body)
-        return Reply(body, headers={"X-Request-Id": self.shape.id})
+        return Reply(body, headers={"X-Request-Id": self.adapter.id})
 
     def _body(self) -> bytes:
         for choice in self.choices:
             choice.read()
-        return dump_politely(self.shape.whole(self.choices, self._usage()))
+        return dump_politely(self.adapter.whole(self.choices, self._usage()))
 
-    async def stream(self, visit: Visit) -> None:
+    async def stream(self, request: HTTPRequest) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together."""
-        visit.begin_events(self.shape.id)
+        request.begin_events(self.adapter.id)
         left = dict(enumerate(self.choices))
-        said = self.shape.first(len(left), self._usage())
-        if self.wish.progress:
-            said += self.shape.progress(self._progress)
+        said = self.adapter.first(len(left), self._usage())
+        if self.parsed.progress:
+            said += self.adapter.progress(self._progress)
         while left:
             if said:
-                await visit.write(said)
+                await request.write(said)
             await self._output()
             said = b""
             for index, choice in list(left.items()):
@@ -240,37 +249,37 @@ class Answer:
                 if not is_last:
                     continue
                 if failure := self._failure():
-                    visit.note(reason=failure.code, message=failure.message)
-                    await visit.write(said + self.shape.fail(failure))
+                    request.note(reason=failure.code, message=failure.message)
+                    await request.write(said + self.adapter.fail(failure))
                     return
                 said += self._events(index, None)
                 del left[index]
             if self._has_output.is_set():  # the rest later, because other answers wait
                 await asyncio.sleep(0)
-        await visit.write(said + self.shape.close(self._usage()))
+        await request.write(said + self.adapter.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:
         """The events of a piece, or of a choice's end."""
         choice = self.choices[index]
         told = b""
-        if self.wish.progress and not self._is_read:
+        if self.parsed.progress and not self._is_read:
             self._is_read = True
-            told += self.shape.progress(self._progress)
+            told += self.adapter.progress(self._progress)
         for change in choice.grow(piece):
-            told += self.shape.changed(index, change)
+            told += self.adapter.changed(index, change)
         if piece is None:
-            told += self.shape.last(index, choice)
+            told += self.adapter.last(index, choice)
         return told
 
     def _usage(self) -> Usage:
         metrics = [choice.handle.metrics for choice in self.choices]
-        prompts = metrics[:: self.wish.n]  # of each prompt's first choice
+        prompts = metrics[:: self.parsed.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
             # Of its own rows alone: others' would confirm a guess at their prompts
-            cached=sum(choice.handle.request.own for choice in self.choices[:: self.wish.n]),
-            answer=sum(m.output_tokens for m in metrics),
-            thought=sum(choice.thought for choice in self.choices),
+            cached=sum(choice.handle.request.own for choice in self.choices[:: self.parsed.n]),
+            output=sum(m.output_tokens for m in metrics),
+            reasoning=sum(choice.reasoning_tokens for choice in self.choices),
         )
 
     @property
@@ -298,7 +307,7 @@ class Answer:
         if self.choices[0].handle.pieces:
             return b""
         progress = self._progress
-        return self.shape.progress(progress) if self.wish.progress else progress.comment
+        return self.adapter.progress(progress) if self.parsed.progress else progress.comment
 
     def _failure(self) -> APIError | None:
         """The refusal to send, if a choice has ended without being complete."""
@@ -324,7 +333,7 @@ class Answer:
             return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
         if isinstance(error, RuntimeError):  # the engine has been closed meanwhile
             return ending()
-        settings = self.wish.settings
+        settings = self.parsed.settings
         # A grammar that the body does not name is the one for calls
         kind = next(iter(settings.get("grammar", ())), "calls")
         grammars = {"calls": "tools", "json": self._protocol.form, "lark": "guided_grammar"}
@@ -345,7 +354,7 @@ class Answer:
         for choice in list(self.choices):
             self._open.pop(choice.handle.id, None)
 
-    def account(self, visit: Visit, figures: Figures) -> None:
+    def account(self, request: HTTPRequest, server_metrics: ServerMetrics) -> None:
         """Write this answer into the journal and the figures. Times are the engine's, and the time
         before a prompt came into line counts, too."""
         total = self._usage()
@@ -353,15 +362,15 @@ class Answer:
         first_tokens = []
         for m, choice in zip(metrics, self.choices, strict=True):
             first_tokens.append(None if m.ttft_s is None else self._read_s + m.ttft_s)
-            figures.times(first_tokens[-1], choice.handle.times)
+            server_metrics.times(first_tokens[-1], choice.handle.times)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
-        visit.note(
-            reason=visit.call.reason or min(reasons, key=WORST.index, default=""),
+        request.note(
+            reason=request.record.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
-            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.wish.n]),
-            tokens=total.answer,
+            cached_tokens=sum(m.cached_tokens for m in metrics[:: self.parsed.n]),
+            tokens=total.output,
             guessed=sum(m.guessed for m in metrics),
             right=sum(m.right for m in metrics),
             ttft_s=first_tokens[0],
@@ -372,43 +381,47 @@ class Answer:
         )
 
 
-def check_tools(speech: Speech, chat: Chat, param: str) -> None:
+def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:
     """Refuse tools, unless we know how this model calls them."""
     called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
-    if (chat.tools or called) and not speech.format:
+    if (chat.tools or called) and not output_format.tools:
         field = "tools" if chat.tools else param
-        raise invalid(field, speech.why, "unsupported_parameter")
+        raise invalid(field, output_format.why, "unsupported_parameter")
 
 
-def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
+def grammar_of(
+    engine: AnyEngine, parsed: ParsedRequest, prompt: Prompt
+) -> Mapping[str, Any] | None:
     """The grammar of an answer: calls that must come; or the wish's own grammar, with calls that may
     come beside, and a thought before."""
-    given = wish.settings.get("grammar")
-    if not wish.chat:
+    given = parsed.settings.get("grammar")
+    if not parsed.chat:
         return given
-    speech = engine.text.speech
+    output_format = engine.text.output_format
     answer = None
-    if not wish.must_call:
+    if not parsed.must_call:
         answer = given and given.get("json")
         if isinstance(answer, str):
             answer = loads(answer)
-        if not isinstance(answer, dict) or not (wish.chat.tools or speech.thought):
+        if not isinstance(answer, dict) or not (parsed.chat.tools or output_format.reasoning):
             return given
-    text = grammar(
-        speech,
-        wish.must_call or wish.chat.tools,
+    text = tool_call_grammar(
+        output_format,
+        parsed.must_call or parsed.chat.tools,
         answer=answer,
-        is_single=wish.is_single,
+        is_single=parsed.is_single,
         is_thinking=prompt.is_thinking,
         marks=engine.text.marks,
     )
     return {"lark": text}
 
 
-def count(served: Served, understand: Callable[[bytes, Sequence[str]], Wish], body: bytes) -> int:
+def count(
+    served: ServedModel, parse_request: Callable[[bytes, Sequence[str]], ParsedRequest], body: bytes
+) -> int:
     """The tokens of a prompt, without an answer."""
-    wish = understand(body, served.names)
-    return len(read_prompt(served.engine, wish.prompts[0], "messages").ids)
+    parsed = parse_request(body, served.names)
+    return len(read_prompt(served.engine, parsed.prompts[0], "messages").ids)
 
 
 def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Prompt:
@@ -417,7 +430,7 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
     max_len = engine.sched.max_len
     size = len(prompt)
     if isinstance(prompt, Chat):
-        check_tools(text.speech, prompt, param)
+        check_tools(text.output_format, prompt, param)
         size = sum(len(message["content"]) for message in prompt.messages)
         calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
         size += len(str([prompt.tools, calls]))

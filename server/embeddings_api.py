@@ -4,7 +4,7 @@
 
 The problem. Clients send many texts at a time, thousands even, and chats wait beside them.
 
-What this file keeps. A text is a prompt without an answer. So a body becomes a `Wish` like any other,
+What this file keeps. A text is a prompt without an answer. So a body becomes a `ParsedRequest` like any other,
 and its choices come to their end in the engine's own steps.
 
 Where next: `Answer.submit` in `bridge.py`, which lets a few of them stand in line at a time.
@@ -16,28 +16,28 @@ import base64
 from collections.abc import Sequence
 
 from runtime.embeddings import unit
-from server.adapter import Speaks, Usage, Wish
+from server.adapter import ParsedRequest, ProtocolAdapter, Usage
 from server.choice import Choice
 from server.openai import read_prompts
 from server.schema import invalid, read_body
 
-TEXTS = 2048  # in one request, at most
+MAX_TEXTS = 2048  # in one request, at most
 
 
-def understand(body: bytes, names: Sequence[str]) -> Wish:
-    asked = read_body(body, names)
-    prompts = read_prompts(asked, "input", TEXTS)
-    form = asked.one_of("encoding_format", ("float", "base64"), "float")
-    dimensions = asked.whole("dimensions", 1)
-    asked.refuse_rest()
+def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
+    request = read_body(body, names)
+    prompts = read_prompts(request, "input", MAX_TEXTS)
+    form = request.one_of("encoding_format", ("float", "base64"), "float")
+    dimensions = request.whole("dimensions", 1)
+    request.reject_unknown()
     settings = {"embeds": True}
-    return Wish(prompts, settings, asked={"form": form, "dimensions": dimensions})
+    return ParsedRequest(prompts, settings, fields={"form": form, "dimensions": dimensions})
 
 
-class Embedding(Speaks):
+class Embedding(ProtocolAdapter):
     """The body with the vectors. There is no stream of them."""
 
-    understand = staticmethod(understand)
+    parse_request = staticmethod(parse_request)
     prompt = "input"
     form = "encoding_format"
     prefix = "embd-"
@@ -46,12 +46,12 @@ class Embedding(Speaks):
         data = []
         for index, choice in enumerate(choices):
             try:
-                vector = unit(choice.handle.vector, self._wish.asked["dimensions"])
+                vector = unit(choice.handle.vector, self._parsed.fields["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
             # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
             written = vector.tolist()
-            if self._wish.asked["form"] == "base64":
+            if self._parsed.fields["form"] == "base64":
                 written = base64.b64encode(vector).decode()
             data.append({"object": "embedding", "index": index, "embedding": written})
         counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}

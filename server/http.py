@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import ipaddress
 import math
 import re
@@ -33,34 +32,45 @@ import h11
 
 from runtime.errors import LOG
 from runtime.validation import shown
-from server.access_log import Call, Journal
+from server.access_log import RequestLog, RequestRecord
 from server.adapter import dump
 from server.schema import APIError
 
-CONNECTIONS = 512  # open at once with a request so far; one more gets a 429
-SPARE = 64  # more that have not sent a request yet; beyond, the oldest of these is aborted
-ACCEPT_S = 60.0  # seconds between two lines about connections that could not be accepted
+MAX_CONNECTIONS = 512  # open at once with a request so far; one more gets a 429
+MAX_SILENT_CONNECTIONS = (
+    64  # more that have not sent a request yet; beyond, the oldest of these is aborted
+)
+ACCEPT_LOG_S = 60.0  # seconds between two lines about connections that could not be accepted
 SWEEP_S = 0.5  # so often the door looks for streams that are silent, and for slow clients
-HEAD_S = 30.0  # a connection waits so long for its first request
-IDLE_S = 75.0  # and so long for another one
-HEAD = 2**16  # bytes of a request before its body
-BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
-LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
-BODIES = 2**28  # bytes of all bodies together; another long one gets a 429
-AHEAD = 2**14  # bytes read before their turn, about
-BODY_S = 30.0  # a body must have come by then
-PART = 2**14  # bytes of an answer sent at a time
-STUCK_S = 60.0  # a client whose line is full for so long has taken less than 48 KiB, and is ended
-SLOW_S = 5.0  # one whose line is full for so long is slow
-LAG = 2**25  # bytes waiting for all slow clients together; beyond, the client with most is ended
-FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
+HEAD_TIMEOUT_S = 30.0  # a connection waits so long for its first request
+IDLE_TIMEOUT_S = 75.0  # and so long for another one
+MAX_HEAD_BYTES = 2**16  # bytes of a request before its body
+MAX_BODY_BYTES = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
+LONG_BODY_BYTES = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
+MAX_BODIES_BYTES = 2**28  # bytes of all bodies together; another long one gets a 429
+READ_AHEAD_BYTES = 2**14  # bytes read before their turn, about
+BODY_TIMEOUT_S = 30.0  # a body must have come by then
+CHUNK_BYTES = 2**14  # bytes of an answer sent at a time
+WRITE_TIMEOUT_S = (
+    60.0  # a client whose line is full for so long has taken less than 48 KiB, and is ended
+)
+SLOW_AFTER_S = 5.0  # one whose line is full for so long is slow
+MAX_UNSENT_BYTES = (
+    2**25
+)  # bytes waiting for all slow clients together; beyond, the client with most is ended
+LINGER_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
 PROGRESS_S = 0.4  # in so long a silence before the first word, a comment tells the progress
 PING = b": ping\n\n"
 # Seconds after a client has closed its writing half until we write something: if it has closed the
 # whole connection, its system answers the first write with a reset, and the second one fails
 PROBES_S = (0.1, 0.4)
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no connection can be accepted
+OUT_OF_FILES = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # no connection can be accepted
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -73,6 +83,8 @@ class Options(NamedTuple):
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
+    # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
+    trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +93,7 @@ class Options(NamedTuple):
         return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
 
 
-class Told(Protocol):
+class RunningAnswer(Protocol):
     """The part of an answer that this file needs."""
 
     lag: int  # bytes waiting for a client that reads too slowly
@@ -111,35 +123,37 @@ class Reply(NamedTuple):
         return own | dict(self.headers)
 
 
-class Visit:
+class HTTPRequest:
     """One request at the door, and the way back to its client."""
 
-    def __init__(self, connection: Connection, request: h11.Request, journal: Journal):
+    def __init__(self, connection: Connection, head: h11.Request, request_log: RequestLog):
         self.connection = connection
-        self.method = request.method.decode()
+        self.method = head.method.decode()
         # By their names in small letters
-        self.headers = {name.decode(): value.decode("latin-1") for name, value in request.headers}
+        self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         self.headers.setdefault("host", "localhost")  # for HTTP/1.0, which needs no such header
         # Two lengths are how one request is smuggled inside another (RFC 9112, 6.3)
         if {"content-length", "transfer-encoding"} <= self.headers.keys():
             raise no_http("it has both Content-Length and Transfer-Encoding")
-        target = request.target.decode()
+        target = head.target.decode()
         if not target.startswith("/"):
             target = self._read_address(target)
         self.path = unquote(target.partition("?")[0])
         self.status: int | None = None  # of the answer, once it has begun
-        self.is_news = False  # a look at /health is none
+        self.is_logged = False  # a look at /health is none
         self.size = 0  # bytes of the body, as long as the body is kept
         self.left = 0  # bytes of the answer still to be sent
-        self.answer: Told | None = None  # as long as the engine is at work for this request
+        self.answer: RunningAnswer | None = (
+            None  # as long as the engine is at work for this request
+        )
         # Headers for a page that may read the answer
         self.shared: Mapping[str, str] = {}
         # A refusal's body: a protocol may have a form of its own
         self.error: Callable[[APIError], dict] = attrgetter("body")
         # While the answer is a stream: when the stream last said something
         self._wrote: float | None = None
-        self._journal = journal
-        self._number = journal.begin(connection.client, f"{self.method} {self.path}"[:200])
+        self._request_log = request_log
+        self._number = request_log.begin(connection.client, f"{self.method} {self.path}"[:200])
 
     def _read_address(self, target: str) -> str:
         """A whole address, as through a proxy: its host takes the header's place."""
@@ -156,14 +170,14 @@ class Visit:
         return re.sub(r":\d+$", "", self.headers["host"]).lower()
 
     @property
-    def call(self) -> Call:
-        return self._journal.open[self._number]
+    def record(self) -> RequestRecord:
+        return self._request_log.open[self._number]
 
     def note(self, **changes) -> None:
-        self._journal.note(self._number, **changes)
+        self._request_log.note(self._number, **changes)
 
-    def end(self) -> Call:
-        return self._journal.end(self._number, is_kept=self.is_news)
+    def end(self) -> RequestRecord:
+        return self._request_log.end(self._number, is_kept=self.is_logged)
 
     async def reply(self, reply: Reply) -> None:
         """A whole answer, in parts: each part waits until the client has taken most of the parts
@@ -172,8 +186,8 @@ class Visit:
         left = memoryview(b"" if self.method == "HEAD" else reply.body)
         while left:
             await self.connection.drain()
-            self.connection.send(h11.Data(left[:PART]))
-            left = left[PART:]
+            self.connection.send(h11.Data(left[:CHUNK_BYTES]))
+            left = left[CHUNK_BYTES:]
             self.left = len(left)
         self.connection.send(h11.EndOfMessage())
 
@@ -223,112 +237,6 @@ class Visit:
             self.push(PING)
 
 
-# --- may it come in? ----------------------------------------------------------------------------
-
-
-def is_allowed(visit: Visit, options: Options) -> bool:
-    """Does a page of this server's names ask?"""
-    names = "|".join(map(re.escape, options.names))
-    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", visit.headers.get("origin", "")))
-
-
-def share(visit: Visit, options: Options) -> Reply | None:
-    """Let a page of this server's names read the answer. If a browser asks whether the page may
-    ask, this is the answer to the browser."""
-    if not is_allowed(visit, options):
-        return None
-    shared = {"Access-Control-Allow-Origin": visit.headers["origin"], "Vary": "Origin"}
-    shared["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
-    visit.shared = shared
-    if visit.method != "OPTIONS" or "access-control-request-method" not in visit.headers:
-        return None
-    asked = visit.headers.get("access-control-request-headers", "*")
-    may = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-    return Reply(b"", headers=may | {"Access-Control-Max-Age": "600"})
-
-
-def check_host(visit: Visit, options: Options) -> None:
-    """Refuse a host that is none of this server's names. A page's owner may let the page's name point
-    to this machine, and the browser then takes us for a part of the page."""
-    if visit.host not in options.names:
-        words = f"the Host {shown(visit.headers['host'])} is none of this server's names"
-        words += "; --allow-host adds one"
-        raise APIError(403, words, "host_not_allowed")
-
-
-def guard(visit: Visit, options: Options, connections: int) -> None:
-    """Refuse requests beyond the limit, and requests from pages that may not ask.
-
-    A browser sends requests for any page that the user looks at. So a page must be of this machine,
-    or come from the very address it asks. An address, because the owner of a page may let the
-    page's name point to us: then a name proves nothing, unless there is a key.
-
-    A page that asks sees only the answers to its own requests. A page that watches sees everybody's
-    texts, so the page must be ours, or know a key: this machine may have other servers, and anybody
-    may have written their pages.
-    """
-    if connections > CONNECTIONS:
-        words = f"{CONNECTIONS} connections are open already"
-        raise APIError(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
-    origin = visit.headers.get("origin", "")
-    host = visit.headers["host"]
-    is_ours = origin in ("", f"http://{host}", f"https://{host}")
-    is_own = is_ours and (options.api_key is not None or is_address(visit.host))
-    if origin and not is_own and not is_allowed(visit, options):
-        words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
-        raise APIError(403, words, "origin_not_allowed")
-    path = visit.path
-    keys = [options.api_key]
-    if path == "/watch":
-        keys.append(options.watch_key)
-    knows_key = any(has_key(visit, key) for key in keys if key)
-    is_free = not options.api_key or path in ("/", "/health")
-    if not is_free and not knows_key:
-        words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
-        raise APIError(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
-    if path == "/watch" and not is_ours and not knows_key:
-        words = f"pages from {shown(origin)} may watch with a key alone; --watch-key sets one"
-        raise APIError(403, words, "origin_not_allowed")
-
-
-def has_key(visit: Visit, key: str) -> bool:
-    scheme, _, given = visit.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = visit.headers.get("x-api-key", "")  # as Anthropic's clients send it
-    # In constant time
-    return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-
-
-def is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(address: str) -> bool:
-    """Is it an address of this machine, such as 127.0.0.1, ::1, or ::ffff:127.0.0.1?"""
-    if not is_address(address):
-        return False
-    found = ipaddress.ip_address(address)
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
-
-
-def may_read(visit: Visit, options: Options) -> bool:
-    """May this watcher read everybody's prompts and answers?
-
-    Where there is a key, only the watch key allows it. Else this machine itself may. (A proxy here
-    that changes the host's name and adds no header looks like this machine.)
-    """
-    if options.api_key or options.watch_key:
-        return options.watch_key is not None and has_key(visit, options.watch_key)
-    signs = ("forwarded", "x-forwarded", "x-real-ip", "via")
-    has_proxy = any(header.startswith(signs) for header in visit.headers)
-    is_here = is_loopback(visit.connection.client)
-    return is_here and not has_proxy and visit.host in LOOPBACK
-
-
 # --- connections --------------------------------------------------------------------------------
 
 
@@ -341,17 +249,17 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, serve: Callable[[Connection, h11.Request], Awaitable], all: set[Connection]):
         """`all`: the open connections."""
-        self.patience = STUCK_S
-        self.visit: Visit | None = None  # the running one
+        self.patience = WRITE_TIMEOUT_S
+        self.request: HTTPRequest | None = None  # the running one
         self._serve = serve
         self._all = all
-        self._http = h11.Connection(h11.SERVER, HEAD)
+        self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
         self._news = asyncio.Event()  # bytes have come, or the last ones have
         self._room = asyncio.Event()  # the client takes what we write
         self.blocked_since = math.inf  # since then the client has taken too little
         self._is_half_closed = False  # the client says nothing more
         self.is_leaving = False  # nobody listens any more
-        self.has_asked = False  # at least one whole head of a request has come
+        self.has_request = False  # at least one whole head of a request has come
         self._room.set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -361,8 +269,8 @@ class Connection(asyncio.Protocol):
         self.came = time.monotonic()
         self._all.add(self)
         self.task = asyncio.ensure_future(self._live())
-        if len(self._all) > CONNECTIONS + SPARE:
-            silent = [each for each in self._all if not each.has_asked]
+        if len(self._all) > MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS:
+            silent = [each for each in self._all if not each.has_request]
             last = min(silent, key=attrgetter("came"))  # this new one, if all others have asked
             self._all.discard(last)
             last.transport.abort()
@@ -376,7 +284,7 @@ class Connection(asyncio.Protocol):
             return
         self._take(data)
         self._news.set()
-        if self._ahead > AHEAD:
+        if self._ahead > READ_AHEAD_BYTES:
             self.transport.pause_reading()
 
     def _take(self, data: bytes) -> None:
@@ -396,8 +304,8 @@ class Connection(asyncio.Protocol):
         return not self.is_leaving
 
     def _probe(self) -> None:
-        if self.visit:
-            self.visit.probe()
+        if self.request:
+            self.request.probe()
 
     def pause_writing(self) -> None:
         self._room.clear()
@@ -418,19 +326,19 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     async def _talk(self) -> None:
-        patience = HEAD_S
+        patience = HEAD_TIMEOUT_S
         try:
             while True:
                 async with asyncio.timeout(patience):
-                    request = await self.receive()
-                self.has_asked = True
-                await self._serve(self, request)
-                if self._http.our_state is not h11.DONE or not self._has_asked():
+                    head = await self.receive()
+                self.has_request = True
+                await self._serve(self, head)
+                if self._http.our_state is not h11.DONE or not self._has_request():
                     break
                 rest = self._http.trailing_data[0]
-                self._http = h11.Connection(h11.SERVER, HEAD)
+                self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
                 self._take(rest)
-                patience = IDLE_S
+                patience = IDLE_TIMEOUT_S
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.begin(said.status, said.head | {"Connection": "close"})
@@ -450,7 +358,7 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
             await self._news.wait()
         # A hang-up during the answer has to be heard of
-        if type(event) is h11.EndOfMessage and self._ahead <= AHEAD:
+        if type(event) is h11.EndOfMessage and self._ahead <= READ_AHEAD_BYTES:
             self.transport.resume_reading()
         return event
 
@@ -467,7 +375,7 @@ class Connection(asyncio.Protocol):
             # Behind the colon stands a line of the client's, as Python writes bytes
             raise no_http(str(error).partition(": bytearray")[0]) from None
 
-    def _has_asked(self) -> bool:
+    def _has_request(self) -> bool:
         """Has the whole request come? What nobody has read of the body is thrown away, if the body
         came in a few pieces."""
         with suppress(APIError):
@@ -485,16 +393,16 @@ class Connection(asyncio.Protocol):
         with suppress(OSError):  # the client has hung up
             self.transport.write_eof()
         if not self._is_half_closed:
-            await asyncio.sleep(FAREWELL_S)
+            await asyncio.sleep(LINGER_S)
         self.transport.close()  # once all has been sent
-        await asyncio.sleep(HEAD_S)
+        await asyncio.sleep(HEAD_TIMEOUT_S)
 
     # --- for visits
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
         """The head of an answer. A client that has not sent its whole request has to come again."""
         headers = {"Date": formatdate(usegmt=True)} | headers
-        if not self._has_asked():
+        if not self._has_request():
             headers["Connection"] = "close"
         reason = HTTPStatus(status).phrase
         # Some repeat what the client sent, which was decoded in the same way
@@ -528,8 +436,8 @@ class Connection(asyncio.Protocol):
 
     def end_slow(self) -> None:
         """Without a last word: a last word would wait behind all bytes before."""
-        if self.visit:
-            self.visit.note(reason="too_slow", hung_up=True)
+        if self.request:
+            self.request.note(reason="too_slow", hung_up=True)
         self.transport.abort()
 
 
@@ -542,32 +450,32 @@ class AcceptFailures:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in FULL:
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES:
             loop.default_exception_handler(context)
-        elif loop.time() - self._told >= ACCEPT_S:
+        elif loop.time() - self._told >= ACCEPT_LOG_S:
             self._told = loop.time()
             words = f"connections cannot be accepted: {error.strerror}; raise the limit (ulimit -n)"
             LOG.error("nanobatch: %s", words)
 
 
-async def sweep(visits: Collection[Visit]) -> None:
+async def sweep(requests: Collection[HTTPRequest]) -> None:
     """Now and then: ping silent streams, and end slow clients for whom too much waits."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        look_after(list(visits))
+        look_after(list(requests))
 
 
-def look_after(visits: Iterable[Visit]) -> None:
+def look_after(requests: Iterable[HTTPRequest]) -> None:
     """Once. A function of its own, because a sleeping loop would keep the last visit in memory."""
     now = time.monotonic()
     lags = {}
-    for visit in visits:
-        visit.break_silence(now)
-        connection = visit.connection
-        if now - connection.blocked_since > SLOW_S:
+    for request in requests:
+        request.break_silence(now)
+        connection = request.connection
+        if now - connection.blocked_since > SLOW_AFTER_S:
             unsent = connection.transport.get_write_buffer_size()
-            lags[connection] = unsent + visit.left + (visit.answer.lag if visit.answer else 0)
-    while sum(lags.values()) > LAG:
+            lags[connection] = unsent + request.left + (request.answer.lag if request.answer else 0)
+    while sum(lags.values()) > MAX_UNSENT_BYTES:
         last = max(lags, key=lags.get)
         last.end_slow()
         del lags[last]
@@ -593,47 +501,50 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
-    """The whole body. `visits`: all running ones, with bodies of their own."""
-    kind = visit.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> bytes:
+    """The whole body. `requests`: all running ones, with bodies of their own."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if (
         kind != "application/json"
-        or visit.headers.get("content-encoding", "identity").lower() != "identity"
+        or request.headers.get("content-encoding", "identity").lower() != "identity"
     ):
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
         raise APIError(415, words, "unsupported_media_type")
-    check_size(int(visit.headers.get("content-length", 0)))
+    check_size(int(request.headers.get("content-length", 0)))
     parts = []
     try:
-        async with asyncio.timeout(BODY_S):
-            while type(part := await visit.connection.receive()) is h11.Data:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while type(part := await request.connection.receive()) is h11.Data:
                 parts.append(part.data)
-                visit.size += len(part.data)
-                check_size(visit.size)
-                if visit.size > LONG and sum(each.size for each in visits) > BODIES:
-                    words = f"more than {BODIES:,} bytes of bodies are being read already"
+                request.size += len(part.data)
+                check_size(request.size)
+                if (
+                    request.size > LONG_BODY_BYTES
+                    and sum(each.size for each in requests) > MAX_BODIES_BYTES
+                ):
+                    words = f"more than {MAX_BODIES_BYTES:,} bytes of bodies are being read already"
                     raise APIError(429, words, "rate_limit_exceeded", Retry_After="1")
     except TimeoutError:
-        words = f"the body has not come within {BODY_S:.0f} s"
+        words = f"the body has not come within {BODY_TIMEOUT_S:.0f} s"
         raise APIError(408, words, "request_timeout") from None
     return b"".join(parts)
 
 
 def check_size(bytes: int) -> None:
-    if bytes > BODY:
-        raise APIError(413, f"the body has more than {BODY:,} bytes", "request_too_large")
+    if bytes > MAX_BODY_BYTES:
+        raise APIError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes", "request_too_large")
 
 
 def reply(body: dict, status: int = 200, headers: Mapping[str, str] = {}) -> Reply:
     return Reply(dump(body), status, headers)
 
 
-def refused(visit: Visit, refusal: APIError) -> Reply:
-    visit.is_news = True
-    visit.note(
+def refused(request: HTTPRequest, refusal: APIError) -> Reply:
+    request.is_logged = True
+    request.note(
         reason=refusal.code or str(refusal.status),
         message=refusal.message,
-        status=visit.status or refusal.status,
+        status=request.status or refusal.status,
     )
-    return reply(visit.error(refusal), refusal.status, refusal.headers)
+    return reply(request.error(refusal), refusal.status, refusal.headers)

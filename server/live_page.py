@@ -97,7 +97,7 @@ def without(template: str, part: str) -> str:
 @cache
 def live() -> tuple[str, str]:
     """The page of a server, and the page's policy. The page may ask this server alone."""
-    text = page({"shape": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
+    text = page({"adapter": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"
 

@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from server.adapter import Progress, Speaks, Usage, Wish, dump, event
+from server.adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
 from server.choice import Change, Choice, Item, Word
 from server.schema import (
     APIError,
+    BodyReader,
     Field,
-    Given,
     call_of,
     check_count,
     choose_tools,
@@ -48,13 +48,13 @@ ROLES = {
     "tool": "tool",
 }
 # The most of each in one request
-N = 16
-CHOICES = 128
-BIASES = 1000
-TOP = 20
+MAX_N = 16
+MAX_CHOICES = 128
+MAX_LOGIT_BIASES = 1000
+MAX_TOP_LOGPROBS = 20
 
 FIELDS = {
-    "n": Field(int, 1, 1, N),
+    "n": Field(int, 1, 1, MAX_N),
     "max_tokens": Field(int, None, 1),
     "max_completion_tokens": Field(int, None, 1),
     "logit_bias": Field(dict, {}),
@@ -64,7 +64,7 @@ FIELDS = {
 }
 CHAT_FIELDS = FIELDS | {
     "logprobs": Field(bool, False),
-    "top_logprobs": Field(int, 0, 0, TOP),
+    "top_logprobs": Field(int, 0, 0, MAX_TOP_LOGPROBS),
     "parallel_tool_calls": Field(bool, False),
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
@@ -97,63 +97,63 @@ NEUTRAL = {
 # --- the wish of a body -------------------------------------------------------------------------
 
 
-def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
+def parse_request(body: bytes, names: Sequence[str], is_chat: bool) -> ParsedRequest:
     """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: those of the
     model that is here."""
-    asked = read_body(body, names)
-    given = asked.table(CHAT_FIELDS if is_chat else FIELDS)
-    wish = read_chat(asked, given) if is_chat else Wish(read_prompts(asked))
-    prompts = len(wish.prompts)
-    n = given["n"]
-    if n * prompts > CHOICES:
-        words = (
-            f"{prompts} prompts with n = {n} each, but one request has at most {CHOICES} choices"
-        )
+    request = read_body(body, names)
+    values = request.table(CHAT_FIELDS if is_chat else FIELDS)
+    parsed = read_chat(request, values) if is_chat else ParsedRequest(read_prompts(request))
+    prompts = len(parsed.prompts)
+    n = values["n"]
+    if n * prompts > MAX_CHOICES:
+        words = f"{prompts} prompts with n = {n} each, but one request has at most {MAX_CHOICES} choices"
         raise invalid("n", words)
-    if given["return_progress"] and not given["stream"]:
+    if values["return_progress"] and not values["stream"]:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = [given["max_tokens"], given["max_completion_tokens"]]
-    top = read_top(given) if is_chat else read_logprobs(asked)
-    wish = wish._replace(
-        settings=read_settings(asked, given["logit_bias"]) | {"logprobs": top},
+    lengths = [values["max_tokens"], values["max_completion_tokens"]]
+    top = read_top(values) if is_chat else read_logprobs(request)
+    parsed = parsed._replace(
+        settings=read_settings(request, values["logit_bias"]) | {"logprobs": top},
         max_tokens=min(filter(None, lengths), default=None),
         n=n,
-        stream=given["stream"],
-        usage=read_usage(given["stream_options"]),
-        progress=given["return_progress"],
+        stream=values["stream"],
+        usage=read_usage(values["stream_options"]),
+        progress=values["return_progress"],
     )
-    asked.refuse_rest(NEUTRAL | {"best_of": (1, n)})
-    return wish
+    request.reject_unknown(NEUTRAL | {"best_of": (1, n)})
+    return parsed
 
 
 def read_usage(options: dict) -> bool:
     """Whether the last event of a stream has the usage."""
     if not options:
         return False
-    asked = Given(options, "stream_options")
-    usage = asked.read("include_usage", bool, False)
-    asked.refuse_rest(ignored=["continuous_usage_stats"])  # more of the same, for vLLM's clients
+    request = BodyReader(options, "stream_options")
+    usage = request.read("include_usage", bool, False)
+    request.reject_unknown(
+        ignored=["continuous_usage_stats"]
+    )  # more of the same, for vLLM's clients
     return usage
 
 
-def read_settings(asked: Given, bias: dict) -> dict[str, Any]:
+def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     """For `SamplingParams`."""
-    settings = asked.some(PLAIN)
+    settings = request.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
         settings["top_k"] = 0  # as other servers write "all"
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
-    settings["stop"] = read_stop(asked, "stop")
-    check_count("logit_bias", len(bias), "entries", BIASES)
+    settings["stop"] = read_stop(request, "stop")
+    check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
-        raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
+        raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
     # A schema holds, or is refused: `strict` changes nothing
     forms = []
-    for name, value in asked.some(GUIDED).items():
+    for name, value in request.some(GUIDED).items():
         forms.append({GUIDED[name]: value})
-    if form := read_form(asked, "response_format", "json_schema"):
+    if form := read_form(request, "response_format", "json_schema"):
         forms.append(form)
     if len(forms) > 1:
         words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
@@ -163,61 +163,61 @@ def read_settings(asked: Given, bias: dict) -> dict[str, Any]:
     return settings
 
 
-def read_logprobs(asked: Given) -> int | None:
+def read_logprobs(request: BodyReader) -> int | None:
     """How many log probabilities /v1/completions wants beside each token's own. None: not even
     that one."""
-    if asked.get("logprobs") is False:
+    if request.get("logprobs") is False:
         return None
-    return asked.whole("logprobs", 0, TOP)
+    return request.whole("logprobs", 0, MAX_TOP_LOGPROBS)
 
 
-def read_top(given: Mapping[str, Any]) -> int | None:
+def read_top(values: Mapping[str, Any]) -> int | None:
     """The same for a chat."""
-    if given["logprobs"]:
-        return given["top_logprobs"]
-    if given["top_logprobs"]:
+    if values["logprobs"]:
+        return values["top_logprobs"]
+    if values["top_logprobs"]:
         words = "top_logprobs is given without logprobs; set logprobs to true"
         raise invalid("top_logprobs", words)
     return None
 
 
-def read_chat(asked: Given, given: Mapping[str, Any]) -> Wish:
+def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     """The messages, and everything else that a template takes."""
-    messages = [read_message(message) for message in conversation(asked, "messages")]
-    hints = {"enable_thinking": False} if given["reasoning_effort"] == "none" else {}
-    tools, must_call = choose_tools(asked, read_tools(asked, "function"), "function")
-    is_single = not given["parallel_tool_calls"] and bool(tools)
-    chat = Chat(messages, tools, given["chat_template_kwargs"], hints)
-    return Wish([chat], must_call=must_call, is_single=is_single)
+    messages = [read_message(message) for message in conversation(request, "messages")]
+    hints = {"enable_thinking": False} if values["reasoning_effort"] == "none" else {}
+    tools, must_call = choose_tools(request, read_tools(request, "function"), "function")
+    is_single = not values["parallel_tool_calls"] and bool(tools)
+    chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
+    return ParsedRequest([chat], must_call=must_call, is_single=is_single)
 
 
-def read_message(message: Given) -> dict[str, Any]:
+def read_message(message: BodyReader) -> dict[str, Any]:
     role = ROLES[message.one_of("role", ROLES)]
     read: dict[str, Any] = {"role": role}
     if role == "tool":
         read["tool_call_id"] = message.read("tool_call_id", str)
     if role == "assistant":
-        if thought := message.text("reasoning_content", ""):
-            read["reasoning_content"] = thought
+        if reasoning := message.text("reasoning_content", ""):
+            read["reasoning_content"] = reasoning
         for call in message.items("tool_calls", []):
             id = call.read("id", str)
             calls = read.setdefault("tool_calls", [])
             calls.append(call_of(id, call.inner("function")))
     read["content"] = message.text("content", "" if "tool_calls" in read else None)
-    message.refuse_rest(ignored=["name"])
+    message.reject_unknown(ignored=["name"])
     return read
 
 
-def read_prompts(asked: Given, name: str = "prompt", most: int = CHOICES) -> list:
+def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOICES) -> list:
     """A text, a list of texts, token ids, or a list of lists of ids: as a list of prompts."""
 
     def are_ids(value: Any) -> bool:
         is_list = isinstance(value, list) and bool(value)
         return is_list and all(type(token) is int for token in value)
 
-    prompt = asked.get(name)
+    prompt = request.get(name)
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
-    wrong = asked.bad(name, "a text, a list of texts, or token ids, and none of them empty")
+    wrong = request.bad(name, "a text, a list of texts, or token ids, and none of them empty")
     if not isinstance(prompts, list) or not prompts or "" in prompts:
         raise wrong
     check_count(name, len(prompts), "prompts", most)
@@ -233,10 +233,10 @@ def read_prompts(asked: Given, name: str = "prompt", most: int = CHOICES) -> lis
 HOLE = "\0"  # where a text will be; no model is named so
 
 
-class Completion(Speaks):
+class Completion(ProtocolAdapter):
     """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
-    understand = staticmethod(partial(understand, is_chat=False))
+    parse_request = staticmethod(partial(parse_request, is_chat=False))
     prompt = "prompt"
     form = "response_format"
     prefix = "cmpl-"
@@ -244,9 +244,9 @@ class Completion(Speaks):
     kind_of_chunk = "text_completion"
     silence: ClassVar = {"text": ""}  # of a chunk that says nothing
 
-    def __init__(self, wish: Wish, name: str, model: str):
-        super().__init__(wish, name, model)
-        self._usage = {"usage": None} if wish.usage else {}
+    def __init__(self, parsed: ParsedRequest, name: str, model: str):
+        super().__init__(parsed, name, model)
+        self._usage = {"usage": None} if parsed.usage else {}
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         # By choice: the event of a piece of text, but for the text
         self._around: dict[int, list[bytes]] = {}
@@ -308,7 +308,7 @@ class Completion(Speaks):
         return event(refusal.body) + event("[DONE]")
 
     def _own(self, choice: Choice) -> dict:
-        return {"text": choice.text("answer")}
+        return {"text": choice.text("content")}
 
     def _said(self, text: str) -> dict:
         return {"text": text}
@@ -347,7 +347,7 @@ class Completion(Speaks):
 class ChatCompletion(Completion):
     """The bodies of an answer in a chat: a message, or the pieces of a message in a stream."""
 
-    understand = staticmethod(partial(understand, is_chat=True))
+    parse_request = staticmethod(partial(parse_request, is_chat=True))
     prompt = "messages"
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -361,25 +361,25 @@ class ChatCompletion(Completion):
 
     def changed(self, index: int, change: Change) -> bytes:
         kind, item, text, words = change
-        if item.kind == "answer":
+        if item.kind == "content":
             return super().changed(index, change)
-        if item.kind == "thought":
+        if item.kind == "reasoning":
             delta = {"reasoning_content": text}
         else:
             call = called(item) if kind == "start" else {"function": {"arguments": text}}
             delta = {"tool_calls": [{"index": item.nth, **call}]}
         # Of a thought only the text is told
-        is_told = kind == "delta" or (kind == "start" and item.kind == "call")
+        is_told = kind == "delta" or (kind == "start" and item.kind == "tool_call")
         return self._chunk(index, {"delta": delta}, words) if is_told else b""
 
     def _own(self, choice: Choice) -> dict:
-        text = choice.text("answer")
-        thought = choice.text("thought")
-        calls = [called(item) for item in choice.items if item.kind == "call"]
+        text = choice.text("content")
+        reasoning = choice.text("reasoning")
+        calls = [called(item) for item in choice.items if item.kind == "tool_call"]
         message = {"role": "assistant", "content": None if calls and not text else text}
         message["refusal"] = None
-        if thought:
-            message["reasoning_content"] = thought
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         return {"message": message}
@@ -412,10 +412,10 @@ def finite(logprob: float) -> float:
 def written(usage: Usage) -> dict:
     return {
         "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.answer,
-        "total_tokens": usage.prompt + usage.answer,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.prompt + usage.output,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.thought},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 

@@ -24,11 +24,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runtime.validation import shown
-from server.adapter import Speaks, Usage, Wish, named_event
+from server.adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.choice import Change, Choice, Item
 from server.schema import (
     APIError,
-    Given,
+    BodyReader,
     call_of,
     choose_tools,
     conversation,
@@ -55,47 +55,47 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 # --- the wish of a body -------------------------------------------------------------------------
 
 
-def understand(body: bytes, names: Sequence[str]) -> Wish:
-    asked = read_body(body, names)
+def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
+    request = read_body(body, names)
     for name in MEMORY:
-        if value := asked.get(name):
+        if value := request.get(name):
             words = f"= {shown(value)} needs a memory, and this server keeps nothing"
             words += "; leave it out, and send the whole conversation as input"
-            raise asked.unsupported(name, words)
-    tools, must_call = choose_tools(asked, read_tools(asked))
+            raise request.unsupported(name, words)
+    tools, must_call = choose_tools(request, read_tools(request))
     # The effort is a hint, and so is the form of a summary: thoughts are told whole
-    effort = asked.inner("reasoning").get("effort")
+    effort = request.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none"}
-    settings = asked.some(PLAIN)
-    if form := read_form(asked.inner("text"), "format"):
+    settings = request.some(PLAIN)
+    if form := read_form(request.inner("text"), "format"):
         settings["grammar"] = form
-    wish = Wish(
-        [Chat(read_input(asked), tools, hints=hints)],
+    parsed = ParsedRequest(
+        [Chat(read_input(request), tools, hints=hints)],
         settings=settings,
-        max_tokens=asked.whole("max_output_tokens", 1),
-        stream=asked.read("stream", bool, False),
+        max_tokens=request.whole("max_output_tokens", 1),
+        stream=request.read("stream", bool, False),
         must_call=must_call,
-        is_single=not asked.read("parallel_tool_calls", bool, False) and bool(tools),
-        asked=asked.fields,
+        is_single=not request.read("parallel_tool_calls", bool, False) and bool(tools),
+        fields=request.fields,
     )
-    asked.refuse_rest(NEUTRAL)
-    return wish
+    request.reject_unknown(NEUTRAL)
+    return parsed
 
 
-def read_input(asked: Given) -> list[dict]:
+def read_input(request: BodyReader) -> list[dict]:
     """The items of a conversation as messages."""
     messages = []
-    if instructions := asked.text("instructions", "", TEXTS):
+    if instructions := request.text("instructions", "", TEXTS):
         messages.append({"role": "system", "content": instructions})
-    if isinstance(asked.get("input"), str):
-        messages.append({"role": "user", "content": asked.get("input")})
+    if isinstance(request.get("input"), str):
+        messages.append({"role": "user", "content": request.get("input")})
         return messages
-    for item in conversation(asked, "input"):
+    for item in conversation(request, "input"):
         read_item(item, messages)
     return messages
 
 
-def read_item(item: Given, messages: list[dict]) -> None:
+def read_item(item: BodyReader, messages: list[dict]) -> None:
     """A thought, a message and calls in a row are one message of a template."""
     kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
@@ -131,9 +131,9 @@ def own_message(messages: list[dict], field: str) -> dict:
 
 # For each kind of item: the type, the beginning of the id, and the type of the text
 KINDS = {
-    "answer": ("message", "msg", "output_text"),
-    "thought": ("reasoning", "rs", "reasoning_text"),
-    "call": ("function_call", "fc", "function_call_arguments"),
+    "content": ("message", "msg", "output_text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "tool_call": ("function_call", "fc", "function_call_arguments"),
 }
 # Fields of the request that the answer repeats, and the values of missing ones
 ECHO = {
@@ -153,16 +153,16 @@ ECHO = {
 }
 
 
-class Response(Speaks):
+class Response(ProtocolAdapter):
     """The bodies of one answer."""
 
-    understand = staticmethod(understand)
+    parse_request = staticmethod(parse_request)
     prompt = "input"
     form = "text"
     prefix = "resp_"
 
-    def __init__(self, wish: Wish, name: str, model: str):
-        super().__init__(wish, name, model)
+    def __init__(self, parsed: ParsedRequest, name: str, model: str):
+        super().__init__(parsed, name, model)
         self._body = {
             "id": self.id,
             "object": "response",
@@ -175,7 +175,7 @@ class Response(Speaks):
             "usage": None,
         }
         for name, value in ECHO.items():
-            self._body[name] = wish.asked.get(name, value)
+            self._body[name] = parsed.fields.get(name, value)
         self._sent = 0  # so many events
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
@@ -191,12 +191,12 @@ class Response(Speaks):
 
     def _events(self, change: Change) -> Iterator[tuple[str, dict]]:
         kind, item, text, _ = change
-        is_text = item.kind != "call"
+        is_text = item.kind != "tool_call"
         place = {"output_index": item.place}
         inner = place | {"item_id": self._id(item)}
         if is_text:
             inner["content_index"] = 0
-        words = {"logprobs": []} if item.kind == "answer" else {}
+        words = {"logprobs": []} if item.kind == "content" else {}
         type = KINDS[item.kind][2]
         if kind == "start":
             yield "output_item.added", place | {"item": self._item(item)}
@@ -236,10 +236,10 @@ class Response(Speaks):
     def _item(self, item: Item) -> dict:
         """An item so far."""
         own = {"type": KINDS[item.kind][0], "id": self._id(item), "status": item.status}
-        if item.kind == "call":
+        if item.kind == "tool_call":
             return own | {"call_id": item.id, "name": item.name, "arguments": item.text}
         own["content"] = [part(item)] if item.text else []
-        if item.kind == "thought":
+        if item.kind == "reasoning":
             return own | {"summary": []}
         return own | {"role": "assistant"}
 
@@ -252,7 +252,7 @@ class Response(Speaks):
 def part(item: Item) -> dict:
     """The one part of a text or a thought."""
     own = {"type": KINDS[item.kind][2], "text": item.text}
-    if item.kind == "answer":
+    if item.kind == "content":
         own |= {"annotations": [], "logprobs": []}
     return own
 
@@ -261,7 +261,7 @@ def written(usage: Usage) -> dict:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
-        "output_tokens": usage.answer,
-        "output_tokens_details": {"reasoning_tokens": usage.thought},
-        "total_tokens": usage.prompt + usage.answer,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
     }

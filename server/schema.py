@@ -4,10 +4,10 @@ The problem. A body is a stranger's. A field may be missing, null, of another ty
 end, or huge. And an unknown field may ask for something. A client with an answer to another question
 than its own does not notice.
 
-The way out. An object of the body is a `Given`. A field is read as a text, a number, a list and so
+The way out. An object of the body is a `BodyReader`. A field is read as a text, a number, a list and so
 on: a value of another kind becomes a refusal with the place, the value and the right kind. The object
 remembers the fields that have been read. All other fields have not been understood. They are
-refused, unless they ask for nothing (`refuse_rest`).
+refused, unless they ask for nothing (`reject_unknown`).
 
 What this file keeps. A bad body raises a `APIError`, and no other exception.
 
@@ -27,14 +27,14 @@ from runtime.cli import command
 from runtime.validation import shown, whole
 from text.tool_parser import loads
 
-MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+MAX_BRACKETS = 100_000  # brackets, braces and colons of a body, in texts, too
 # The most of each in one request
-STOPS = 16
-STOP_LENGTH = 1000
-TOOLS = 128
-MESSAGES = 2048  # and parts of messages, together
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+MAX_TOOLS = 128
+MAX_MESSAGES = 2048  # and parts of messages, together
 # These change nothing in an answer: a user's name, notes for a bill, hints for a cache.
-NO_WISH = {
+IGNORED = {
     "client_metadata",
     "user",
     "metadata",
@@ -108,7 +108,7 @@ def check_count(name: str, count: int, what: str, most: int) -> None:
         raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
 
 
-class Given:
+class BodyReader:
     """An object of a client's body. A field that is null counts as missing.
 
     `place`: where the object stands in the body; empty for the body itself.
@@ -163,17 +163,17 @@ class Given:
             raise self.bad(name, f"one of {', '.join(values)}")
         return value
 
-    def inner(self, name: str) -> Given:
+    def inner(self, name: str) -> BodyReader:
         """An object in a field; an empty one, if the field is missing. Without a name: this
         object."""
         if not name:
             return self
-        return Given(self.get(name, {}), self._place + name)
+        return BodyReader(self.get(name, {}), self._place + name)
 
-    def items(self, name: str, default: list | None = None) -> list[Given]:
+    def items(self, name: str, default: list | None = None) -> list[BodyReader]:
         """A list of objects in a field."""
         values = self.read(name, list, default)
-        return [Given(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
+        return [BodyReader(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
 
     def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
         """The text of a field: a plain text, or parts of text of these kinds, joined."""
@@ -197,8 +197,8 @@ class Given:
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
         return invalid(param_of(self._place + name), words, "unsupported_parameter")
 
-    def refuse_rest(
-        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = NO_WISH
+    def reject_unknown(
+        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = IGNORED
     ) -> None:
         """Refuse all fields that have not been read. A value that is false, zero or empty asks for
         nothing, and so do `neutral` values and `ignored` fields."""
@@ -211,7 +211,7 @@ class Given:
                 )
 
 
-def text_of(parts: Sequence[Given], kinds: Sequence[str] = ("text",)) -> str:
+def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> str:
     texts = []
     for part in parts:
         kind = part.read("type", str)
@@ -233,17 +233,17 @@ def number_of(text: str) -> float:
     return number
 
 
-def read_json(body: bytes) -> Given:
+def read_json(body: bytes) -> BodyReader:
     # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
     marks = sum(map(body.count, (b"[", b"{", b":")))
-    if marks > MARKS:
-        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
+    if marks > MAX_BRACKETS:
+        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
         raise APIError(413, words, "request_too_large")
     try:
-        given = strict(body.decode("utf-8-sig"))
-        if not isinstance(given, dict):
-            raise ValueError(f"it is {shown(given)}, but it must be an object")
-        return Given(given)
+        values = strict(body.decode("utf-8-sig"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is {shown(values)}, but it must be an object")
+        return BodyReader(values)
     except UnicodeDecodeError as error:
         words = f"it is no UTF-8 at byte {error.start}"
     except RecursionError:
@@ -256,11 +256,11 @@ def read_json(body: bytes) -> Given:
 # --- fields that several protocols have ---------------------------------------------------------
 
 
-def read_body(body: bytes, names: Sequence[str]) -> Given:
+def read_body(body: bytes, names: Sequence[str]) -> BodyReader:
     """`names`: those of the model that is here. A star is any."""
-    asked = read_json(body)
-    check_model(asked.get("model", names[0]), names)
-    return asked
+    request = read_json(body)
+    check_model(request.get("model", names[0]), names)
+    return request
 
 
 def check_model(model: Any, names: Sequence[str]) -> None:
@@ -272,38 +272,38 @@ def check_model(model: Any, names: Sequence[str]) -> None:
         raise APIError(404, words, "model_not_found", "model")
 
 
-def conversation(asked: Given, name: str) -> list[Given]:
+def conversation(request: BodyReader, name: str) -> list[BodyReader]:
     """One message at least, and not too many: a template takes time even for an empty message."""
-    messages = asked.read(name, list)
+    messages = request.read(name, list)
     if not messages:
-        raise asked.bad(name, "a list of at least one message")
+        raise request.bad(name, "a list of at least one message")
     count = len(messages)
     for message in messages:
         if isinstance(message, dict):
             parts = (message.get("content"), message.get("tool_calls"))
             count += sum(len(part) for part in parts if isinstance(part, list))
-    check_count(name, count, "messages and parts of messages", MESSAGES)
-    return asked.items(name)
+    check_count(name, count, "messages and parts of messages", MAX_MESSAGES)
+    return request.items(name)
 
 
-def read_stop(asked: Given, name: str) -> list[str]:
+def read_stop(request: BodyReader, name: str) -> list[str]:
     """Texts alone: `SamplingParams` would take a number for a token id."""
-    stops = asked.get(name, [])
-    stops = [stops] if isinstance(stops, str) else asked.read(name, list, [])
-    check_count(name, len(stops), "texts", STOPS)
+    stops = request.get(name, [])
+    stops = [stops] if isinstance(stops, str) else request.read(name, list, [])
+    check_count(name, len(stops), "texts", MAX_STOPS)
     for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= STOP_LENGTH:
-            what = f"texts, none empty or longer than {STOP_LENGTH:,} characters"
-            raise asked.bad(name, what)
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
+            what = f"texts, none empty or longer than {MAX_STOP_LENGTH:,} characters"
+            raise request.bad(name, what)
     return stops
 
 
-def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
+def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
     """The JSON form of an answer, as `SamplingParams.grammar`; empty if any text will do.
 
     `inner`: the form's field with the schema; empty if the form holds the schema itself.
     """
-    form = given.inner(name)
+    form = values.inner(name)
     kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
     if kind == "text":
         return {}
@@ -313,7 +313,7 @@ def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
 
 
 def read_tools(
-    asked: Given, inner: str = "", schema: str = "parameters", type: str = "function"
+    request: BodyReader, inner: str = "", schema: str = "parameters", type: str = "function"
 ) -> list[dict]:
     """Tools, in the form for templates.
 
@@ -321,8 +321,8 @@ def read_tools(
     `schema`: the field of the parameters.
     `type`: the only type of tool that can be called.
     """
-    tools = asked.items("tools", [])
-    check_count("tools", len(tools), "tools", TOOLS)
+    tools = request.items("tools", [])
+    check_count("tools", len(tools), "tools", MAX_TOOLS)
     found = []
     for tool in tools:
         kind = tool.read("type", str, type)
@@ -344,16 +344,16 @@ def read_tools(
 
 
 def choose_tools(
-    asked: Given, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+    request: BodyReader, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
 ) -> tuple[list[dict], list[dict]]:
     """By `tool_choice`: the tools for the model, and the tools of which the model must call one.
 
     `words`: the protocol's own words for "required" and "function".
     """
-    kind = asked.get("tool_choice", "auto")
+    kind = request.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):
-        choice = asked.inner("tool_choice")
+        choice = request.inner("tool_choice")
         kind = choice.get("type")
         name = choice.inner(inner).get("name")
     kind = words.get(str(kind), kind)
@@ -365,11 +365,11 @@ def choose_tools(
     if kind == "function":
         wanted = [tool for tool in tools if tool["function"]["name"] == name]
     if not wanted:
-        raise asked.bad("tool_choice", "none, auto, required, or the name of one of the tools")
+        raise request.bad("tool_choice", "none, auto, required, or the name of one of the tools")
     return tools, wanted
 
 
-def call_of(id: str, function: Given, field: str = "arguments") -> dict:
+def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
     """An assistant's earlier call, in the form for templates. The arguments may be an object, or
     JSON of one."""
     arguments = function.get(field)

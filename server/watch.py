@@ -8,7 +8,7 @@ The way out. A frame has only the changes since the watcher's last frame (`wire.
 there is one frame a second. A watcher that reads too slowly is dropped. Texts are for watchers who
 may read texts (`http.may_read`), figures for all the others.
 
-The invariant: watching changes nothing. There are at most `WATCHERS`, and each holds one frame at a
+The invariant: watching changes nothing. There are at most `MAX_WATCHERS`, and each holds one frame at a
 time.
 
 Where next: `screen/remote_client.py`, the other end.
@@ -22,16 +22,16 @@ from typing import Any
 
 from server import watch_frames
 from server.adapter import event
-from server.http import Visit
+from server.http import HTTPRequest
 from server.watch_frames import Frame
 
-WATCHERS = 16  # so many at most
+MAX_WATCHERS = 16  # so many at most
 WATCH_S = 0.1  # each gets a frame so often
-WATCH_STUCK_S = 5.0  # a watcher that has not taken a frame for so long is dropped
+WATCH_TIMEOUT_S = 5.0  # a watcher that has not taken a frame for so long is dropped
 
 
 async def watch(
-    visit: Visit, hello: dict[str, Any], look: Callable[[Frame | None], Frame | None]
+    request: HTTPRequest, hello: dict[str, Any], look: Callable[[Frame | None], Frame | None]
 ) -> None:
     """Until the server ends. A watcher that leaves cancels this.
 
@@ -41,13 +41,13 @@ async def watch(
     sender = watch_frames.Sender(hello["texts"])
     last = None
     rest = 0.0  # for so many seconds nothing has happened
-    visit.begin_events()
-    visit.connection.patience = WATCH_STUCK_S
-    await visit.write(b"event: hello\n" + event({"protocol": watch_frames.PROTOCOL} | hello))
+    request.begin_events()
+    request.connection.patience = WATCH_TIMEOUT_S
+    await request.write(b"event: hello\n" + event({"protocol": watch_frames.PROTOCOL} | hello))
     while frame := look(last):
         rest = rest + WATCH_S if last and state_of(last) == state_of(frame) else 0.0
         if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-            await visit.write(event(sender.pack(frame)))
+            await request.write(event(sender.pack(frame)))
         last = frame
         await asyncio.sleep(WATCH_S)
 

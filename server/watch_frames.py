@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from runtime.snapshot import RequestView, Snapshot
 from runtime.validation import shown
-from server.access_log import DoorView
+from server.access_log import ServerView
 
 STEPS = 4096  # that have come and were not looked at are kept, the newest
 ENDS = 500  # and so many ends of requests
@@ -39,7 +39,7 @@ class Frame(NamedTuple):
     stepping: int
     slow: float
     engine: Snapshot
-    door: DoorView
+    door: ServerView
 
 
 def packed(value: Any) -> Any:

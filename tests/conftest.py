@@ -5,6 +5,7 @@
 from kernels import mlx as device
 
 # isort: on
+import faulthandler
 import gc
 import os
 import signal
@@ -24,6 +25,7 @@ from text import grammar, template_check
 # What a user's environment may say to the programs, and no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
+SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other variable asks for a long form of a test
 LONG = (
     "distributed",
     "kernels/test_matmul",
@@ -32,13 +34,15 @@ LONG = (
     "course/test_exercises",
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
-grammar.TRIAL = grammar.TRIAL._replace(patience=60.0)
+grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
 template_check.LIMITS = template_check.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 
 def pytest_report_header() -> str:
-    return f"BLAS under MLX: {device.blas}"
+    from parity import CLOSE
+
+    return f"computes on: {device.named()}; parity within {CLOSE}; BLAS under MLX: {device.blas}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,7 +99,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(beginnings):
             item.add_marker("quick")
+        if is_long_form(item):
+            item.add_marker(pytest.mark.timeout(0))
     items.sort(key=lambda item: not item.nodeid.startswith(long))
+
+
+def is_long_form(item: pytest.Item) -> bool:
+    """Long forms (CONTRIBUTING.md) and published models take as long as they take."""
+    asked = [name for name in os.environ if name.startswith("NANOBATCH_")]
+    return bool({*asked} - SHORT) or "published" in item.fixturenames
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if is_long_form(item):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,26 +1,25 @@
-"""Grammars: an answer that is JSON of a schema, one of several texts, or what an expression says.
+"""Grammars: constrain an answer to a JSON schema, a list of choices, a regular expression or a
+grammar.
 
 The problem. A program that asks for JSON wants to parse the answer. A model that is asked nicely
-writes JSON most of the time. To try again is slow, and proves nothing.
+writes JSON most of the time; asking again is slow and proves nothing.
 
-The way out. Before each token a *grammar* says which tokens may come next, and the others get the
-probability 0. The answer is then right by construction, whatever the model thinks of it. (It may
-still be cut by `max_tokens`: then its `finish_reason` is "length".) The library `llguidance` does
-the hard part. It reads the grammar, and walks down the tree of all tokens' bytes to find those that
-may come next. That takes some 30 microseconds.
+The solution. Before each token the grammar says which tokens may come next, and all others get
+probability 0. The answer is then correct by construction. (`max_tokens` may still cut it:
+`finish_reason` is "length".) The library llguidance does the hard part: it parses the grammar and
+walks the tree of all tokens' bytes to find those that may come next, in about 30 microseconds.
 
-    {"name": "T      any token whose bytes may stand in a string, but no token with a line's end
+    {"name": "T      any token whose bytes may stand in a string, but none with a line break
     {"name": "Tom"   a comma, a brace or white space
 
-When is the mask of step N+1 known? As soon as the token of step N is. Run-ahead starts step N+1
-before that. So the engine starts the forward pass first, which needs no mask, and asks for the mask
-when it has read the token (`Engine._run` in `nanobatch.py`).
+The mask of step N+1 needs the token of step N, and run-ahead starts step N+1 before that token is
+read. So the engine starts the forward pass, which needs no mask, and asks for the mask once the
+token is there.
 
-What this file keeps. A grammar is a stranger's program, and the library cannot be interrupted. So
-each one is tried first in a process that can be ended (`trials.py`): the trial makes it, and follows
-it for some tokens. Only a grammar that comes through is made here. Later each answer has an account:
-its grammar may take `AT_FIRST` seconds of a processor, and `A_TOKEN` more for each token. A grammar
-that takes more ends its own request. What cannot be made is a ValueError of one line.
+A grammar is a client's program, and llguidance cannot be interrupted. So each grammar is first
+compiled and followed for some tokens in a sandboxed process (`sandbox.py`). Afterwards each answer
+has a budget: `AT_FIRST` seconds of processor time and `A_TOKEN` more per token. A grammar that
+exceeds it ends its own request.
 
 Where next: `sampling.py`, where the mask meets the logits.
 """
@@ -38,46 +37,46 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from runtime.validation import GrammarError, one_line, shown
-from text.sandbox import STACK, Allowance, LimitError, Trials
+from text.sandbox import STACK, LimitError, Sandbox, SandboxLimits
 
-# What the library may do for one request. Its own units; behind each is what that roughly takes.
+# llguidance's limits for one request, in its own units; comments say what they roughly cost.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
-    # 1 ms. If there are many ways to read a text, each costs more, and a mask takes 20 ms. With more
-    # tokens an honest mask needs more of them (`make`)
+    # 1 ms. In an ambiguous grammar each item costs more, and a mask takes 20 ms. With more tokens
+    # an honest mask needs more items (`make`)
     "step_max_items": 5_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,  # 40 MB
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# What a grammar may take of the thread that steps, in seconds of a processor. With 152,000 tokens an
-# honest one takes 0.04 ms a token, and 0.6 ms at most.
+# Seconds of processor time that a grammar may take from the thread that steps. With 152,000 tokens
+# an honest grammar takes 0.04 ms a token, at most 0.6.
 AT_FIRST = 0.02
 A_TOKEN = 0.001
-TRIAL = Allowance(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
-STEPS = 64  # a trial follows a grammar for so many tokens, twice
+SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
+STEPS = 64  # tokens for which a grammar is followed in the sandbox, twice
 RULES = 500  # of a grammar in Lark's notation
-AT_ONCE = 2  # so many are made at a time, once they have been tried
-KNOWN = 1000  # so many verdicts are remembered, then all are forgotten
+AT_ONCE = 2  # grammars compiled at the same time
+KNOWN = 1000  # verdicts remembered; then all are forgotten
 # Between the parts of JSON. Without a bound, a model that likes spaces would write nothing else.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
 
 class Grammar:
-    """Where one answer stands in its grammar."""
+    """The state of one answer's grammar."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
-        self._left = AT_FIRST  # seconds that this grammar may still take
+        self._left = AT_FIRST  # seconds of its budget that are left
 
     def copy(self) -> Grammar:
-        """The same place, for another answer."""
+        """The same state, for another answer."""
         return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> bytes:
-        """Which tokens may come next: a bit for each, the lowest first."""
+        """Which tokens may come next: a bit for each, lowest first."""
         self._left += A_TOKEN
         return self._charge(self._matcher.compute_bitmask)
 
@@ -96,30 +95,29 @@ class Grammar:
                     break
                 ahead.accept(guess)
                 masks.append(ahead.mask())
-        except BaseException:  # a panic in the library's Rust is no Exception
+        except BaseException:  # a Rust panic is no Exception
             nothing = bytes(len(masks[0]))  # no token is finite then, and no guess is taken
             masks.append(nothing)
         return masks
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, one after the other. None if the library cannot say so:
-        then the next mask says why."""
+        """The tokens that must come next. Empty if llguidance fails: then the next mask says why."""
         try:
             return self.copy()._matcher.compute_ff_tokens()
         except BaseException:  # a panic in the library's Rust is no Exception
             return []
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Advance by this token."""
         self._charge(self._matcher.consume_token, token)
 
     @property
     def is_complete(self) -> bool:
-        """Can nothing follow but the answer's end?"""
+        """Whether nothing but the end of the answer can follow."""
         return self._matcher.is_stopped()
 
     def _charge(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.thread_time()  # the processor's: a busy machine is not the grammar's fault
+        began = time.thread_time()  # processor time: a busy machine is not the grammar's fault
         found = function(*arguments)
         self._left -= time.thread_time() - began
         if self._matcher.is_error():
@@ -130,22 +128,22 @@ class Grammar:
 
 
 class Grammars:
-    """Makes the grammars of a model's requests.
+    """Compile the grammars of a model's requests.
 
-    `tokenizer`: one of the library `tokenizers`. A trial has no need to import that.
-    `V`: how many tokens the model's head knows. It may know more than the tokenizer.
-    `end_tokens`: all of them. One that the library does not know would be forbidden for ever.
+    `tokenizer`: of the library tokenizers.
+    `V`: size of the model's head, which may exceed the tokenizer's vocabulary.
+    `end_tokens`: all of them, because llguidance forbids one that it does not know.
     """
 
     def __init__(self, tokenizer: Any, V: int, end_tokens: Collection[int]):
         self._source = tokenizer
         self._V = V
         self._end_tokens = end_tokens
-        self._verdicts: dict[bytes, str] = {}  # by a grammar's hash
+        self._verdicts: dict[bytes, str] = {}  # by hash of the grammar
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """What the library has to know of the model's tokens."""
+        """What llguidance must know of the model's tokens."""
         ends = [id for id in sorted(self._end_tokens) if self._source.id_to_token(id) is not None]
         if not ends:
             raise ValueError("this model names no end token, and an answer could not end")
@@ -156,11 +154,11 @@ class Grammars:
         return read_tokens(self._known)
 
     @cached_property
-    def _trials(self) -> Trials:
-        return Trials("text.grammar", self._known, TRIAL)
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(__name__, self._known, SANDBOX_LIMITS)
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
-        """`source`: as `SamplingParams.grammar` has it. Raises ValueError, or BusyError."""
+        """Compile a grammar in the form of `SamplingParams.grammar`. Raise ValueError or BusyError."""
         try:
             if fault := self._judge(source):
                 raise ValueError(fault)
@@ -169,26 +167,27 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def special(self, tokens: Iterable[int]) -> set[int]:
-        """The tokens that the library takes for special: no text in a grammar matches them.
+        """The tokens that llguidance takes for special: no text in a grammar matches them.
 
-        subtle: these are not the tokenizer's own special tokens alone, but all added tokens of the
-        form <...>. Qwen's <tool_call> is one, although its file says `"special": false`.
+        subtle: besides the tokenizer's special tokens these are all added tokens of the form <...>.
+        Qwen's <tool_call> is one, although its file says `"special": false`.
         """
         try:
-            if fault := self._judge({"json": "{}"}):  # before the library reads the tokenizer here
+            # sandboxed, before llguidance reads the tokenizer here
+            if fault := self._judge({"json": "{}"}):
                 raise ValueError(fault)
             return {token for token in tokens if self._tokenizer.is_special_token(token)}
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def _judge(self, source: Mapping[str, Any]) -> str:
-        """What is wrong with a grammar; empty if nothing is. It is tried once."""
+        """What is wrong with a grammar, tried once; empty if nothing is."""
         job = dict(source)
         key = hashlib.sha256(json.dumps(job).encode()).digest()
         fault = self._verdicts.get(key)
         if fault is None:
             try:
-                fault = one_line(self._trials.run(job), 300)  # it may quote all of the text
+                fault = one_line(self._sandbox.run(job), 300)  # it may quote all of the text
             except LimitError as error:
                 fault = f"it {error} to be made and tried; simplify it"
             if len(self._verdicts) >= KNOWN:
@@ -197,7 +196,7 @@ class Grammars:
         return fault
 
 
-# --- in a trial ---------------------------------------------------------------------------------
+# --- in the sandbox ---------------------------------------------------------------------------
 
 
 def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
@@ -205,10 +204,10 @@ def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
 
 
 def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -> str:
-    """Make a grammar and follow it: what is wrong with it; empty if nothing is."""
+    """Compile a grammar and follow it: what is wrong with it; empty if nothing is."""
     try:
         made = make(tokenizer, source)
-        # A token at random, and the longest of some: a blank may have 80 bytes
+        # A random token, and the longest of eight: a token of blanks may have 80 bytes
         for draws in (1, 8):
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:
@@ -221,7 +220,7 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
 
 
 def follow(grammar: Grammar, tokenizer: Any, ends: Collection[int], draws: int) -> None:
-    """An answer of random tokens, as far as a trial goes."""
+    """Follow a grammar with random tokens."""
     dice = random.Random(draws)
     for _ in range(STEPS):
         if grammar.is_complete:
@@ -235,25 +234,26 @@ def follow(grammar: Grammar, tokenizer: Any, ends: Collection[int], draws: int) 
 
 
 def draw(mask: bytes, dice: random.Random) -> int:
-    """A token that a mask allows."""
+    """A random token that the mask allows."""
     bits = int.from_bytes(mask, "little")
     start = dice.randrange(bits.bit_length())
     rest = bits >> start
     return start + (rest & -rest).bit_length() - 1
 
 
-# --- made of what a request says ----------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------
 
 
 def read_tokens(known: Mapping[str, Any]) -> Any:
-    """The library's view of the model's tokens."""
+    """llguidance's view of the model's tokens."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(**known)
 
 
 def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
-    """With its first mask: what is wrong shows there at the latest, and it takes longest."""
+    """Compile a grammar, and compute its first mask: it takes longest, and shows what is still
+    wrong."""
     from llguidance import LLMatcher, LLParserLimits
 
     items = LIMITS["step_max_items"] + tokenizer.vocab_size // 10
@@ -267,7 +267,7 @@ def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
 
 
 def compiled(source: Mapping[str, Any]) -> str:
-    """The grammar in the library's own notation."""
+    """The grammar in llguidance's own notation."""
     from llguidance import LLMatcher
 
     [(kind, text)] = source.items()
@@ -278,17 +278,18 @@ def compiled(source: Mapping[str, Any]) -> str:
             raise ValueError("the schema is nested too deep") from None
         if not isinstance(schema, dict):
             raise ValueError(f"the schema is {shown(schema)}, but it must be an object")
-        # What a schema says about the form of the answer is overruled, such as its white space.
+        # A schema must not override the form of the answer, such as its white space.
         form = {"whitespace_pattern": SPACE, "coerce_one_of": False, "lenient": False}
         return LLMatcher.grammar_from_json_schema(text, overrides=form)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         choices = [json.dumps(choice, ensure_ascii=False) for choice in text]
-        # A terminal, which is one automaton. As a rule, each choice would be a way of its own.
+        # As a terminal it is one automaton. As a rule, each choice would be an alternative to
+        # track.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
-    # Each rule has a colon, and no line has two rules: the library refuses it. (A line may have a
-    # schema, with any number of colons.)
+    # Each rule has a colon, and llguidance refuses two rules on a line. (A line may have a schema,
+    # with any number of colons.)
     rules = sum(":" in line for line in text.splitlines())
     if rules > RULES:
         raise ValueError(f"it has {rules:,} lines with a colon, but it may have at most {RULES}")
@@ -296,7 +297,7 @@ def compiled(source: Mapping[str, Any]) -> str:
 
 
 def reason(error: str) -> str:
-    """What the library says, without its own state and without the place in a text."""
+    """llguidance's error, without its internal state and without the position."""
     lines = error.strip().split("\n")
     if lines[0].startswith("NoExtension"):
         return "no answer can fit it"
@@ -306,17 +307,17 @@ def reason(error: str) -> str:
 
 @cache
 def makers() -> ThreadPoolExecutor:
-    """Two threads with large stacks, in which grammars are made.
+    """Two threads with large stacks that compile grammars.
 
-    A grammar of 3,000 rules, each of which needs the next one, ends the process in a usual stack.
-    And the threads stay: each new one may be given memory of its own, which the next does not use.
+    A grammar of 3,000 nested rules overflows a usual stack and ends the process. The threads are
+    kept, because each new one may get a memory arena of its own.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "grammar")
     are_there = threading.Barrier(AT_ONCE)
-    usual = threading.stack_size(STACK)  # of all threads that are started from here on
+    usual = threading.stack_size(STACK)  # of all threads started from here on
     try:
         for _ in range(AT_ONCE):
-            pool.submit(are_there.wait)  # so each is given a thread of its own
+            pool.submit(are_there.wait)  # so that each gets a thread
     finally:
         threading.stack_size(usual)
     return pool

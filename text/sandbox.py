@@ -1,25 +1,19 @@
-"""Strangers' programs are tried out where they can be ended: in a child process.
+"""Run untrusted templates, tokenizers and grammars in a sandboxed child process.
 
-The problem. A chat template and a grammar are programs of another author. Either may loop for ever,
-or ask for gigabytes. Jinja and the library for grammars cannot be interrupted. A thread that waits
-for one of them may give up, but the work goes on, in the process that serves everybody.
+Jinja and llguidance cannot be interrupted: a thread that gives up on one of them leaves the work
+running in the process that serves everybody. So a child does the work first, with limits of time
+and memory that the system enforces. What the child survives may run here, too.
 
-The way out. A child process does the work first, and the system holds it to limits of time and
-memory. What the child survives is harmless, and this process may do it, too.
+    this process       `Sandbox.run` sends one end of a socket and waits at the other end
+    the fork server    a child that has loaded what all jobs need, and forks for each job
+    the watcher        its child, which forks once more and reports how the job ended, if the job cannot
+    the job            sets the limits, reads its input from the socket, writes its result
 
-    this process    `Trials.run` sends one end of a socket, and waits at the other end
-    the nursery     a child that has read what all trials need, and forks for each job
-    a watcher       its child, which forks once more. It says how the trial ended, if the trial cannot
-    the trial       has the limits, reads the job from the socket, does it, and writes what it has found
+Loading a tokenizer takes a second and a fork milliseconds, so the fork server stays. It has one
+thread, because forking a process with threads (this one has MLX's) is unsafe. When its socket
+closes, it ends with all its children.
 
-The nursery stays, since reading a tokenizer takes a second and a fork takes milliseconds. It has
-one thread, as a fork needs. (This process has the threads of MLX.) When its line to this process is
-cut, it ends, with all that it has forked.
-
-What this file keeps. `Trials.run` takes a bounded time, whatever the job does. A trial that is ended
-takes nothing with it.
-
-Where next: `template.py` and `grammar.py`, which say what is tried.
+The invariant: `Sandbox.run` takes a bounded time, whatever the job does.
 """
 
 from __future__ import annotations
@@ -41,52 +35,52 @@ from typing import Any, NamedTuple, NoReturn
 
 from runtime.validation import one_line
 
-ROOT = Path(__file__).resolve().parents[1]
-STACK = 128 * 2**20  # of a trial: who walks down a text by recursion needs it
-NICE = 5  # a trial takes what the others leave of the processor
-START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer takes six
+STACK = 128 * 2**20  # of a job: recursive parsers need it
+NICE = 5  # a job takes what the others leave of the processor
+START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
 READY = b"!\n"
-GRACE = 5.0  # seconds: the nursery answers so long after its trial had to end, or it is gone
+GRACE = 5.0  # seconds after a job's deadline until the fork server counts as gone
 
 
-class Allowance(NamedTuple):
-    """What a trial may take."""
+class SandboxLimits(NamedTuple):
+    """The limits of a job."""
 
-    seconds: float  # of a processor
-    patience: float  # seconds by the clock: on a busy machine a trial waits for its turn
-    memory: int  # bytes, beside what the nursery has. macOS ignores this limit
-    at_once: int = 1  # so many trials may run at a time
+    seconds: float  # of processor time
+    patience: float  # seconds by the clock: on a busy machine a job waits for its turn
+    memory: int  # bytes on top of the fork server's. macOS ignores this limit
+    at_once: int = 1  # jobs at the same time
 
 
 class LimitError(ValueError):
-    """A job that needs more than a trial may take, in words that follow its name."""
+    """A job that exceeds a limit. The message follows the job's name."""
 
 
 class BusyError(RuntimeError):
-    """Nobody could try the job: too many others are being tried, or the machine is too busy."""
+    """The job could not be run: too many others are running, or the machine is too busy."""
 
 
 # --- in this process ----------------------------------------------------------------------------
 
 
-class Trials:
-    """Does jobs in processes that can be ended.
+class Sandbox:
+    """Run jobs in processes that can be killed.
 
-    `module`: its `prepare(given)` is called in the nursery, and makes the function that does a job.
-    What is given, a job and what the function finds cross as JSON.
+    `module`: its `prepare(given)` runs in the fork server and returns the function that does a job.
+    `given`, jobs and results are sent as JSON.
     """
 
-    def __init__(self, module: str, given: Any, limits: Allowance):
+    def __init__(self, module: str, given: Any, limits: SandboxLimits):
         self.limits = limits
         self._first = [module, given, limits]
         self._turns = threading.BoundedSemaphore(limits.at_once)
         self._sending = threading.Lock()
-        self._nursery: weakref.finalize | None = None  # ends the nursery
+        self._fork_server: weakref.finalize | None = None  # ends it
         self._line: socket.socket | None = None
-        self._unfit = ""  # why a nursery cannot prepare what it was given
+        self._unfit = ""  # why `prepare` failed
 
     def run(self, job: Any) -> Any:
-        """What the function finds. Raises LimitError or BusyError; ValueError if `prepare` fails."""
+        """Return the function's result. Raise LimitError or BusyError; ValueError if `prepare`
+        fails."""
         if self._unfit:
             raise ValueError(self._unfit)
         if not self._turns.acquire(timeout=self.limits.patience):
@@ -97,10 +91,10 @@ class Trials:
             self._turns.release()
 
     def close(self) -> None:
-        """End the nursery. The next job starts another one."""
-        if self._nursery is not None:
-            self._nursery()
-            self._nursery = None
+        """Kill the fork server. The next job starts another one."""
+        if self._fork_server is not None:
+            self._fork_server()
+            self._fork_server = None
 
     def _try(self, job: Any) -> Any:
         try:
@@ -112,24 +106,24 @@ class Trials:
                 end.sendall(json.dumps(job).encode())
                 end.shutdown(socket.SHUT_WR)
                 answers = end.makefile("rb").readlines()
-        except OSError:  # the trial was killed, or hangs
+        except OSError:  # the job was killed, or hangs
             answers = []
         if not answers:
             self.close()
             raise BusyError("the process that tries it is gone; try again")
-        # If a trial has answered and was ended all the same, the last line says so
+        # A job that has answered and was killed all the same has two lines; the last one counts
         answer = json.loads(answers[-1])
         if "ended" in answer:
             raise self._reason(answer["ended"])
         return answer["found"]
 
     def _send(self) -> socket.socket:
-        """Have the nursery begin a trial. Answers with our end of its socket."""
+        """Start a job. Return our end of its socket."""
         ours, theirs = socket.socketpair()
         ours.settimeout(self.limits.patience + GRACE)
         with theirs, self._sending:
-            if self._nursery is not None:
-                with suppress(OSError):  # the nursery has been killed
+            if self._fork_server is not None:
+                with suppress(OSError):  # the fork server has been killed
                     socket.send_fds(self._line, [b"!"], [theirs.fileno()])
                     return ours
                 self.close()
@@ -138,14 +132,14 @@ class Trials:
             return ours
 
     def _begin(self) -> None:
-        """Start the nursery.
+        """Start the fork server.
 
-        It finds the packages where this process has them, and reads no settings of a user's. `-S`
-        saves it the search for packages. It has a session of its own, so Ctrl-C does not reach it.
+        It imports packages from where this process has them, and no user's site settings. `-S`
+        skips the search for packages. A session of its own keeps Ctrl-C away.
         """
         self._line, theirs = socket.socketpair()
-        path = [str(ROOT), *sys.path]
-        program = f"import sys; sys.path += {path}; from text.sandbox import nurse; nurse()"
+        serve = f"from {__name__} import fork_server; fork_server()"
+        program = f"import sys; sys.path += {sys.path}; {serve}"
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -158,7 +152,7 @@ class Trials:
             except OSError:
                 self._line.close()
                 raise
-        self._nursery = weakref.finalize(self, end, process, self._line)
+        self._fork_server = weakref.finalize(self, end, process, self._line)
         self._line.settimeout(START)
         try:
             self._line.sendall(json.dumps(self._first).encode() + b"\n")
@@ -173,7 +167,7 @@ class Trials:
             raise
 
     def _reason(self, code: int | str) -> Exception:
-        """Why a trial was ended. `code`: that of its process, or what it could still say."""
+        """Why a job was ended. `code`: the exit code of its process, or what it could still report."""
         limits = self.limits
         if code == -signal.SIGPROF:
             return LimitError(f"takes more than {limits.seconds:g} s")
@@ -185,26 +179,26 @@ class Trials:
 
 
 def end(process: subprocess.Popen, line: socket.socket) -> None:
-    """End the nursery, with the trials in its session."""
+    """Kill the fork server with all jobs in its session."""
     line.close()
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-# --- in the nursery -----------------------------------------------------------------------------
+# --- in the fork server -----------------------------------------------------------------------
 
 
-def nurse() -> None:
-    """The nursery's program. Its standard input is the line. When the line is cut, this nursery is
-    not needed any more, nor is any of its trials."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries its children
+def fork_server() -> None:
+    """The fork server's program. Its standard input is the socket; when that closes, kill the whole
+    process group."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     with socket.socket(fileno=0) as line:
         module, given, limits = json.loads(line.makefile("rb").readline())
         try:
             function = importlib.import_module(module).prepare(given)
         except MemoryError:
             raise
-        except BaseException as error:  # a panic in a library's Rust is no Exception
+        except BaseException as error:  # a Rust panic is no Exception
             line.sendall(f"{one_line(error)}\n".encode())
             return
         line.sendall(READY)
@@ -214,23 +208,24 @@ def nurse() -> None:
                 os.killpg(0, signal.SIGKILL)
             with socket.socket(fileno=ends[0]) as end:
                 if os.fork() == 0:
-                    watch(function, Allowance(*limits), end)
+                    watch(function, SandboxLimits(*limits), end)
 
 
-def watch(function: Callable[[Any], Any], limits: Allowance, end: socket.socket) -> NoReturn:
-    """Between the nursery and a trial. Says how the trial has ended, if it could not say so itself."""
+def watch(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
+    """The process between fork server and job: report how the job has ended, if it could not do so
+    itself."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    trial = os.fork()
-    if trial == 0:
+    job = os.fork()
+    if job == 0:
         run(function, limits, end)
-    _, status = os.waitpid(trial, 0)
+    _, status = os.waitpid(job, 0)
     if status:
         send(end, {"ended": os.waitstatus_to_exitcode(status)})
     os._exit(0)
 
 
-def run(function: Callable[[Any], Any], limits: Allowance, end: socket.socket) -> NoReturn:
-    """A trial, from its first moment to its last."""
+def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
+    """The job's process, from start to end."""
     try:
         hold(limits)
         thread = threading.Thread(target=attempt, args=(function, end))
@@ -240,8 +235,8 @@ def run(function: Callable[[Any], Any], limits: Allowance, end: socket.socket) -
         os._exit(0)
 
 
-def hold(limits: Allowance) -> None:
-    """From here on the system ends this process when it has taken too much."""
+def hold(limits: SandboxLimits) -> None:
+    """From here on the system ends this process when it exceeds a limit."""
     os.nice(NICE)
     threading.stack_size(STACK)
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
@@ -253,7 +248,7 @@ def hold(limits: Allowance) -> None:
 
 
 def data() -> int:
-    """How many bytes this process can write to, as the limit counts them."""
+    """Bytes that this process can write to, as RLIMIT_DATA counts them."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[5]
         return int(pages) * resource.getpagesize()
@@ -272,6 +267,6 @@ def attempt(function: Callable[[Any], Any], end: socket.socket) -> None:
 
 
 def send(end: socket.socket, answer: Any) -> None:
-    """In a line of its own, also behind an answer that was cut off."""
-    with suppress(OSError):  # nobody may wait any more
+    """On a line of its own, also after an answer that was cut off."""
+    with suppress(OSError):  # nobody waits any more
         end.sendall(b"\n" + json.dumps(answer).encode())

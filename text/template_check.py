@@ -1,18 +1,12 @@
-"""A model folder's chat template and tokenizer, tried in a child process before this process uses
-them.
+"""Check a model folder's chat template and tokenizer in a child process before using them.
 
-The problem. Both come from anywhere. A template of 30 bytes makes a text of gigabytes. A tokenizer
-of 5 KB, with 40 rules that each double a letter, takes all memory at the first prompt; one with a
-broken table aborts the process.
+Both come from an untrusted author. A template of 30 bytes can make gigabytes of text. A tokenizer
+of 5 KB, with 40 rules that each double a letter, exhausts memory at the first prompt; one with a
+broken table aborts the process. So a child renders conversations and encodes and decodes texts
+within `LIMITS` (`sandbox.py`); what exceeds them is refused at load.
 
-The way out. A child process renders conversations with the template, reads the tokenizer, and has
-it encode and decode: the renderings, a long text, and a text of many alphabets. The system holds the
-child to `LIMITS` (`trials.py`), so what exceeds them is refused when the model is loaded.
-
-What remains. An author can hide from the trials what only a rare text brings about. Give a server
-of models that you do not trust a limit of memory of its own.
-
-Where next: `template.py`, which renders; `tokens.py`, which asks for the trial.
+An author can still hide what only a rare text triggers: run a server of untrusted models with a
+memory limit of its own.
 """
 
 from __future__ import annotations
@@ -24,13 +18,13 @@ from typing import Any
 
 from runtime.files import LARGEST
 from runtime.validation import one_line
-from text.sandbox import Allowance, BusyError, LimitError, Trials
+from text.sandbox import BusyError, LimitError, Sandbox, SandboxLimits
 
-LIMITS = Allowance(seconds=10.0, patience=30.0, memory=512 * 2**20)
-LONGEST = LARGEST["chat_template.jinja"]  # a template, wherever its text lies
-RENDERED = 2**20  # characters that a template may make of a trial conversation
+LIMITS = SandboxLimits(seconds=10.0, patience=30.0, memory=512 * 2**20)
+LONGEST = LARGEST["chat_template.jinja"]  # characters of a template
+RENDERED = 2**20  # characters that a template may make of a sample conversation
 SOME = 4096  # tokens that are decoded together
-PASSED: set[bytes] = set()  # the digests of tokenizers and texts that a child has survived
+PASSED: set[bytes] = set()  # digests of tokenizers and texts that passed
 
 
 def turns(count: int, content: str) -> list[dict[str, str]]:
@@ -38,8 +32,8 @@ def turns(count: int, content: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": content} for i in range(count)]
 
 
-# A question; one with a system prompt; and a long talk, with which what grows too fast shows.
-TRIALS = (
+# A question; a system prompt; and a long talk, which shows superlinear growth.
+SAMPLES = (
     turns(1, "What is a KV cache?"),
     [{"role": "system", "content": "Be terse."}, *turns(3, "Grüße, 中文 👩‍👩‍👧\n\n{{ 1 }}")],
     turns(101, "Some words of a turn. " * 20),
@@ -52,24 +46,24 @@ TEXTS = (
 )
 
 
-class TryOut:
-    """Tries templates and tokenizers in a child process: `with TryOut() as child`."""
+class TemplateChecker:
+    """Check templates and tokenizers in a child process: `with TemplateChecker() as child`."""
 
-    def __enter__(self) -> TryOut:
-        self._child = Trials("text.template_check", None, LIMITS)
+    def __enter__(self) -> TemplateChecker:
+        self._child = Sandbox(__name__, None, LIMITS)
         return self
 
     def __exit__(self, *exception) -> None:
         self._child.close()
 
-    def template(self, source: str, trials: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-        """What is wrong with a template, in words that follow "the chat template" (empty if
-        nothing is), and its renderings."""
+    def template(self, source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+        """What is wrong with a template, in words that follow "the chat template" (empty if nothing
+        is), and its renderings."""
         if len(source) > LONGEST:
             return f"is {len(source):,} characters long, more than {LONGEST:,}", []
-        fault, found = self._run("template", source, list(trials))
+        fault, found = self._run("template", source, list(samples))
         if fault:
-            return f"{fault} for a trial conversation" if found is None else fault, []
+            return f"{fault} for a sample conversation" if found is None else fault, []
         return found["fault"], found["texts"]
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
@@ -85,7 +79,7 @@ class TryOut:
         return fault
 
     def _run(self, *job: Any) -> tuple[str, Any]:
-        """Words for a limit that was met, and what the child has found."""
+        """Words for a limit that was exceeded, and the child's result."""
         try:
             return "", self._child.run(job)
         except LimitError as error:
@@ -102,7 +96,7 @@ def prepare(_: None) -> Callable[[list], Any]:
     return lambda job: jobs[job[0]](*job[1:])
 
 
-def render_all(source: str, trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is wrong with a template, and its renderings."""
     from text.chat_template import PATIENCE, PatienceError, Template
 
@@ -112,47 +106,47 @@ def render_all(source: str, trials: Sequence[Mapping[str, Any]]) -> dict[str, An
         template = Template(source)
     except Exception as error:
         return {"fault": f"is broken ({one_line(error)})", "texts": texts}
-    for variables in trials:
+    for variables in samples:
         try:
             text = template.render(variables)
         except MemoryError:
             raise
         except PatienceError:
-            fault = f"takes more than {PATIENCE:g} s for a trial conversation"
+            fault = f"takes more than {PATIENCE:g} s for a sample conversation"
             break
-        except Exception:  # it refuses this conversation, and may well take others
+        except Exception:  # it refuses this conversation, and may accept others
             continue
         if len(text) > RENDERED:
-            fault = f"makes {len(text):,} characters of a trial conversation"
+            fault = f"makes {len(text):,} characters of a sample conversation"
             break
         texts.append(text)
     return {"fault": fault, "texts": texts}
 
 
 def encode_and_decode(path: str, texts: Sequence[str]) -> None:
-    """Only the limits of the child are of interest: what raises here does so in its parent, too,
-    where it ends one request."""
+    """Only the child's limits matter here: an exception would be raised in the parent, too, where
+    it ends one request."""
     from tokenizers import Tokenizer
 
-    tokenizer = gently(Tokenizer.from_file, path)
+    tokenizer = try_call(Tokenizer.from_file, path)
     if tokenizer is None:
         return
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for text in (*texts, *TEXTS):
-        encoded = gently(tokenizer.encode, text)
+        encoded = try_call(tokenizer.encode, text)
         if encoded:
-            gently(tokenizer.decode, encoded.ids)
+            try_call(tokenizer.decode, encoded.ids)
     ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
     for start in range(0, len(ids), SOME):
-        gently(tokenizer.decode, ids[start : start + SOME], skip_special_tokens=False)
+        try_call(tokenizer.decode, ids[start : start + SOME], skip_special_tokens=False)
 
 
-def gently(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """None if it raises."""
+def try_call(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """Call a function; None if it raises."""
     try:
         return function(*arguments, **options)
     except MemoryError:
         raise
-    except BaseException:  # a panic in the tokenizer's Rust is no Exception
+    except BaseException:  # a Rust panic is no Exception
         return None

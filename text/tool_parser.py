@@ -1,28 +1,26 @@
-"""An answer taken apart: what a model says, what it thinks, and which tools it calls.
+"""Reasoning parser and tool parser: split an answer into reasoning, content and tool calls as it
+streams.
 
-The problem. A model writes all three into one text, and marks them as in its training:
+The problem. A model writes all three into one text, with marks as in its training:
 
     <think>I should add.</think>It is a sum.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 
-A client wants them apart, and as they come. A mark may begin in one piece of text and end in
-another, and a model may write half a mark, a mark inside a thought, or a call that never ends. And
-newer models write no JSON. They write each argument between tags of its own, as it is:
+A client wants them separate, and as they come. A mark may begin in one piece of text and end in
+another, and a model may write half a mark, a mark inside its reasoning, or a call that never ends.
+Newer models write no JSON but put each argument between tags, as it is:
 
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 
-The way out. One machine over text reads characters, not tokens, because a mark's last character may
-be in a token together with what follows. Its program reads like a description of an answer, from
-the beginning to the end, and stops in the middle of any line of it until more text has come. The
-marks are data: a `Format` for each way to write a call. Nobody has to tell which format a model
-speaks: its chat template is asked to write a call, and the format is the one that reads this call
-back. What stands between the marks is learned from the same call, tags too. Whether an argument in
-tags is a text or a number, the tool's schema says.
+The solution. One state machine reads characters, not tokens, because a mark's last character may
+share a token with what follows. It is a generator that reads like a description of an answer, from
+start to end, and pauses in the middle of any line of it until more text has come. The marks are
+data (`tool_formats.py`). Nobody configures the format of a model: its chat template is asked to
+write a call, and the format is the one that parses this call back. Whether an argument in tags is a
+string or a number, the tool's schema says.
 
-What this file keeps. However an answer is cut into pieces, its parts join to the same texts. A
-character costs the same however long the answer is. What turns out to be no call is text, whole.
-White space beside a mark belongs to the mark.
-
-Where next: `tokens.py`, which knows the template.
+The invariant: however an answer is cut into pieces, its parts join to the same texts. A character
+costs the same however long the answer is. Whatever turns out to be no call is content, completely.
+White space next to a mark belongs to the mark.
 """
 
 from __future__ import annotations
@@ -32,406 +30,89 @@ import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
+from text.tool_formats import (
+    FORMATS,
+    JSONS,
+    PROBE,
+    PYTHONS,
+    REASONING_MARKS,
+    SILENT,
+    TOOLS,
+    OutputFormat,
+    Tags,
+    ToolFormat,
+    kinds_of,
+    with_layout,
+)
 
-class Part(NamedTuple):
+
+class ParsedPart(NamedTuple):
     """A piece of an answer."""
 
-    # "answer", "thought", "call" (the text is a tool's name), "arguments" (of the newest call)
+    # "content", "reasoning", "tool_call" (the text is a tool's name) or "arguments" (of the newest
+    # call)
     kind: str
     text: str
 
 
-class Tags(NamedTuple):
-    """What stands around the name, the keys and the values of a call in tags, white space included."""
-
-    before_name: str
-    behind_name: str
-    before_key: str
-    behind_key: str
-    behind_value: str
-    end: str
+# --- for display --------------------------------------------------------------------------------
 
 
-class Format(NamedTuple):
-    """How a family of models writes a call. Its body is JSON, as in
-    {"name": "add", "arguments": {"a": 1}}, or it is in tags. From `key` on, all is learned from the
-    model's template."""
-
-    name: str
-    opens: str  # the mark before a call
-    closes: str  # the mark behind it, if there is one
-    # An answer may begin with a call that has no mark. The template takes no other beside it
-    is_bare: bool = False
-    is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
-    wrap: tuple[str, str] = ("", "")  # these may stand around a value in tags
-    key: str = "arguments"  # their name in what the template writes
-    # What stands before the first body, between two, and behind the last one
-    layout: tuple[str, str, str] = ("", "", "")
-    # What stands between a tool's name and its arguments, if the name stands before the body
-    behind_name: str | None = None
-    tags: Tags | None = None
-
-
-FORMATS = (
-    Format("Hermes", "<tool_call>", "</tool_call>"),
-    Format("Mistral", "[TOOL_CALLS]", "]", is_named=True),
-    Format("Apriel", "<tool_calls>", "</tool_calls>"),
-    Format("Nemotron Nano", "<TOOLCALL>", "</TOOLCALL>"),
-    Format("Granite 3", "<|tool_call|>", "<|/tool_call|>"),
-    Format("Granite 20B", "<function_call>", ""),
-    Format("GigaChat", "<|function_call|>", ""),
-    Format("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
-    Format("Seed", "<seed:tool_call>", "</seed:tool_call>"),
-    Format("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
-    Format("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
-    Format("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
-)
-SILENT = Format("none", "", "")  # what looks like a call is text
-THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-)
-# Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
-MARKS = frozenset(
-    [
-        "[ARGS]",
-        "[CALL_ID]",
-        "<|action_start|>",
-        "<|plugin|>",
-        "<arg_key>",
-        "</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-        *(format.opens for format in FORMATS),
-        *(format.closes for format in FORMATS if len(format.closes) > 1),
-        *chain(*THOUGHTS),
-    ]
-)
-
-
-class Speech(NamedTuple):
-    """How one model speaks."""
-
-    thought: tuple[str, str] | None = None  # the marks around a thought
-    format: Format | None = None
-    why: str = ""  # if there is no format: why the model can be given no tools
-
-    def is_thinking(self, prompt: str) -> bool:
-        """Some templates open a thought at the end of the prompt."""
-        if not self.thought:
-            return False
-        return prompt.rstrip().endswith(self.thought[0])
-
-
-# --- which format does a model speak? -----------------------------------------------------------
-
-# Mistral's templates want ids of nine letters
-CALL = {"id": "abcdefghi", "type": "function"}
-CALL |= {"function": {"name": "is_called", "arguments": {"n": 7}}}
-PROBE = [
-    {"role": "user", "content": "Call it."},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "is_called", "tool_call_id": "abcdefghi", "content": "8"},
-]
-NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-LISTED = {"name": "is_listed", "description": "It adds one.", "parameters": NUMBER}
-TOOLS = [{"type": "function", "function": LISTED}]
-
-
-def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
-    """How a model with this chat template speaks. `render` makes a prompt of messages and tools."""
-    if source is None:
-        return Speech(why="this model has no chat template, so it can be given no tools")
-    thought = next((marks for marks in THOUGHTS if marks[1] in source), None)
-    try:
-        text = render(PROBE, TOOLS)
-    except ValueError as error:
-        return Speech(thought, why=f"this model can be given no tools: {error}")
-    if "is_listed" not in text:
-        return Speech(thought, why="this model's chat template takes no tools")
-    if "is_called" not in text:
-        return Speech(thought, why="this model's chat template writes no calls of tools")
-    place = text.index("is_called")
-    for format in FORMATS:
-        if written := as_written(format, text, place):
-            return Speech(thought, written)
-    around = text[max(place - 40, 0) : place + 40]
-    written = " ".join(around.split())
-    known = ", ".join(format.name for format in FORMATS)
-    why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
-    return Speech(thought, why=why)
-
-
-# What stands behind the name of a call in tags. Its one argument is n = 7
-TAGGED = re.compile(
-    r"(?P<behind_name>[^<]{0,20})"
-    r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<behind_key>\W.{0,60}?)\b7\b"
-    r"(?P<behind_value>\s*</[^<>]{1,40}>\s*)(?P<end>.{0,40}?)",
-    re.DOTALL,
-)
-
-
-def as_written(format: Format, text: str, place: int) -> Format | None:
-    """The format, with all that is to be learned from a template's call; nothing, if the format
-    does not read this call back. `place` is that of the name."""
-    begin = text.rfind(format.opens, 0, place)
-    if format.is_bare and begin < 0 and f'"{format.key}"' in text[place:]:
-        begin = text.rfind("{", 0, place)
-    if begin < 0:
-        return None
-    format = with_layout(format, text[begin:], place - begin)
-    parser = Parser(Speech(format=format), {"is_called": {}}, is_strict=True)
-    first = dict(reversed(parser.push(text[begin:])))  # of each kind
-    is_read = first.get("call") == "is_called" and loads(first.get("arguments", "")) == {"n": 7}
-    return format if is_read else None
-
-
-def with_layout(format: Format, call: str, place: int) -> Format:
-    """`call`: the text from the opening mark on. The tool's name stands at `place`."""
-    start = call[:place]
-    rest = call[place + len("is_called") :]
-    if format.is_named and not start.endswith('"'):
-        return format._replace(layout=(start, start, ""), behind_name=rest.partition("{")[0])
-    closes = ""
-    if format.closes:
-        rest, closes, _ = rest.partition(format.closes)
-    tagged = TAGGED.fullmatch(rest) if closes else None
-    if tagged:
-        tags = Tags(before_name=start.removeprefix(format.opens), **tagged.groupdict())
-        line = "\n" if tags.before_name.startswith("\n") else ""
-        return format._replace(tags=tags, layout=(start, closes + line + start, closes))
-    start = start.partition("{")[0]
-    behind = rest.rpartition("}")[2] + closes if closes else ""
-    between = f"{behind}\n{start}"
-    if start.rstrip().endswith("["):
-        between = ", "
-        behind = behind or "]"
-    key = format.key if f'"{format.key}"' in rest else "parameters"
-    return format._replace(key=key, layout=(start, between, behind))
-
-
-# --- calls that have to come --------------------------------------------------------------------
-
-# White space between the parts of JSON: a model that may write more could write nothing else
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-ANY = "(?s:.*)"  # any text
-
-
-def grammar(
-    speech: Speech,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    answer: Mapping[str, Any] | None = None,
-    is_single: bool = False,
-    is_thinking: bool = False,
-    marks: Mapping[str, int] = {},
-) -> str:
-    """In the notation of `grammar.py`: an answer that calls these tools, behind a thought if the
-    model thinks.
-
-    `answer`: a JSON schema of what may be said instead.
-    `marks`: the ids of those that are tokens. They are written as tokens, as in the model's training.
-    """
-
-    spelled = partial(spell, marks)
-    rules = {}
-
-    if answer is not None:
-        rules["answer"] = as_json(answer)
-    if tools:
-        tags = speech.format.tags
-
-        def value(form: str) -> str:
-            name = "value" if form == ANY else f"value_{len(rules)}"
-            rules.update(up_to(name, "", tags.behind_value, marks, form))
-            return name
-
-        bodies = [
-            tagged_rule(tags, tool["function"], spelled, value)
-            if tags
-            else body_rule(speech.format, tool["function"], spelled)
-            for tool in tools
-        ]
-        start, between, end = speech.format.layout
-        more = f"({spelled(between)} body)*"
-        if is_single or speech.format.is_bare:
-            more = ""
-        rules["calls"] = f"{spelled(start)} body {more} {spelled(end)}"
-        rules["body"] = " | ".join(bodies)
-    ways = " | ".join(name for name in ("answer", "calls") if name in rules)
-    if not speech.thought:
-        rules["start"] = ways
-    else:
-        opens, closes = speech.thought
-        rules["start"] = f"{'thought' if is_thinking else 'thought?'} SPACE ({ways})"
-        rules["SPACE"] = r"/[ \n]{0,4}/"
-        rules |= up_to("thought", "" if is_thinking else opens, closes, marks)
-    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
-
-
-def up_to(
-    name: str, opens: str, closes: str, marks: Mapping[str, int], form: str = ANY
-) -> dict[str, str]:
-    """The rules for a text of this form between two marks. The first that closes ends it, be it
-    written as a token or in letters: the parser reads text, and sees no difference."""
-    before = spell(marks, opens)
-    tokens = [mark for mark in marks if mark in closes]
-    if tokens:
-        without = "".join(f" & ~{as_regex(ANY + re.escape(mark) + ANY)}" for mark in tokens)
-        text = as_regex(form) + without
-        return {name: f"{before} {name.upper()} {spell(marks, closes)}", name.upper(): text}
-    end = re.escape(closes)
-    beyond = as_regex(f"{ANY}{end}(?s:.+)")
-    return {
-        name: f"{before} {name}_end",
-        f"{name}_end[lazy]": f"{as_regex(form + end)} & ~{beyond}",
-    }
-
-
-def spell(marks: Mapping[str, int], text: str) -> str:
-    """A text in the grammar's notation, with the marks in it by their ids."""
-    inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
-    known = {mark: f"<[{marks[mark]}]>" for mark in inside}
-    return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
-
-
-def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
-    name = function["name"]
-    # With an id it is a document of its own: "#" refers to it, wherever it stands
-    parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
-    if format.behind_name is not None:
-        before, id, behind = format.behind_name.partition(CALL["id"])
-        behind = spelled(behind)
-        before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
-        return f"{spelled(name)} {before} {behind} {as_json(parameters)}"
-    key = format.key
-    body = {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
-    return as_json({**body, "required": ["name", key], "additionalProperties": False})
-
-
-def tagged_rule(
-    tags: Tags,
-    function: Mapping[str, Any],
-    spelled: Callable[[str], str],
-    value: Callable[[str], str],
-) -> str:
-    """The arguments stand in the order of the schema. Of a text, the schema says nothing here but
-    which texts there are, or their pattern. `value`: the name of the rule for a text of a form."""
-    schema = function["parameters"]
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        raise ValueError("grammar: the schema's properties must be an object, and required a list")
-    rules = [spelled(function["name"] + tags.behind_name)]
-    for key in properties:
-        kinds = kinds_of(schema, key)
-        own = schema_of(schema, key)
-        texts = values_of(own)
-        if kinds == {"string"} and texts:
-            texts = " | ".join(map(json.dumps, texts))
-            said = f"({texts}) {spelled(tags.behind_value)}"
-        elif not kinds or "string" in kinds:
-            said = value(form_of(own) if kinds == {"string"} else ANY)
-        else:
-            said = f"{as_json(alone(schema, key))} {spelled(tags.behind_value)}"
-        rule = f"{spelled(tags.before_key + key + tags.behind_key)} {said}"
-        rules.append(rule if key in required else f"({rule})?")
-    return " ".join([*rules, spelled(tags.end)])
-
-
-# A pattern whose anchors stand at its ends, if it has any
-ANCHORED = re.compile(r"(\^?)((?:\\.|\[(?:\\.|[^]\\])*\]|[^\\[^$])*)(\$?)", re.DOTALL)
-
-
-def form_of(schema: Mapping[str, Any]) -> str:
-    """A schema's pattern, as that of a whole text. The library knows no anchors, so a pattern with
-    one in its middle, as in "^a$|b", is not kept."""
-    pattern = schema.get("pattern")
-    found = isinstance(pattern, str) and ANCHORED.fullmatch(pattern)
-    if not found:
-        return ANY
-    first, inner, last = found.groups()
-    return f"{'' if first else ANY}(?:{inner}){'' if last else ANY}"
-
-
-def as_regex(pattern: str) -> str:
-    """In the grammar's notation, in a line."""
-    pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
-
-
-def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The schema of one argument. It may refer to others."""
-    value = schema["properties"][key]
-    if '"$ref"' not in json.dumps(value):
-        return value
-    own = {name: value for name, value in schema.items() if name != "$id"}
-    whole = json.dumps(own).replace('"$ref": "#', '"$ref": "#/$defs/whole')
-    place = key.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"#/$defs/whole/properties/{place}", "$defs": {"whole": json.loads(whole)}}
-
-
-def as_json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
-
-
-# --- for those who watch ------------------------------------------------------------------------
-
-
-OPENINGS = tuple(opens for opens, _ in THOUGHTS)
-CLOSING = re.compile("|".join(re.escape(closes) for _, closes in THOUGHTS))
+OPENINGS = tuple(opens for opens, _ in REASONING_MARKS)
+CLOSING = re.compile("|".join(re.escape(closes) for _, closes in REASONING_MARKS))
 CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
 
 
-def marked(text: str, is_thinking: bool = False) -> list[Part]:
-    """The thought of an answer, what it says, and its calls: with their marks, and without to know
-    the model. `is_thinking`: the prompt has opened the thought."""
+def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
+    """Reasoning, content and calls of an answer, marks included, for display without knowledge of
+    the model. `is_thinking`: the prompt has opened the reasoning."""
     closing = CLOSING.search(text)
     is_open = is_thinking or text.lstrip().startswith(OPENINGS)
-    thought = text if is_open else ""
+    reasoning = text if is_open else ""
     if closing:
-        thought = text[: closing.end()]
-    call = CALLING.search(text, len(thought))
+        reasoning = text[: closing.end()]
+    call = CALLING.search(text, len(reasoning))
     end = call.start() if call else len(text)
-    answer = text[len(thought) : end]
-    if thought or call:
+    answer = text[len(reasoning) : end]
+    if reasoning or call:
         answer = answer.strip("\n")
-    parts = Part("thought", thought), Part("answer", answer), Part("call", text[end:])
+    parts = (
+        ParsedPart("reasoning", reasoning),
+        ParsedPart("content", answer),
+        ParsedPart("tool_call", text[end:]),
+    )
     return [part for part in parts if part.text]
 
 
-def apart(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """The thought of an answer, without its marks, and the rest of the answer, line breaks and all:
-    a model is shown again what it has said."""
-    thought = dict(marked(text, is_thinking)).get("thought", "")
-    answer = text[len(thought) :]
-    answer = answer.lstrip("\n") if thought else answer
-    for mark in chain(*THOUGHTS):
-        thought = thought.replace(mark, "")
-    return thought.strip(), answer
+def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
+    """The reasoning of an answer without its marks, and the unchanged rest, which the model is
+    shown in its next prompt."""
+    reasoning = dict(split_output(text, is_thinking)).get("reasoning", "")
+    answer = text[len(reasoning) :]
+    answer = answer.lstrip("\n") if reasoning else answer
+    for mark in chain(*REASONING_MARKS):
+        reasoning = reasoning.replace(mark, "")
+    return reasoning.strip(), answer
 
 
 # --- the machine --------------------------------------------------------------------------------
 
-# So many characters may stand before a body, or in it before its arguments; so much white space
+# Maximum characters before a body, or in it before its arguments; and maximum white space that
 # belongs to a mark
 HEAD = 300
 NAME = r"[\w.-]{1,128}"  # of a tool
 KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
-# Separators of calls, and the tool's name, if it stands before the body
+# Separators of calls, and the tool's name, if it precedes the body
 BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
-# Calls in JSON begin so, piece by piece, since an answer may end or pause after any. A body that
-# begins otherwise is read whole before it can be told
+# The start of a call in JSON, piece by piece, since an answer may end or pause after any. A body
+# that starts differently must be read whole before it is known
 GAP = r"\s{0,20}"
 BODY = [r"\{", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
 BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
-# Without a mark they begin a line. Models write them so that were trained little on calls: as they
-# are, in a list, or in a block of code. Then the first argument or the end must follow, too
+# Models with little training on calls write them without a mark at the start of a line: bare, in a
+# list, or in a code block. Then the first argument or the end must follow, too
 FENCE = "```"
 FENCED = [r"[ \t]{0,20}", *FENCE, *(f"(?i:{letter})" for letter in "json"), r"[\s\[]{1,20}"]
 LISTED = [r"[\s,;\[]{0,20}"]
@@ -440,7 +121,7 @@ LINE = r"(?:\A|(?<=\n))"
 
 
 def begun(pieces: Sequence[str]) -> str:
-    """A pattern for the beginnings of a text that is made of these pieces."""
+    """A pattern for all prefixes of a text that is made of these pieces."""
     pattern = ""
     for piece in reversed(pieces):
         piece = piece.replace("(arguments|parameters)", "[a-z]{1,10}")
@@ -456,84 +137,83 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 
-class Parser:
-    """Takes one answer apart: `push` takes a piece of its text.
+class OutputParser:
+    """Parse one answer: `push` takes a piece of its text.
 
-    `tools`: by name, the schema of the arguments. Without any, what looks like a call is text.
-    `is_thinking`: the prompt has opened a thought already.
+    `tools`: by name, the schema of the arguments. Without tools, calls are content.
+    `is_thinking`: the prompt has opened the reasoning.
     `is_single`: at most one call is wanted.
-    `is_strict`: a call without its mark is text, because the answer may be JSON of a schema.
+    `is_strict`: a call without its mark is content, because the answer may be JSON of a schema.
     """
 
     def __init__(
         self,
-        speech: Speech,
+        output_format: OutputFormat,
         tools: Mapping[str, Mapping[str, Any]] = {},
         is_thinking: bool = False,
         is_single: bool = False,
         is_strict: bool = False,
     ):
-        self._reader = Reader(speech, tools, is_thinking, is_single, is_strict)
-        # The generator refers to the reader, and nothing there refers to the generator. Else an
-        # answer that is cut off would stay in memory until the collector comes.
+        self._reader = ParserState(output_format, tools, is_thinking, is_single, is_strict)
+        # The generator refers to the state, and nothing there refers to the generator: a cycle
+        # would keep an aborted answer in memory until the collector runs.
         self._reading = self._reader.read()
 
     @property
-    def thought(self) -> int:
-        """So many characters of the answer are thoughts, with their marks."""
-        return self._reader.thought
+    def reasoning_length(self) -> int:
+        """Number of characters of reasoning, marks included."""
+        return self._reader.reasoning_length
 
     @property
     def is_over(self) -> bool:
         """One call is wanted, and it has come. What follows is dropped."""
         return self._reader.is_over
 
-    def push(self, piece: str | None, is_cut: bool = False) -> list[Part]:
-        """What a piece of the answer tells. None is its end: what may have become a mark has not,
-        and is text. But if the end is where `max_tokens` cut the answer, the beginning of a call is
-        no text: it is dropped."""
+    def push(self, piece: str | None, is_cut: bool = False) -> list[ParsedPart]:
+        """The new parts of the answer. None ends it: an incomplete mark is content. But if
+        `max_tokens` cut the answer (`is_cut`), an incomplete call is dropped."""
         self._reader.add(piece, is_cut)
         next(self._reading, None)
         return self._reader.take()
 
     def ends(self, piece: str) -> bool:
-        """Is the answer over with this piece?"""
+        """Whether the answer is over with this piece."""
         self.push(piece)
         return self.is_over
 
 
-class Reader:
-    """What a parser has understood of its answer.
+class ParserState:
+    """The state of a parser.
 
-    `read` reads the answer from its beginning to its end. It takes from `self._text` what it
-    understands. Where that is not enough it yields, and goes on when the next piece has come. So do
-    the methods that it is made of: each reads a part of the answer.
+    `read` reads the answer from start to end. It takes from `self._text` what it understands,
+    yields when it needs more text, and goes on when the next piece has come. So do the methods that
+    it calls, each of which reads a part of the answer.
     """
 
     def __init__(
         self,
-        speech: Speech,
+        output_format: OutputFormat,
         tools: Mapping[str, Mapping[str, Any]],
         is_thinking: bool,
         is_single: bool,
         is_strict: bool,
     ):
         self.is_complete = False  # no more text will come
-        self.is_cut = False  # because `max_tokens` have come
-        self.is_over = False  # what follows is not wanted
-        self.thought = 0  # so many characters of the answer are thoughts, with their marks
-        self.calls = 0  # so many have begun
-        self._marks = speech.thought
-        self._format = (tools and speech.format) or SILENT
+        self.is_cut = False  # because of `max_tokens`
+        self.is_over = False  # what follows is dropped
+        self.reasoning_length = 0  # characters of reasoning, marks included
+        self.calls = 0  # calls so far
+        self._marks = output_format.reasoning
+        self._format = (tools and output_format.tools) or SILENT
         self._tools = tools
         self._is_single = is_single or self._format.is_bare
         self._reads_bare = bool(self._format.opens and not self._format.tags and not is_strict)
         self._is_line_start = True
-        self._is_fenced = False  # a block of code has been opened for calls
-        # What has not been understood yet. Of a thought that the prompt has opened: its mark
+        self._is_fenced = False  # a code block of calls is open
+        # Text not parsed yet. If the prompt has opened the reasoning: its mark
         self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
-        self._parts: list[Part] = []
+        self._parts: list[ParsedPart] = []
 
     def add(self, piece: str | None, is_cut: bool) -> None:
         self.is_complete = piece is None
@@ -541,33 +221,33 @@ class Reader:
         self._text += piece or ""
         self._length += len(piece or "")
 
-    def take(self) -> list[Part]:
-        """What has been understood since."""
+    def take(self) -> list[ParsedPart]:
+        """The parts since the last call."""
         parts = self._parts
         self._parts = []
         return parts
 
     def read(self) -> Reading[None]:
-        """The whole answer. A thought may stand at the beginning and behind a mark, and so may any
-        form of a call, if the model's own has no mark."""
+        """The whole answer. Reasoning may come at the start and after a mark, and so may any form
+        of a call, if the model's own format has no mark."""
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
-                yield from self._say_up_to(partial(self._say, "thought"), self._marks[1])
-                self.thought = self._length - len(self._text)
+                yield from self._say_up_to(partial(self._say, "reasoning"), self._marks[1])
+                self.reasoning_length = self._length - len(self._text)
                 self._is_line_start = True
                 yield from self._skip_space()
             elif is_start and self._format.is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._calls("")
-            elif (opening := (yield from self._answer())) is not None:
+            elif (opening := (yield from self._content())) is not None:
                 is_start = yield from self._calls(opening)
             if self.calls and self._is_single:
                 self.is_over = not self.is_complete  # at the end, the call may be cut off
                 return
 
     def _wait(self, look: Callable[[str], T | None]) -> Reading[T | None]:
-        """What `look` says of the text that comes next. It says None as long as more text may
-        tell."""
+        """What `look` returns for the next text. It returns None as long as more text may change
+        the result."""
         while (found := look(self._text[:HEAD])) is None:
             if len(self._text) >= HEAD or self.is_complete:
                 break
@@ -575,13 +255,13 @@ class Reader:
         return found
 
     def _begins_with(self, mark: str) -> Reading[bool | None]:
-        """Does this mark come next, perhaps behind white space?"""
+        """Whether this mark comes next, perhaps after white space."""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _take(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
-        """Take a mark away, the white space before it, and what has to stand behind it: a pattern.
-        None, if they do not come next. That is clear when something else stands in the mark's place,
-        and for `rest` at the latest when `HEAD` characters have come."""
+        """Take a mark, the white space before it, and a pattern that must follow. None if they do
+        not come next, which is known when something else is in the mark's place, and for `rest`
+        after `HEAD` characters at the latest."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 
@@ -595,64 +275,64 @@ class Reader:
         return found
 
     def _skip(self, mark: str) -> Reading[bool]:
-        """Take a mark away, if it comes next, and the white space around it."""
+        """Take a mark with the white space around it, if it comes next."""
         if not (yield from self._take(mark)):
             return False
         yield from self._skip_space()
         return True
 
     def _skip_space(self) -> Reading[None]:
-        """All of it behind a mark, however long: it is gone as it comes, so nothing is held back."""
+        """All of it after a mark, however long: it is dropped as it comes, so nothing is held back."""
         self._text = self._text.lstrip()
         while not self._text and not self.is_complete:
             yield
             self._text = self._text.lstrip()
 
     def _say_up_to(self, say: Callable[[str], None], mark: str) -> Reading[str]:
-        """Say the text before a mark, and take the mark away. Returns the mark, and the white space
-        before it; nothing, if the answer ends without one.
+        """Emit the text before a mark and take the mark. Return the mark with the white space
+        before it; empty if the answer ends without one.
 
-        What may be the beginning of the mark has to wait, and so has white space.
+        Text that may be the start of the mark waits, and so does white space.
         """
         while not mark or mark not in self._text:
             words = self._text
             if mark and not self.is_complete:
-                words = without_space(words.removesuffix(beginning(mark, words)))
+                words = strip_held_space(words.removesuffix(beginning(mark, words)))
             say(words)
             self._text = self._text[len(words) :]
             if self.is_complete:
                 return ""
             yield
         before, _, self._text = self._text.partition(mark)
-        words = without_space(before)
+        words = strip_held_space(before)
         say(words)
         return before[len(words) :] + mark
 
-    def _answer(self) -> Reading[str | None]:
-        """Say the answer up to a call. Returns what opens the call, and the white space before it;
-        None, if the answer ends without one. What may be the beginning of a call has to wait, and
-        so has white space."""
+    def _content(self) -> Reading[str | None]:
+        """Emit content up to a call. Return what opens the call, with the white space before it;
+        None if the answer ends without one. Text that may be the start of a call waits, and so does
+        white space."""
         while not (place := self._next_call()):
             words = self._text
             left = words[self._undecided() :]
             is_held = not self.is_complete or (self.is_cut and left.strip())
             if self._format.opens and is_held:
-                words = without_space(words.removesuffix(left))
-            self._say("answer", words)
+                words = strip_held_space(words.removesuffix(left))
+            self._say("content", words)
             self._text = "" if self.is_complete else self._text[len(words) :]
             if self.is_complete:
                 return None
             yield
         start, end = place
-        words = without_space(self._text[:start])
-        self._say("answer", words)
+        words = strip_held_space(self._text[:start])
+        self._say("content", words)
         opening = self._text[len(words) : end]
         self._text = self._text[end:]
         return opening
 
     def _next_call(self) -> tuple[int, int] | None:
-        """Where the next call's mark begins and ends. Without a mark: where what stands before the
-        body does, which may be nothing."""
+        """Start and end of the next call's mark. Without a mark: of what precedes the body, perhaps
+        nothing."""
         mark = self._format.opens
         place = self._text.find(mark) if mark else -1
         if self._reads_bare:
@@ -663,7 +343,7 @@ class Reader:
         return None if place < 0 else (place, place + len(mark))
 
     def _undecided(self) -> int:
-        """Where the end of the text begins that may become the beginning of a call."""
+        """Where the end of the text begins that may become the start of a call."""
         mark = self._format.opens
         place = len(self._text) - len(beginning(mark, self._text))
         if self._reads_bare and not self._text.isspace():  # white space waits anyway
@@ -672,7 +352,7 @@ class Reader:
         return place
 
     def _calls(self, opening: str) -> Reading[bool]:
-        """Calls behind a mark, or one that has none. False if there is none: then the mark is text."""
+        """Calls after a mark, or one without. False if there is none: then the mark is content."""
         count = self.calls
         is_marked = bool(self._format.opens) and self._format.opens in opening
         self._is_fenced |= FENCE in opening
@@ -685,19 +365,19 @@ class Reader:
         if self.is_cut and self._is_begun(opening, taken + self._text):
             self._text = ""
         else:
-            self._say("answer", opening + taken)
+            self._say("content", opening + taken)
         return self.calls > count
 
     def _is_begun(self, opening: str, rest: str) -> bool:
-        """Was the answer cut off in a call, of which this is the beginning?"""
+        """Whether the answer was cut off in a call, of which this is the start."""
         closes = self._format.closes
         is_closed = len(closes) > 1 and closes in rest
         return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
 
     def _call_in_tags(self) -> Reading[str | None]:
-        """One call. Returns None. But if it is no call, what has been taken away, here nothing."""
+        """One call. Return None; if it is no call, return what has been taken, here nothing."""
         tags = self._format.tags
-        rest = rf"({NAME})\s*{ending(tags.behind_name)}"
+        rest = rf"({NAME})\s*{ending(tags.after_name)}"
         found = yield from self._take(tags.before_name, rest)
         if not found:
             return ""
@@ -708,10 +388,10 @@ class Reader:
         return None
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
-        """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
+        """As JSON, which stays open if the answer ends in an argument. Emit strings as they come,
         and any other value when it is complete."""
         said = "{"
-        rest = rf"({KEY})\s*{ending(tags.behind_key)}"
+        rest = rf"({KEY})\s*{ending(tags.after_key)}"
         while found := (yield from self._take(tags.before_key, rest)):
             key = found[1]
             kinds = kinds_of(schema, key)
@@ -735,16 +415,16 @@ class Reader:
         self._say("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
 
     def _value(self, tags: Tags, say: Callable[[str], None]) -> Reading[bool]:
-        """Say a value as it comes, without the line breaks of its form. False, if the answer ends in
-        it. The mark behind a value may stand in the value, too: it is the end only where the next
-        argument follows, or the call's end."""
-        line = "\n" if tags.behind_value.startswith("\n") else ""
-        mark = tags.behind_value.strip()
+        """Emit a value as it comes, without the line breaks of its layout. False if the answer ends
+        in it. The closing mark may occur in the value, too: it ends the value only if the next
+        argument or the call's end follows."""
+        line = "\n" if tags.after_value.startswith("\n") else ""
+        mark = tags.after_value.strip()
         nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
         wrap, unwrap = self._format.wrap
         if wrap and (yield from self._take(wrap)):
             mark = unwrap + mark
-        if tags.behind_key.endswith("\n"):
+        if tags.after_key.endswith("\n"):
             while not self._text and not self.is_complete:
                 yield
             self._text = self._text.removeprefix("\n")
@@ -756,14 +436,14 @@ class Reader:
         return False
 
     def _call_in_json(self) -> Reading[str | None]:
-        """One call. Returns None. But if it is no call, what has been taken away."""
+        """One call. Return None; if it is no call, return what has been taken."""
         before = yield from self._take("", BEFORE)
         if not before:
             return ""
         name = before[1]
         if name and not self._format.is_named:
             return before[0]
-        found = None if name else (yield from self._wait(body_begins))
+        found = None if name else (yield from self._wait(match_body_start))
         if found:
             self._text = self._text[found.end() :]
             name = found[1]
@@ -779,8 +459,8 @@ class Reader:
         return None
 
     def _close(self) -> Reading[bool]:
-        """The mark behind a call. It may be missing, and the answer may be cut off in it. A list of
-        calls, or their block of code, may end before it."""
+        """The mark after a call. It may be missing, or cut off at the end of the answer. A list of
+        calls, or their code block, may end before it."""
         mark = self._format.closes
         yield from self._skip_space()
         is_closed = (yield from self._skip("]")) and mark == "]"
@@ -794,7 +474,7 @@ class Reader:
         return is_closed
 
     def _late_body(self) -> Reading[str | None]:
-        """A call in which the name and the arguments do not stand first, or not in this order."""
+        """A call whose name and arguments do not come first, or not in this order."""
         body = yield from self._object()
         match loads(body):
             case {"name": str(name), "arguments": given} | {"name": str(name), "parameters": given}:
@@ -812,8 +492,8 @@ class Reader:
         return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
-        """Take a JSON object away. Brackets are counted, but for those in texts. `depth`: so many of
-        its braces have been taken. `kind`: as what it is said as it comes, if at all."""
+        """Take a JSON object by counting brackets outside strings. `depth`: number of its braces
+        that are taken already. `kind`: emit it as this kind as it comes."""
         taken = []
         in_text = is_escaped = False
         while True:
@@ -844,20 +524,20 @@ class Reader:
     def _begin(self, tool: str) -> None:
         self.calls += 1
         self._is_line_start = True
-        self._say("call", tool)
+        self._say("tool_call", tool)
 
     def _say(self, kind: str, text: str) -> None:
-        """Neighbouring pieces of one kind are one. Each call is a call of its own."""
-        if kind == "answer" and text:
+        """Join neighbouring pieces of one kind. Each call is a call of its own."""
+        if kind == "content" and text:
             self._is_line_start = text.endswith("\n")
-        if self._parts and self._parts[-1].kind == kind != "call":
+        if self._parts and self._parts[-1].kind == kind != "tool_call":
             text = self._parts.pop().text + text
         if text:
-            self._parts.append(Part(kind, text))
+            self._parts.append(ParsedPart(kind, text))
 
 
 def beginning(mark: str, text: str) -> str:
-    """The end of a text that may be the beginning of a mark; the longest there is."""
+    """The longest end of a text that is a prefix of this mark."""
     first = len(text) - len(mark) + 1
     for place in range(max(first, 0), len(text)):
         if mark.startswith(text[place:]):
@@ -866,30 +546,30 @@ def beginning(mark: str, text: str) -> str:
 
 
 def begins(text: str, mark: str) -> bool | None:
-    """Does a text begin with this mark? None, if it yet may."""
+    """Whether a text begins with this mark. None if it may with more text."""
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
 
 
 def after_space(found: re.Match) -> int:
-    """Where what was found begins, but for white space."""
+    """Where the match begins, leading white space excluded."""
     return found.end() - len(found[0].lstrip())
 
 
-def body_begins(text: str) -> re.Match | bool | None:
-    """How a call in JSON begins, up to its arguments. False, if the body must be read whole. None,
-    if more text has to come first."""
+def match_body_start(text: str) -> re.Match | bool | None:
+    """Match the start of a call in JSON, up to its arguments. False if the body must be read whole.
+    None if more text must come first."""
     return BODY_BEGINS.match(text) or (None if BODY_MAY_BEGIN.match(text) else False)
 
 
 def ending(mark: str) -> str:
-    """A pattern for the mark behind a name. Without a mark, any other tag ends the name."""
+    """A pattern for the mark after a name. Without a mark, any other tag ends the name."""
     return re.escape(mark.strip()) or "(?=<)"
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
-    """Does one of these marks come next? None, if more text has to come first."""
+    """Whether one of these marks comes next. None if more text must come first."""
     found = {begins(text.lstrip(), mark) for mark in marks if mark}
     if True in found:
         return True
@@ -899,72 +579,17 @@ def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
     return may_come
 
 
-def without_space(text: str) -> str:
-    """Without the white space at its end, but for more than may belong to a mark: a model that
-    writes nothing else would let all of it be looked at for each token."""
+def strip_held_space(text: str) -> str:
+    """Without trailing white space, as far as it may belong to a mark: otherwise a model that
+    writes only white space would make each token cost more than the last."""
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
 # --- values in tags -----------------------------------------------------------------------------
 
-PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
-JSONS = {
-    NoneType: "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    str: "string",
-}
-OPTIONS = 100  # of a value's schema; one with more may be anything
-
-
-def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An argument's own schema, which may be a reference. A schema is a stranger's: what is none
-    allows any value."""
-    try:
-        value = schema["properties"][key]
-        for _ in range(8):  # a reference may lead to another one, or back
-            if "$ref" not in value:
-                break
-            place = value["$ref"].removeprefix("#/")
-            value = schema
-            for name in place.split("/"):
-                value = value[name]
-    except (LookupError, TypeError, AttributeError):
-        return {}
-    return value if isinstance(value, Mapping) else {}
-
-
-def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Which types of JSON an argument may have. Empty: any."""
-    value = schema_of(schema, key)
-    options = value.get("anyOf") or value.get("oneOf")
-    options = options if isinstance(options, list) else [value]
-    kinds = [kinds_of_one(option) for option in options[:OPTIONS]]
-    if len(options) > OPTIONS or not all(kinds):
-        return set()
-    return set().union(*kinds)
-
-
-def kinds_of_one(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
-    named = {name for name in types if isinstance(name, str)}
-    return named or {JSONS[type(value)] for value in values_of(schema)}
-
-
-def values_of(schema: Mapping[str, Any]) -> list:
-    """All values that there may be, if the schema names them."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return values if isinstance(values, list) else []
-
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:
-    """A value as JSON: as it stands, if it is JSON of one of these types; else a text."""
+    """A value as JSON: as it is, if it is JSON of one of these types; else as a string."""
     source = text.strip()
     source = PYTHONS.get(source, source)
     try:
@@ -979,8 +604,53 @@ def as_json_value(text: str, kinds: Collection[str]) -> str:
 
 
 def loads(text: str) -> Any:
-    """JSON, or None."""
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+# --- which format does a model speak? -----------------------------------------------------------
+
+
+def detect_format(source: str | None, render: Callable[[list, list], str]) -> OutputFormat:
+    """How a model with this chat template writes reasoning and calls. `render` makes a prompt of
+    messages and tools."""
+    if source is None:
+        return OutputFormat(why="this model has no chat template, so it can be given no tools")
+    reasoning = next((marks for marks in REASONING_MARKS if marks[1] in source), None)
+    try:
+        text = render(PROBE, TOOLS)
+    except ValueError as error:
+        return OutputFormat(reasoning, why=f"this model can be given no tools: {error}")
+    if "is_listed" not in text:
+        return OutputFormat(reasoning, why="this model's chat template takes no tools")
+    if "is_called" not in text:
+        return OutputFormat(reasoning, why="this model's chat template writes no calls of tools")
+    place = text.index("is_called")
+    for format in FORMATS:
+        if written := as_written(format, text, place):
+            return OutputFormat(reasoning, written)
+    around = text[max(place - 40, 0) : place + 40]
+    written = " ".join(around.split())
+    known = ", ".join(format.name for format in FORMATS)
+    why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
+    return OutputFormat(reasoning, why=why)
+
+
+def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
+    """The format with the layout of the template's call; None if the format does not parse this
+    call back. `place`: of the name."""
+    begin = text.rfind(format.opens, 0, place)
+    if format.is_bare and begin < 0 and f'"{format.key}"' in text[place:]:
+        begin = text.rfind("{", 0, place)
+    if begin < 0:
+        return None
+    format = with_layout(format, text[begin:], place - begin)
+    parser = OutputParser(OutputFormat(tools=format), {"is_called": {}}, is_strict=True)
+    first = dict(reversed(parser.push(text[begin:])))  # of each kind
+    is_read = first.get("tool_call") == "is_called" and loads(first.get("arguments", "")) == {
+        "n": 7
+    }
+    return format if is_read else None

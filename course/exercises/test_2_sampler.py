@@ -37,7 +37,7 @@ import sampling
 from kernels.mlx import mx
 from runtime.sampling_params import SamplingParams
 from sampling import SamplingRow, SlotState, choose
-from server.openai import understand
+from server.openai import parse_request
 from server.schema import APIError
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
@@ -113,7 +113,7 @@ def test_a_client_may_ask_for_top_a_over_http():
     for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
         body = json.dumps({"model": "demo", "top_a": 0.3, **body})
         try:
-            wish = understand(body.encode(), ["demo"], is_chat)
+            wish = parse_request(body.encode(), ["demo"], is_chat)
         except APIError as refusal:
             not_done(f"server/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
         assert wish.settings["top_a"] == 0.3

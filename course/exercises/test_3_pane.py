@@ -17,7 +17,7 @@ that step, as the others do. But what free slots remembered then is not known an
 must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
 width and height: what finds no room is left out, and no line is longer than the width.
 
-Read first: `draw_rate` in `screen/draw/charts.py`, the smallest chart; `Paper` in `screen/draw/canvas.py`, on
+Read first: `draw_rate` in `screen/draw/charts.py`, the smallest chart; `Canvas` in `screen/draw/canvas.py`, on
 which it draws, and `Pen` in `screen/draw/style.py`; `State.slots` and `State.past` in `screen/state.py`.
 
 Where: a function `draw_memory` in `screen/draw/charts.py`; in `screen/app.py` its name in `PANES`; in

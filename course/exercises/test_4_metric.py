@@ -13,9 +13,9 @@ stream, whose status was 200 long before. Both count. An answer that the server 
 because it is ending, does not: its client was still there. A counter begins at 0, is there from the
 first look on, and never goes down.
 
-Read first: `Call` and `Figures` in `server/access_log.py`.
+Read first: `RequestRecord` in `server/access_log.py`, `ServerMetrics` in `server/metrics.py`.
 
-Where: `Figures` in `server/access_log.py`: it names its counters in `__init__`, and counts in `count`.
+Where: `ServerMetrics` in `server/metrics.py`: it names its counters in `__init__`, and counts in `count`.
 
 How to know: the command above, and `python -m pytest tests/server/test_serve.py -k metrics`. Then try
 it. Start `python serve.py`, and in another terminal ask for more than you want to read:
@@ -30,21 +30,24 @@ import re
 
 from hints import not_done
 
-from server.access_log import Call, Figures
+from server.access_log import RequestRecord
+from server.metrics import ServerMetrics
 
 NAME = "nanobatch_hung_up_total"
 
 
-def call(number: int, **fields) -> Call:
-    return Call(number, 0.0, "127.0.0.1", "POST /v1/completions", requests=(number,), **fields)
+def call(number: int, **fields) -> RequestRecord:
+    return RequestRecord(
+        number, 0.0, "127.0.0.1", "POST /v1/completions", requests=(number,), **fields
+    )
 
 
-def told(figures: Figures) -> int:
+def told(figures: ServerMetrics) -> int:
     """What /metrics says."""
     lines = figures.text(None, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
-        not_done(f"server/access_log.py: Figures.text has no line {NAME}")
+        not_done(f"server/metrics.py: Figures.text has no line {NAME}")
     assert len(values) == 1 and re.fullmatch(r"\d+(\.0)?", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"
@@ -52,11 +55,11 @@ def told(figures: Figures) -> int:
 
 
 def test_the_metric_is_there_before_anything_came():
-    assert told(Figures()) == 0
+    assert told(ServerMetrics()) == 0
 
 
 def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
-    figures = Figures()
+    figures = ServerMetrics()
     figures.count(call(1, status=499, reason="cancelled", hung_up=True))
     assert told(figures) == 1
     figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
@@ -69,7 +72,7 @@ def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
 def test_the_metric_counts_nobody_else():
     """Not an answer that was read to its end, not a refusal, not an error, not what the server
     itself cancelled."""
-    figures = Figures()
+    figures = ServerMetrics()
     told(figures)
     others = [
         (200, "stop"),

@@ -18,9 +18,9 @@ So which numbers may share a scale?
 What is not finite must still be seen: a row that holds NaN or infinity spoils what is computed from
 it, and a row that is scrubbed is 0 again.
 
-Read first: `kv.py` as a whole; `attend` in `llama.py`; in `nanobatch.py` `Runner.reset`.
+Read first: `kv.py` as a whole; `attend` in `llama.py`; in `runner.py` `Runner.reset`.
 
-Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the option to `Runner`.
+Where: `kv.py`: `Slab` and `Window`. `nanobatch.py`: `Engine`, which hands the option to `Runner` in `runner.py`.
 
 How to know: the command above, and `python -m pytest tests/core/test_runner.py
 tests/core/test_prefix_caching.py tests/core/test_failures.py`. They take minutes. The solution in
@@ -35,7 +35,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from harness import Tap
+from harness import Tap, check
 from hints import not_done, not_right
 
 from nanobatch import Engine, SamplingParams
@@ -70,7 +70,7 @@ def alone(bits: int) -> list[tuple[list[int], list, np.ndarray]]:
         for prompt in PROMPTS:
             handles.append(engine.submit(engine.text.ask(prompt), WISH))
             handles[-1].result()
-            engine.check()
+            check(engine)
         return [(handle.tokens, handle.logprobs, tap.of(handle)) for handle in handles]
 
 
@@ -106,7 +106,7 @@ def test_an_answer_is_the_same_in_any_company():
                 prompt = PROMPTS[number % len(PROMPTS)]
                 found[number] = engine.submit(engine.text.ask(prompt), WISH)
             engine.step()
-            engine.check()
+            check(engine)
     for number, handle in found.items():
         tokens, logprobs, _ = alone(8)[number % len(PROMPTS)]
         if (handle.tokens, handle.logprobs) != (tokens, logprobs):

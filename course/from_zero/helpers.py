@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
+from harness import check
 from scheduler_story import Story, timeline
 
 import kv
@@ -120,7 +121,7 @@ def run_all(engine: Engine) -> None:
     engine._fail = fail
     for _ in range(MOST_STEPS):
         worked = engine.step()
-        engine.check()
+        check(engine)
         if not worked:
             return
     raise AssertionError(f"after {MOST_STEPS} steps, requests still run or wait")

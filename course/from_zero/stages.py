@@ -326,48 +326,48 @@ and back from places to ids""",
                 ),
             ),
             Task(
-                "nanobatch.Runner._forward",
-                """One forward pass for all that the order names: first each of `order.prefills`, with
-                a window of its own; then all of `order.decodes`, a slot and a row each, in one window.
-                The newest token of each slot lies on the device, in `self._newest` (slots,). Asked are
-                the last token of each prefill that is `asked`, and each token that decodes.
-                What `self.model.head` makes of their states are the logits. Start the pass:
-                `self._start([logits])`; if nothing is asked, `self._start(self.slab.written())`.
-                Return a list of the states, a list of the logits, and the slots that are asked, in the
-                same order. If nothing is asked, all three are empty. (Leave `order.passes`, `alike` and
-                `_padded` aside: they are for what is switched off.)""",
+                "runner.Runner._forward",
+                """One forward pass for the whole batch: first each of `batch.prefills`, with a window
+                of its own; then all of `batch.decodes`, a slot and a row each, in one window. The newest
+                token of each slot is on the device, in `self._newest` (slots,). Asked are the last token
+                of each prefill that is `asked`, and each token that decodes. `self.model.head` makes
+                logits of their states. Start the pass: `self._start([logits])`; if nothing is asked,
+                `self._start(self.slab.written())`. Return a list with one `PassOutput`: the slots that
+                are asked, and their states and logits in the same order. If nothing is asked, the list is
+                empty. (Leave `batch.passes`, `_gather` and `_padded` aside: they are for what is switched
+                off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
                     "slots and rows of all decodes, L=1, for these. No decodes, no window.",
-                    """for prefill in order.prefills:
+                    """for prefill in batch.prefills:
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
     if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
-if order.decodes:
-    decoding = [each.slot for each in order.decodes]; rows = ...
+if batch.decodes:
+    decoding = [each.slot for each in batch.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
 states = forward(self.model, mx.concatenate(ids), windows, asked)
 logits = self.model.head(states)
-start it; return [states], [logits], slots     (or [], [], [])""",
+start it; return [PassOutput(slots, states, logits)]     (or [])""",
                 ),
             ),
             Task(
-                "nanobatch.Runner._choose",
-                """`begun.logits` has a row for each of `begun.slots`; `picks` says, by slot, how its
-                token is chosen: a list of one `SamplingRow`. Return an array (slots, 1): the token of each
-                slot that was asked, and -1 for the others; the log probabilities, as `choose` returns
-                them; and an empty dict. If nothing was asked: all -1, and the others empty. (Leave
-                guesses and vectors aside.)""",
+                "runner.Runner._sample",
+                """`launched.outputs` holds the logits, a row for each of `launched.slots`; `rows` says, by
+                slot, how its token is sampled: a list of one `SamplingRow`. Return an array (slots, 1): the
+                token of each slot that was asked, and -1 for the others; the log probabilities, as
+                `choose` returns them; and an empty dict. If nothing was asked: all -1, and the others
+                empty. (Leave draft tokens and vectors aside.)""",
                 (
-                    "`choose(logits, picks, self._slot_state)` returns tokens (n,) and log "
-                    "probabilities. It wants the picks in the order of the rows.",
-                    "`mx.full((slots, 1), -1, mx.int32)`, and then `emitted[mx.array(slots), 0] = tokens`.",
-                    """emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
-if not begun.slots: return emitted, [], {}
-chosen = [picks[slot][0] for slot in begun.slots]
-tokens, logprobs = choose(mx.concatenate(begun.logits), ..., self._slot_state)
-emitted[...] = tokens; return emitted, logprobs, {}""",
+                    "`choose(logits, rows, self._slot_state)` returns tokens (n,) and log "
+                    "probabilities. It wants the sampling rows in the order of the logits.",
+                    "`mx.full((slots, 1), -1, mx.int32)`, and then `sampled[mx.array(slots), 0] = tokens`.",
+                    """sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
+if not launched.outputs: return sampled, [], {}
+ordered = [rows[slot][0] for slot in launched.slots]
+tokens, logprobs = choose(launched.outputs[0].logits, ..., self._slot_state)
+sampled[...] = tokens; return sampled, logprobs, {}""",
                 ),
             ),
         ),
@@ -524,40 +524,40 @@ for request in sorted(requests, key=self._rest):
         "the next step starts before the last one is read, and the last token is right all the same",
         (
             Task(
-                "nanobatch.Runner.finish",
-                """Choose the tokens (`_choose`), and remember on the device, in `self._newest`, the token
+                "runner.Runner.finish",
+                """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
-                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return a
-                `InFlightStep`. Its `build_s` is what this half and `begun.took` took together, without
+                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return an
+                `InFlightStep`. Its `build_s` is what this half and `launched.took` took together, without
                 `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
-                    "With `first = emitted[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
+                    "With `first = tokens[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
-emitted, logprobs, vectors = self._choose(begun, picks)
+tokens, logprobs, states = self._sample(launched, rows)
 self._newest = mx.where(...)
-self._enqueue(emitted, self._newest, logprobs)
-took = begun.took + self.clock() - resumed
-return InFlightStep(emitted, logprobs, vectors, begun.began, took - ... - ..., self._device_s, self._wait_s)""",
+self._enqueue(tokens, self._newest, logprobs)
+took = launched.took + self.clock() - resumed
+return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., self._device_s, self._wait_s)""",
                 ),
             ),
             Task(
-                "nanobatch.Engine._may_fly",
+                "nanobatch.Engine._max_in_flight",
                 """How many steps may be left unread now? With run-ahead one, if a step was just
-                planned; else none. If `self.hurries`, a step that yields a first token is read at once.
+                planned; else none. If `self.eager_first_token`, a step that yields a first token is read at once.
                 (No guesses.)""",
                 (
                     "Nothing was planned: then there is nothing to run ahead with.",
-                    "`plan.is_due(self.hurries)` says whether its tokens must be read first.",
-                    "0 if plan is None or not self.run_ahead; 0 if it hurries and ...; else 1",
+                    "`plan.is_due(self.eager_first_token)` says whether its tokens must be read first.",
+                    "0 if plan is None or not self.run_ahead; 0 if it eager_first_token and ...; else 1",
                 ),
             ),
             Task(
                 "nanobatch.Engine.step",
                 """One turn: plan (`self._plan()`, unless `plan` is False), start what was planned
                 (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until no more
-                than `self._may_fly(planned)` of `self._flights` are left. All of it within
+                than `self._max_in_flight(planned)` of `self._in_flight` are left. All of it within
                 `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
                 An exception is told to `self._fail(error)`, and the engine goes on (True); what is no
                 `Exception`, such as SystemExit, is raised again after that.""",
@@ -569,7 +569,7 @@ return InFlightStep(emitted, logprobs, vectors, begun.began, took - ... - ..., s
         planned = self._plan() if plan else None
         if planned: self._run(planned)
         worked = bool(self._flights)
-        while ... > self._may_fly(planned): self._commit()
+        while ... > self._max_in_flight(planned): self._commit()
         return worked
     except BaseException as error:
         self._fail(error)

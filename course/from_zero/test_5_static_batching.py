@@ -1,5 +1,5 @@
-"""Stage 5: static batching. You write `_admit` in sched.py, `_forward` and `_choose` in
-nanobatch.py."""
+"""Stage 5: static batching. You write `_admit` in sched.py, `_forward` and `_sample` in
+runner.py."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,9 @@ from course.from_zero.helpers import (
     text_of,
 )
 from models.memory import Sizes
-from nanobatch import Decoding, ForwardBatch, Prefill, Runner, SamplingParams, SamplingRow
+from nanobatch import SamplingParams
+from runner import Decoding, ForwardBatch, Prefill, Runner
+from sampling import SamplingRow
 
 
 @pytest.mark.about("_admit")
@@ -66,10 +68,10 @@ def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], 
     picks = {
         slot: [SamplingRow(slot, SamplingParams(**settings), seed=0, index=0)] for slot in slots
     }
-    tokens, logprobs = runner.run(order, picks).read()
+    tokens, outputs = runner.run(order, picks).read()
     assert [len(each) for each in tokens] == [1, 1, 1], "a token of each slot, or -1"
     if settings.get("logprobs"):
-        return logprobs
+        return {key: output.logprob for key, output in outputs.items()}
     return {slot: text_of(token) for slot, token in enumerate(tokens) if token[0] >= 0}
 
 
@@ -77,7 +79,7 @@ def new_runner() -> Runner:
     return Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
 
 
-@pytest.mark.about("_forward", "_choose")
+@pytest.mark.about("_forward", "_sample")
 def test_prompts_of_different_lengths():
     """Prompts of different lengths go in side by side, then a token of each."""
     runner = new_runner()
@@ -89,7 +91,7 @@ def test_prompts_of_different_lengths():
     assert run(runner, [], (0, len(two) + 1), (2, len(one) + 1)) == {0: " 6", 2: " 6"}
 
 
-@pytest.mark.about("_forward", "_choose")
+@pytest.mark.about("_forward", "_sample")
 def test_chunks():
     """A chunk that does not end its prompt says nothing, and others decode next to it."""
     runner = new_runner()
@@ -115,7 +117,7 @@ def test_every_pass_is_started():
     assert len(started) == 2
 
 
-@pytest.mark.about("_choose")
+@pytest.mark.about("_sample")
 def test_logprobs():
     """Who asks for log probabilities gets them."""
     logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, None, asked=True)], logprobs=2)

@@ -1,5 +1,5 @@
-"""Stage 8: run-ahead. You write `Runner.finish`, `Engine._may_fly` and `Engine.step` in
-nanobatch.py."""
+"""Stage 8: run-ahead. You write `Runner.finish` in runner.py, `Engine._max_in_flight` and
+`Engine.step` in nanobatch.py."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +18,12 @@ from course.from_zero.helpers import (
 )
 from kernels.mlx import device_lock
 from models.memory import Sizes
-from nanobatch import ForwardBatch, InFlightStep, Prefill, Runner, SamplingParams, SamplingRow
+from nanobatch import SamplingParams
+from runner import ForwardBatch, InFlightStep, Prefill, Runner
+from sampling import SamplingRow
 
 
-def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:
+def starts_and_reads(run_ahead: bool, eager_first_token: bool) -> list[str]:
     """What happens in an answer of four tokens, in order."""
     lines: list[str] = []
 
@@ -42,32 +44,32 @@ def starts_and_reads(run_ahead: bool, hurries: bool) -> list[str]:
             return flight
 
         engine.runner.finish = finish_too
-        engine.hurries = hurries
+        engine.eager_first_token = eager_first_token
         handle = ask(engine, max_tokens=4)
         run_all(engine)
         assert len(handle.tokens) == 4
     return lines
 
 
-@pytest.mark.about("_may_fly", "step")
+@pytest.mark.about("_max_in_flight", "step")
 def test_without_run_ahead():
     """Without run-ahead, a step is read before the next one starts."""
     in_turn = ["start 1", "read 1", "start 2", "read 2", "start 3", "read 3", "start 4", "read 4"]
-    assert starts_and_reads(run_ahead=False, hurries=False) == in_turn
+    assert starts_and_reads(run_ahead=False, eager_first_token=False) == in_turn
 
 
-@pytest.mark.about("_may_fly", "step", "finish")
+@pytest.mark.about("_max_in_flight", "step", "finish")
 def test_run_ahead():
     """With run-ahead, the next step starts before the last one is read."""
     ahead = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
-    assert starts_and_reads(run_ahead=True, hurries=False) == ahead
+    assert starts_and_reads(run_ahead=True, eager_first_token=False) == ahead
 
 
-@pytest.mark.about("_may_fly")
+@pytest.mark.about("_max_in_flight")
 def test_first_token():
-    """A first token is read at once, where the engine hurries."""
+    """A first token is read at once, where the engine eager_first_token."""
     first = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]
-    assert starts_and_reads(run_ahead=True, hurries=True) == first
+    assert starts_and_reads(run_ahead=True, eager_first_token=True) == first
 
 
 @pytest.mark.about("finish")
@@ -166,7 +168,7 @@ def test_lock():
 def test_plan_false():
     """`plan=False` plans nothing, and what is in flight is read."""
     with new_engine(slots=1) as engine:
-        engine.hurries = False
+        engine.eager_first_token = False
         commits: list = []
         engine.on_commit = commits.append
         handle = ask(engine)

@@ -20,12 +20,15 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:  # as a program of the checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report
 from policies import POLICIES
+from runtime import cli
 from runtime.files import write_whole
 from runtime.snapshot import percentile
 from runtime.validation import shown
@@ -89,8 +92,12 @@ def joined(recordings: list[dict]) -> dict:
 def addresses() -> tuple[str, str]:
     """Of the repository, and of the page that GitHub makes of its `docs/`. Both are empty until
     pyproject.toml names the repository."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    repository = project.get("urls", {}).get("Repository", "")
+    if cli.IS_INSTALLED:
+        urls = metadata("nanobatch").get_all("Project-URL", [])
+        repository = dict(each.split(", ", 1) for each in urls).get("Repository", "")
+    else:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        repository = project.get("urls", {}).get("Repository", "")
     if not repository:
         return "", ""
     found = re.fullmatch(r"https://github\.com/([\w-]+)/([\w.-]+)", repository)
@@ -122,7 +129,7 @@ def record_demo() -> dict:
     tried depends on the clock, and readers of the page plan each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
-        command = [sys.executable, "tui.py", "--plain", "--guesses", "0", "--script", "race24"]
+        command = [*cli.start("tui.py"), "--plain", "--guesses", "0", "--script", "race24"]
         command += ["--record", file]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         return read(file)
@@ -211,8 +218,11 @@ def guessed_in(recording: dict) -> bool:
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
     """What the scheduler in the page needs."""
-    paths = {name: ROOT / name for name in SCHEDULER}
-    paths |= {name: live_page.FOLDER / name for name in ("simulate.py", "worker.js")}
+    python = live_page.FOLDER / "python"  # in a package: with the imports of the checkout
+    folder = python if python.is_dir() else ROOT
+    paths = {name: folder / name for name in SCHEDULER}
+    paths["simulate.py"] = folder / "web" / "simulate.py"
+    paths["worker.js"] = live_page.FOLDER / "worker.js"
     return {
         "pyodide": pyodide,
         "sources": {name: path.read_text(encoding="utf-8") for name, path in paths.items()},

@@ -50,7 +50,7 @@ import tui  # noqa: E402
 from course.overlay import functions  # noqa: E402
 from screen.app import Screen  # noqa: E402
 from screen.commands import Session  # noqa: E402
-from screen.draw.canvas import Paper  # noqa: E402
+from screen.draw.canvas import Canvas  # noqa: E402
 from screen.draw.style import DARK  # noqa: E402
 from screen.pages import race as race_page  # noqa: E402
 from screen.state import State  # noqa: E402
@@ -246,11 +246,11 @@ def race() -> dict[str, str]:
         longest = max(run.makespan for run in contest.runs)
         for number in range(RACE_FRAMES + 1):
             is_over = number == RACE_FRAMES
-            paper = Paper(DARK, *SIZE)
-            paper.has_keys = False
+            canvas = Canvas(DARK, *SIZE)
+            canvas.has_keys = False
             moment = None if is_over else longest * number / RACE_FRAMES
-            race_page.draw_contest(state, paper, contest, moment)
-            frames.append(Frame(exported(paper.lines), LAST if is_over else SHOWN))
+            race_page.draw_contest(state, canvas, contest, moment)
+            frames.append(Frame(exported(canvas.lines), LAST if is_over else SHOWN))
 
     run_screen(act)
     return {"docs/race.svg": moving(frames)}
@@ -315,9 +315,9 @@ def clients() -> dict[str, str]:
     pictures = {}
 
     async def act(screen: Screen) -> None:
-        room = screen.commands.room
-        await asyncio.to_thread(traffic, room.door.address)
-        room.pause(True)
+        client = screen.session.client
+        await asyncio.to_thread(traffic, client.server.address)
+        client.pause(True)
         await screen.until(lambda: screen.state.view.paused)
         pictures["docs/clients.svg"] = await screen.draw_picture()
 

@@ -149,7 +149,7 @@ def counts() -> str:
     prompts, own = parity.count()
     caught = (
         exact.test_a_planted_bug_is_caught,
-        exact.test_a_bug_that_lets_the_company_show_is_caught,
+        exact.test_planted_variance_is_caught,
     )
     bugs = sum(len(mark.args[1]) for test in caught for mark in test.pytestmark)
     rows = {

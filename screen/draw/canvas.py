@@ -48,7 +48,7 @@ def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
     return shown
 
 
-class Paper:
+class Canvas:
     """Lines of one width, in the colours of a theme."""
 
     def __init__(self, p: Palette, width: int, height: int):
@@ -65,7 +65,7 @@ class Paper:
         self.bad = p.bad
 
     @property
-    def room(self) -> int:
+    def lines_left(self) -> int:
         """How many lines are left."""
         return self.height - len(self.lines)
 
@@ -124,7 +124,7 @@ class Paper:
 
     def cut(self, note: str, do: str) -> None:
         """If there are more lines than room, the last one says how many more. `do` shows all."""
-        hidden = -self.room
+        hidden = -self.lines_left
         if hidden > 0:
             del self.lines[self.height - 1 :]
             more = f" ↓ {count(hidden + 1, 'more line')}{note}"

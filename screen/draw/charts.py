@@ -23,7 +23,7 @@ from rich.cells import cell_len
 from policies import POLICIES
 from runtime.progress import LONG_S
 from runtime.snapshot import RequestView, percentile
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import HUES, count, number, span, style, wrap
 from screen.state import State
 from screen.step_columns import Column, spread
@@ -39,11 +39,11 @@ def nice(top: float) -> float:
 
 
 def draw_area(
-    on: Paper, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
+    on: Canvas, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
 ) -> None:
     """Values as columns over a zero line, as high as there is room. At the left is the scale;
     `ends` stand under the first and last column."""
-    height = on.room - 1
+    height = on.lines_left - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
     values = values[-(on.width - label - 2) :]
@@ -66,7 +66,7 @@ def stretch(state: State) -> tuple[float, float]:
     return max(state.history[state.first].began, last - 10), last
 
 
-def rates_of(state: State, on: Paper, part: Callable[[Column], float]) -> list[float]:
+def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[float]:
     """A part of the steps, for each column of a chart: so much a second."""
     bins = on.width - SCALE - 2
     began, last = stretch(state)
@@ -95,7 +95,7 @@ def prompt_tokens(column: Column) -> int:
     return column.view.prompt_tokens
 
 
-def draw_rate(state: State, on: Paper) -> None:
+def draw_rate(state: State, on: Canvas) -> None:
     """Tokens a second: those of answers; of prompts, while nothing else happens."""
     title = "tokens/s"
     values = rates_of(state, on, lambda column: column.tokens)
@@ -106,7 +106,7 @@ def draw_rate(state: State, on: Paper) -> None:
     draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(*stretch(state)))
 
 
-def draw_batch(state: State, on: Paper) -> None:
+def draw_batch(state: State, on: Canvas) -> None:
     """How many of the slots did useful work, over the same time as the tokens a second."""
     slots = len(state.view.engine.slots)
     values = rates_of(state, on, lambda column: column.useful * (column.ended - column.began))
@@ -121,7 +121,7 @@ def cost_of(seconds: Iterable[float]) -> float:
     return percentile(seconds, 0.25)
 
 
-def draw_cost(state: State, on: Paper) -> None:
+def draw_cost(state: State, on: Canvas) -> None:
     """Why batching pays: the time and the yield of a step, by the number of decoding rows."""
     costs = {rows: cost_of(state.costs[rows]) for rows in sorted(state.costs)}
     on.heading("Why batching pays", "steps that only decode")
@@ -180,7 +180,7 @@ TEXTURES = (
 )
 
 
-def draw_ttft(state: State, on: Paper) -> None:
+def draw_ttft(state: State, on: Canvas) -> None:
     """How long requests waited for their first token: a histogram, with a texture for each
     policy."""
     requests, waiting = first_tokens(state)
@@ -211,9 +211,9 @@ def draw_ttft(state: State, on: Paper) -> None:
     room = on.width - left - 5
     for b, row in rows.items():
         pen = on.pen().put(f"{labels[b]:>{left - 1}} ", on.muted)
-        for policy, (glyph, ink) in textures.items():
+        for policy, (glyph, color) in textures.items():
             cells = math.ceil(row[policy] * room / most)
-            pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
+            pen.put(glyph * max(0, min(cells, left + room - pen.width)), color)
         pen.put(f" {row.total()}" if row else "")
 
 

@@ -74,7 +74,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
     return places
 
 
-def arrange_talk(width: int, height: int, slots: int) -> dict[str, Region]:
+def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
     """Where each pane goes while a conversation is open. A strip of the engine stands over the
     conversation; on a wide screen, beside the conversation."""
     places = frame(width, height)

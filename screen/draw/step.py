@@ -13,11 +13,11 @@ from itertools import groupby
 
 from runtime.snapshot import RanksView, StepView
 from screen.draw import style
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.state import State
 
 
-def draw_step(state: State, on: Paper) -> None:
+def draw_step(state: State, on: Canvas) -> None:
     """The step under the cursor, or the newest: all lines, however many there are."""
     step = state.step
     if step is None:
@@ -33,7 +33,7 @@ def draw_step(state: State, on: Paper) -> None:
     draw_time(step, on)
 
 
-def draw_step_pane(state: State, on: Paper) -> None:
+def draw_step_pane(state: State, on: Canvas) -> None:
     draw_step(state, on)
     on.cut("", "page('plan')")
 
@@ -103,7 +103,7 @@ def ranks_line(ranks: RanksView) -> str:
     return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB"
 
 
-def draw_time(step: StepView, on: Paper) -> None:
+def draw_time(step: StepView, on: Canvas) -> None:
     """Where a step's time went: sums in milliseconds, and a bar of the same.
 
     The parts are rounded before they are added up.
@@ -125,7 +125,7 @@ def draw_time(step: StepView, on: Paper) -> None:
     for (name, spent), hue in zip(parts.items(), style.HUES, strict=False):
         cells = max(1, round(spent / (total or 1) * (on.width - 14)))
         label = name if cells > len(name) else name[0]
-        bar.put(f"{label:─^{cells}}", style.style(style.ink_on(hue), hue))
+        bar.put(f"{label:─^{cells}}", style.style(style.text_color_on(hue), hue))
 
 
 def in_ms(seconds: float) -> float:

@@ -79,7 +79,7 @@ HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#f0e442", "#d55e
 
 @lru_cache(4096)
 def style(
-    ink: str | None,
+    color: str | None,
     back: str | None = None,
     bold: bool = False,
     reverse: bool = False,
@@ -87,7 +87,7 @@ def style(
 ) -> Style:
     """A style is made once and kept. `do` is the action of a click on the text."""
     return Style(
-        color=ink, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
+        color=color, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
     )
 
 
@@ -116,7 +116,7 @@ class Palette(NamedTuple):
             return DARK if theme.dark else LIGHT
         far = Color.parse("white" if theme.dark else "black")
         text, accent, bad = (color.blend(far, 0.3) for color in (text, accent, bad))
-        inks = (
+        colors = (
             text,
             back.blend(text, 0.7),
             back.blend(text, 0.3),
@@ -125,7 +125,7 @@ class Palette(NamedTuple):
             back,
             back.blend(text, 0.1),
         )
-        return Palette(*(color.hex6.lower() for color in inks))
+        return Palette(*(color.hex6.lower() for color in colors))
 
     def fill(self, request: int | None) -> str:
         # With seven slots, a slot's next request has a number seven higher, and still another
@@ -168,7 +168,7 @@ def apart(hue: str, back: str) -> str:
 
 
 @lru_cache(64)
-def ink_on(fill: str) -> str:
+def text_color_on(fill: str) -> str:
     """Black or white, whichever can be read on this hue."""
     return "#000000" if Color.parse(fill).brightness > 0.4 else "#ffffff"
 
@@ -180,14 +180,14 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 class Pen:
     """Writes a line from left to right, and counts the filled cells."""
 
-    def __init__(self, ink: str | None = None) -> None:
+    def __init__(self, color: str | None = None) -> None:
         self.line: Line = []
         self.width = 0
-        self._ink = ink  # where `put` names none
+        self._color = color  # where `put` names none
 
-    def put(self, text: str, ink: str | Style = "", bold: bool = False, do: str = "") -> Pen:
+    def put(self, text: str, color: str | Style = "", bold: bool = False, do: str = "") -> Pen:
         text = CONTROLS.sub("·", text)  # a terminal would obey them
-        how = ink if isinstance(ink, Style) else style(ink or self._ink, bold=bold, do=do)
+        how = color if isinstance(color, Style) else style(color or self._color, bold=bold, do=do)
         before = self.line.pop().text if self.line and self.line[-1].style is how else ""
         self.line.append(Segment(before + text, how))
         self.width += cell_len(text)

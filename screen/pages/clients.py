@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from rich.cells import cell_len
 
-from screen.draw.canvas import BACK, Figure, Paper
+from screen.draw.canvas import BACK, Canvas, Figure
 from screen.draw.style import clean, number, shorten
 from screen.page import Page
 from screen.state import State
-from server.access_log import Call
+from server.access_log import RequestRecord
 
 CLIENTS = "page('clients')"  # opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
@@ -42,7 +42,7 @@ COLUMNS = (
 )
 
 
-def so_far(state: State, call: Call) -> Call:
+def so_far(state: State, call: RequestRecord) -> RequestRecord:
     """An open call with the engine's figures: the door writes down its own when the call has
     ended."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
@@ -59,7 +59,7 @@ def so_far(state: State, call: Call) -> Call:
     )
 
 
-def values(call: Call) -> Iterable[str]:
+def values(call: RequestRecord) -> Iterable[str]:
     """A call's cells, one for each of `COLUMNS`."""
     first, *others = call.requests or (None,)
     yield "–" if first is None else f"r{first}–{others[-1]}" if others else f"r{first}"
@@ -74,7 +74,7 @@ def values(call: Call) -> Iterable[str]:
     yield "" if call.latency_s is None else number(call.latency_s)
 
 
-def draw_call(on: Paper, call: Call, columns: Sequence[Figure], message: str) -> None:
+def draw_call(on: Canvas, call: RequestRecord, columns: Sequence[Figure], message: str) -> None:
     """One call in one line. What a refusal says takes the place of the figures, of which it has
     none."""
     hue = on.muted
@@ -93,7 +93,7 @@ def draw_call(on: Paper, call: Call, columns: Sequence[Figure], message: str) ->
     pen.put(gap + shorten(clean(said), on.width - pen.width - len(gap) - 1), hue)
 
 
-def draw(state: State, on: Paper, whole: bool = True) -> None:
+def draw(state: State, on: Canvas, whole: bool = True) -> None:
     """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes,
     messages in full."""
     door = state.view.door
@@ -116,7 +116,7 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
     calls = [*opened, *ended]
-    for call in calls if whole else calls[: on.room]:
+    for call in calls if whole else calls[: on.lines_left]:
         message = call.message if call.is_refused else ""
         draw_call(on, so_far(state, call), columns, "" if whole else message)
         if whole:
@@ -125,7 +125,7 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
         on.entry("", "Nothing has been asked yet.", on.muted)
 
 
-def draw_clients(state: State, on: Paper) -> None:
+def draw_clients(state: State, on: Canvas) -> None:
     draw(state, on, whole=False)
     del on.lines[on.height :]
 

@@ -6,7 +6,7 @@ of eight is no place to read. But a reader wants to see the engine at work, too.
 What this file keeps. The whole conversation stands there, and answers stream. Thoughts are dim; a
 finished thought is folded. A dropped turn is marked.
 
-Where next: `talks.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
+Where next: `chats.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from itertools import pairwise
 
 from runtime.cli import command
 from runtime.conversation import figures, room_left
-from screen.draw.canvas import Paper
+from screen.chat_history import Chat, Turn
+from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, shorten, wrap
-from screen.page import Desk, Page
+from screen.page import Page, PageSession
 from screen.state import State
-from screen.talk_history import Talk, Turn
-from text.tool_parser import apart
+from text.tool_parser import split_reasoning
 
 WIDEST = 100  # longer lines are hard to read
 THOUGHT = 3  # so many lines of a thought are shown while the model thinks
 
 
-def draw(state: State, on: Paper) -> None:
-    talks = state.talks
-    talk = talks.open
-    body = Paper(on.p, min(on.width, WIDEST), on.height)
-    body.say(talk.system and f"system: {talk.system}\n", on.muted)
-    if not state.view.speaks:
+def draw(state: State, on: Canvas) -> None:
+    chats = state.chats
+    chat = chats.open
+    body = Canvas(on.p, min(on.width, WIDEST), on.height)
+    body.say(chat.system and f"system: {chat.system}\n", on.muted)
+    if not state.view.has_chat:
         body.say("This model has no chat template: each question stands alone.\n", on.muted)
-    for before, turn in pairwise([None, *talk.turns]):
+    for before, turn in pairwise([None, *chat.turns]):
         draw_turn(state, body, turn, before)
-    draw_rest(state, body, talk)
+    draw_rest(state, body, chat)
     above = max(0, len(body.lines) - on.height + 1)
-    talk.below = max(0, min(talk.below, above))
-    above -= talk.below
-    note = f"{above:,} lines above, {talk.below:,} below: PgUp" if above or talk.below else ""
-    number = f"{talks.at + 1} of {len(talks.all)}: " if len(talks.all) > 1 else ""
-    title = shorten(talk.turns[0].question, 40) if talk.turns else "nothing was said yet"
+    chat.below = max(0, min(chat.below, above))
+    above -= chat.below
+    note = f"{above:,} lines above, {chat.below:,} below: PgUp" if above or chat.below else ""
+    number = f"{chats.at + 1} of {len(chats.all)}: " if len(chats.all) > 1 else ""
+    title = shorten(chat.turns[0].question, 40) if chat.turns else "nothing was said yet"
     on.heading(f"Conversation {number}{title}", note)
-    on.lines += body.lines[above : len(body.lines) - talk.below]
+    on.lines += body.lines[above : len(body.lines) - chat.below]
 
 
-def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
+def draw_turn(state: State, on: Canvas, turn: Turn, before: Turn | None) -> None:
     from screen.draw import markdown  # takes 30 ms, too long before the first frame
 
     hue = on.muted if turn.is_dropped else on.text
@@ -59,7 +59,7 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
         on.pen()
         return
     now = state.then(r) if state.past else r
-    thought, answer = apart(now.text, now.is_thinking)
+    thought, answer = split_reasoning(now.text, now.is_thinking)
     draw_thought(state, on, thought, turn.runs and not answer)
     if answer:
         on.lines += markdown.lines_of(answer, on.width, on.p, hue, turn.runs)
@@ -78,14 +78,14 @@ def draw_turn(state: State, on: Paper, turn: Turn, before: Turn | None) -> None:
     on.pen()
 
 
-def draw_thought(state: State, on: Paper, thought: str, is_open: bool) -> None:
+def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
     """Dim. A finished thought is folded."""
     if not thought:
         return
     words = f" ▸ thought: {count(len(thought.split()), 'word')}"
     on.pen().put(words, on.muted, do="command('/thoughts')")
     lines = wrap(clean(thought), on.width - 4)
-    shown = lines if state.talks.unfolded else lines[-THOUGHT:] if is_open else []
+    shown = lines if state.chats.unfolded else lines[-THOUGHT:] if is_open else []
     on.say("\n".join([*shown, ""]), on.muted, indent=3)
 
 
@@ -95,18 +95,18 @@ def told(state: State, turn: Turn, before: Turn | None) -> str:
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"
     left = ""
-    if turn is state.talks.open.turns[-1]:
+    if turn is state.chats.open.turns[-1]:
         length = state.view.engine.limits.max_len
         left = room_left(length - m.prompt_tokens - m.output_tokens, length)
     return figures(m, r.reason, where) + left
 
 
-def draw_rest(state: State, on: Paper, talk: Talk) -> None:
+def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
     """Behind the last turn: a waiting question, or how to begin."""
-    if talk.waiting:
-        on.say(f"❯ {shorten(talk.waiting, on.width - 4)}", on.muted)
-        on.say(talk.why or "waits for the answer above", on.bad if talk.why else on.muted)
-    elif not talk.turns:
+    if chat.waiting:
+        on.say(f"❯ {shorten(chat.waiting, on.width - 4)}", on.muted)
+        on.say(chat.why or "waits for the answer above", on.bad if chat.why else on.muted)
+    elif not chat.turns:
         on.say(
             "Type a question: Enter asks it, ctrl+j begins another line.\n"
             "/system TEXT tells the model who it is. /new begins another conversation, and "
@@ -115,8 +115,8 @@ def draw_rest(state: State, on: Paper, talk: Talk) -> None:
         )
 
 
-def obey(desk: Desk, rest: str) -> None:
-    if not desk.talks:
+def obey(session: PageSession, rest: str) -> None:
+    if not session.has_chats:
         raise ValueError(
             f"a conversation needs a screen; {command('ask.py')} --chat has one in lines"
         )

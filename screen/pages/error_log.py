@@ -5,7 +5,7 @@ Where next: `runtime/errors.py`, the way of a traceback to this page.
 
 from __future__ import annotations
 
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import clean, listed
 from screen.page import Page
 from screen.state import State
@@ -13,7 +13,7 @@ from screen.state import State
 NAMED = 4  # requests with the same error that are named, at most
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     on.title("Errors: what has failed, the newest first", "↑↓ scroll  Esc back")
     failed = [request for request in reversed(state.ended) if request.error]
     if not (state.tracebacks or failed):

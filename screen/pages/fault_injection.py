@@ -1,7 +1,7 @@
 """Break it: the effect of a failure, of a NaN and of a lost client on all others.
 
 The problem. Every server says: one bad request does not harm the neighbours. Who believes so
-without a trial?
+without an experiment?
 
 The way out is to break the running engine, on purpose, in one of three ways:
 
@@ -14,7 +14,7 @@ are compared: all tokens, and all bits of the log probabilities. If a witness wa
 tokens until then are compared.
 
 What this file keeps. The engine knows nothing of this page. For one step another runner takes the
-place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
+place of the engine's own, and does the damage (`running_on`). No array is made here.
 
 Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
 """
@@ -29,14 +29,15 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from analysis.compare import Bits, Difference, difference
+from runtime.engine_protocol import running_on
 from runtime.handle import Handle
 from runtime.validation import shown
-from screen.draw.canvas import Figure, Paper
+from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
-from screen.engine_client import BURST, Ask
-from screen.experiment import Trial, runs
-from screen.page import Desk, Page
+from screen.experiment import Experiment, runs
+from screen.page import Page, PageSession
 from screen.state import State
+from screen.workload import BURST, Ask
 
 BREAKS = {  # by name: the title, and the way
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
@@ -78,8 +79,8 @@ class Witness(NamedTuple):
         return self.reason in ("stop", "length")
 
 
-class Breakage(NamedTuple):
-    """The findings of the trial so far."""
+class FaultInjection(NamedTuple):
+    """The findings of the experiment so far."""
 
     what: str  # one of `BREAKS`
     exact: bool = False  # the engine's own word
@@ -124,7 +125,7 @@ class Breakage(NamedTuple):
         return f"{words} with those of the same requests alone, all bits"
 
 
-# --- the trial ----------------------------------------------------------------------------------
+# --- the experiment ----------------------------------------------------------------------------------
 
 
 class Saboteur:
@@ -150,14 +151,14 @@ class Saboteur:
         return begun
 
 
-class Breaking(Trial):
+class Breaking(Experiment):
     """One of `BREAKS`."""
 
     def __init__(self, what: str):
-        super().__init__(Breakage(what))
+        super().__init__(FaultInjection(what))
         self.handles: list[Handle] = []  # the witnesses
 
-    def steps(self) -> Iterator[Breakage]:
+    def steps(self) -> Iterator[FaultInjection]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         title, _ = BREAKS[self.found.what]
@@ -171,15 +172,15 @@ class Breaking(Trial):
         self._tell_the_end()
         yield self.found
 
-    def _gather(self) -> Iterator[Breakage]:
+    def _gather(self) -> Iterator[FaultInjection]:
         """The running requests, if there are enough; else some of ours. Wait until they decode."""
-        self.handles = self._open(self.room.own.values())
+        self.handles = self._open(self.client.own.values())
         if len(self.handles) < FEWEST:
             many = self.engine.sched.slots + FEWEST
             for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
                 temperature = 0.8 * (i % 2)
                 ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
-                self.handles.append(self.room.submit(ask))
+                self.handles.append(self.client.submit(ask))
         while self._open(self.handles) and not self._victim():
             yield self.found
         self.handles = self._open(self.handles)
@@ -201,7 +202,7 @@ class Breaking(Trial):
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
         self.tell(stage="goes on", witnesses=witnesses)
 
-    def _look(self) -> Breakage:
+    def _look(self) -> FaultInjection:
         """The state of the witnesses."""
         witnesses = []
         for handle, known in zip(self.handles, self.found.witnesses, strict=True):
@@ -211,7 +212,7 @@ class Breaking(Trial):
 
     # --- the three ways
 
-    def _raise(self) -> Iterator[Breakage]:
+    def _raise(self) -> Iterator[FaultInjection]:
         def harm(order: Any) -> str:
             self._note_where()
             return f"step {self.engine.sched.steps:,} raised an exception"
@@ -219,7 +220,7 @@ class Breaking(Trial):
         fault = Planted("planted by /break step, to see who ends; nothing is wrong")
         yield from self._sabotage(harm, fault)
 
-    def _poison(self) -> Iterator[Breakage]:
+    def _poison(self) -> Iterator[FaultInjection]:
         """The rows of a victim's prompt stay the same, since others may take these rows over, and
         would rightly say NaN, too."""
         slab = self.engine.runner.slab
@@ -246,15 +247,15 @@ class Breaking(Trial):
 
     def _sabotage(
         self, harm: Callable[[Any], str], fault: Exception | None = None
-    ) -> Iterator[Breakage]:
+    ) -> Iterator[FaultInjection]:
         """Let another runner run the steps until something is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
-        with self.engine.running_on(saboteur):
+        with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:
                 yield self.found
         self._did(saboteur.did)
 
-    def _hang_up(self) -> Iterator[Breakage]:
+    def _hang_up(self) -> Iterator[FaultInjection]:
         victim = self._victim()
         if victim is None:
             self._did("")
@@ -270,7 +271,7 @@ class Breaking(Trial):
 
     # --- the comparison
 
-    def _compare(self) -> Iterator[Breakage]:
+    def _compare(self) -> Iterator[FaultInjection]:
         """Each witness once more, alone, with each row of the prompt computed."""
         self._look()
         self.tell(stage="compares")
@@ -289,7 +290,7 @@ class Breaking(Trial):
         origin = handle.origin._replace(mute=True)
         prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
         again = self.engine.submit(prompt, sampling, origin=origin, reuse=False)
-        return self.room.keep(again)
+        return self.client.keep(again)
 
     def _tell_the_end(self) -> None:
         self.tell(stage="over")
@@ -325,11 +326,12 @@ def ids(witnesses: Sequence[Witness]) -> str:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw(state: State, on: Paper) -> None:
-    """The three ways; and of the last trial, who ended, who went on, and all changes."""
+def draw(state: State, on: Canvas) -> None:
+    """The three ways; and of the last experiment, who ended, who went on, and all changes."""
     found = state.found.get("break")
     on.title(
-        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
+        "Break it",
+        "X ends it  Esc back" if state.view.experimenting else "1 to 3 break it  Esc back",
     )
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
         here = found is not None and found.what == what
@@ -360,7 +362,7 @@ def draw(state: State, on: Paper) -> None:
         draw_witnesses(on, found)
 
 
-def draw_witnesses(on: Paper, found: Breakage) -> None:
+def draw_witnesses(on: Canvas, found: FaultInjection) -> None:
     """A line for each witness."""
     shown = on.columns(COLUMNS, more="as alone?")
     for each in found.witnesses:
@@ -394,13 +396,13 @@ def known(text: str) -> str:
     return text
 
 
-def obey(desk: Desk, rest: str) -> str:
+def obey(session: PageSession, rest: str) -> str:
     """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the
     ways."""
     if not rest:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)
-    desk.try_out("breakage", Breaking(what))
+    session.run_experiment("breakage", Breaking(what))
     return ""
 
 

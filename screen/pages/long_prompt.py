@@ -6,17 +6,17 @@ decode. So the chats' next tokens come later. How much later, the chunk decides:
 the gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys
 turn the trade while the engine runs.
 
-The way out. A trial (`EngineRoom.try_out`) lets chats decode, waits until nothing else is read, and
-drops the elephant. From the real steps, the trial measures the pain of a chat's reader: the time
+The way out. An experiment (`LocalEngineClient.run_experiment`) lets chats decode, waits until nothing else is read, and
+drops the elephant. From the real steps, the experiment measures the pain of a chat's reader: the time
 from a token to the next, while the elephant was read and just before. The median stands beside the
 longest, since a longest gap alone may be another program's doing. In the middle of the elephant a
-short prompt comes, and the trial counts the steps until each of the two has its first token.
+short prompt comes, and the experiment counts the steps until each of the two has its first token.
 
 What this file keeps. All times are the engine's, and each gap knows the number of the
 elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
-earlier one would be taken over, and cost nothing. All changes of the trial are put back.
+earlier one would be taken over, and cost nothing. All changes of the experiment are put back.
 
-Where next: `screen/experiment.py`, what all trials do alike.
+Where next: `screen/experiment.py`, what all experiments do alike.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from runtime.handle import Handle
 from runtime.snapshot import StepView, percentile
 from runtime.validation import read_whole
 from sched import Request
-from screen.draw.canvas import Figure, Paper
+from screen.draw.canvas import Canvas, Figure
 from screen.draw.charts import nice
-from screen.draw.panes import fit_slots, others_of
+from screen.draw.slots import fit_slots
+from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
-from screen.engine_client import AnyTrial, Ask
-from screen.experiment import Trial, runs
+from screen.engine_client import AnyExperiment
+from screen.experiment import Experiment, runs
 from screen.latency_breakdown import work_ends
-from screen.page import Desk, Page
+from screen.page import Page, PageSession
 from screen.state import State
 from screen.step_columns import Column
+from screen.workload import Ask
 
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
@@ -135,7 +137,7 @@ class Drop(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The findings of the trial so far."""
+    """The findings of the experiment so far."""
 
     so_far: str = ""  # the work of the moment
     newest: int | None = None  # elephant, also in line or in work
@@ -227,14 +229,14 @@ def counted(
     )
 
 
-# --- the trial
+# --- the experiment
 
 
-class Herd(Trial):
+class Herd(Experiment):
     """Drops elephants among chats.
 
     `before`: its drops are compared with.
-    `stays`: the trial goes on until a user ends it; else the last wanted drop is the end.
+    `stays`: the experiment goes on until a user ends it; else the last wanted drop is the end.
     `wanted`: the budgets of drops to come; None: no change.
     """
 
@@ -243,9 +245,9 @@ class Herd(Trial):
         self.wanted = deque(wanted)
         self._stays = stays
         self._fired = 0  # so many chats
-        self._has_company = False  # the trial keeps all slots but two filled with chats
+        self._has_company = False  # the experiment keeps all slots but two filled with chats
 
-    def takes_in(self, other: AnyTrial) -> bool:
+    def takes_in(self, other: AnyExperiment) -> bool:
         """More drops."""
         is_alike = isinstance(other, Herd)
         if is_alike:
@@ -262,10 +264,10 @@ class Herd(Trial):
                 yield from self._gather()
                 wanted = self.wanted.popleft()
                 if wanted is not None:
-                    self.room.turn_budget(wanted)
+                    self.client.turn_budget(wanted)
                 yield from self._drop_one()
         finally:
-            self.room.turn_budget(budget)
+            self.client.turn_budget(budget)
 
     def _gather(self) -> Iterator[Found]:
         """Until an elephant is wanted, chats decode, nothing else is read, and a slot is free."""
@@ -295,7 +297,7 @@ class Herd(Trial):
         missing = max(1, sched.slots - 2) - busy
         if self._has_company and missing > 0:
             for number in range(self._fired, self._fired + missing):
-                self.room.submit(asked(chat(number), sched.max_len))
+                self.client.submit(asked(chat(number), sched.max_len))
             self._fired += missing
 
     def _check_open(self) -> None:
@@ -314,7 +316,7 @@ class Herd(Trial):
         mark = engine.snapshot()
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
             yield self.tell(so_far=f"{decoding(len(sched.running))}; the elephant comes")
-        handle = self.room.submit(asked(prompt, ANSWER))
+        handle = self.client.submit(asked(prompt, ANSWER))
         self.tell(newest=handle.id, short=None)
         short = None
         budgets: list[int] = []
@@ -325,7 +327,7 @@ class Herd(Trial):
             if short is None and self._has_room_beside(handle.request):
                 left = len(handle.request.prompt) - handle.request.prefilled
                 text = elephant(sched.submitted, SHORT, engine.text.ask)
-                short = self.room.submit(asked(text, 1))
+                short = self.client.submit(asked(text, 1))
                 self.tell(short=short.id)
             yield self.tell(so_far=reading(handle.request))
         drop = None
@@ -453,7 +455,7 @@ def scope_of(
     return columns, zoom, (reads[0] - start) // zoom
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """A trace for each chat, a line for each elephant, and the trade of the budget."""
     found = state.found.get(NAME, Found())
     is_on = runs(state.view, found)
@@ -461,11 +463,11 @@ def draw(state: State, on: Paper) -> None:
     on.title("The elephant: gaps between two tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
     drops = found.drops
-    below = Paper(on.p, on.width, on.height)
+    below = Canvas(on.p, on.width, on.height)
     below.say(sentence(drops) if drops else "", bold=True)
     below.say(company(drops[-1]) if drops else "")
     below.say(truth(drops), on.muted)
-    room = on.room - len(below.lines) - 1
+    room = on.lines_left - len(below.lines) - 1
     rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
     draw_traces(state, on, room - rows, found)
     draw_drops(on, drops[-rows:] if rows else ())
@@ -499,7 +501,7 @@ def truth(drops: Sequence[Drop]) -> str:
     return f"{words}Leaving this page turns the budget back."
 
 
-def draw_traces(state: State, on: Paper, height: int, found: Found) -> None:
+def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
     """A trace for each slot, on one scale, and under all traces the axis."""
     elephant = found.newest
     cells = on.width - LEFT - RIGHT
@@ -554,7 +556,7 @@ def top_of(gaps: Collection[Gap]) -> float:
 
 
 def draw_trace(
-    on: Paper, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
+    on: Canvas, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
     """One chat's gaps as columns. Gaps with the elephant inside have another colour."""
     newest = next((gap for gap in reversed(trace) if gap), None)
@@ -578,7 +580,7 @@ def draw_trace(
 
 
 def draw_chunks(
-    on: Paper, slot: int, request: int, read: Collection[int], cells: int, name: str
+    on: Canvas, slot: int, request: int, read: Collection[int], cells: int, name: str
 ) -> None:
     """The line of the elephant, or of the short prompt: the cells with a chunk."""
     pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
@@ -587,7 +589,7 @@ def draw_chunks(
     pen.to(LEFT + cells).put(f"{name:>{RIGHT - 1}}")
 
 
-def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
+def draw_drops(on: Canvas, drops: Sequence[Drop]) -> None:
     """A line for each elephant, the newest last."""
     if not drops:
         on.lines.append([])
@@ -614,15 +616,15 @@ def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
 as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
-def obey(desk: Desk, rest: str) -> None:
+def obey(session: PageSession, rest: str) -> None:
     """Drop a prompt as long as a slot into the running chats; with numbers, one with each of these
     budgets."""
-    state = desk.state
+    state = session.state
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # else the room refuses
         state.view.made_with.with_budget(budget)
     before = state.found.get(NAME, Found())
-    desk.try_out(NAME, Herd(before, desk.stays, budgets or [None]))
+    session.run_experiment(NAME, Herd(before, session.stays, budgets or [None]))
 
 
 PAGE = Page(
@@ -635,7 +637,7 @@ PAGE = Page(
     obey=obey,
     example="40 104",
     read=as_budget,
-    leave=lambda desk: desk.room.end_trial(NAME),  # puts back all changes
+    leave=lambda session: session.client.end_experiment(NAME),  # puts back all changes
     repeats=True,
     is_live=True,
     disturbs=True,

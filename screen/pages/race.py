@@ -21,12 +21,12 @@ from analysis.step_times import LEAST
 from policies import POLICIES, policy_of
 from runtime.validation import read_whole
 from screen.draw import style
-from screen.draw.canvas import Paper
-from screen.draw.panes import aligned, draw_cells, fit_slots
+from screen.draw.canvas import Canvas
+from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
-from screen.engine_client import RIVALS, Ask, Leg, Race, View
-from screen.experiment import Trial
-from screen.page import Desk, Page
+from screen.draw.timeline import draw_cells
+from screen.experiment import Experiment
+from screen.page import Page, PageSession
 from screen.policy_runs import (
     FIGURES,
     Contest,
@@ -40,6 +40,8 @@ from screen.policy_runs import (
     until,
 )
 from screen.state import State, prices
+from screen.view import Leg, Race, View
+from screen.workload import RIVALS, Ask
 
 FILM = (4.0, 10.0)  # seconds of the film with both legs, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
@@ -68,16 +70,16 @@ def shown_in(state: State) -> Shown:
     return state.kept.setdefault("race", Shown())
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     shown = shown_in(state)
     draw_contest(state, on, shown.contest or race_in(state), shown.film)
 
 
-def draw_comparison(state: State, on: Paper) -> None:
+def draw_comparison(state: State, on: Canvas) -> None:
     draw_contest(state, on, state.kept.get("compare", NOTHING))
 
 
-def draw_contest(state: State, on: Paper, contest: Contest, film: float | None = None) -> None:
+def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None = None) -> None:
     """Each run under its figures, and a sentence about the winner."""
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     result = verdict(contest.runs)
@@ -87,7 +89,7 @@ def draw_contest(state: State, on: Paper, contest: Contest, film: float | None =
         seconds = f"{film:.2f} of {longest:.2f} s"
         note = f"Both legs on one clock: {seconds}. End leads to the result."
         contest = contest._replace(runs=runs, note=note)
-    below = Paper(on.p, on.width, on.height)
+    below = Canvas(on.p, on.width, on.height)
     below.say(result, bold=True)
     below.say(contest.note, on.muted)
     kinds = on.legend(style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.EMPTY)
@@ -113,7 +115,7 @@ def draw_contest(state: State, on: Paper, contest: Contest, film: float | None =
 
 
 def draw_run(
-    run: Run, on: Paper, slots: Sequence[int], longest: float, widths: Sequence[int]
+    run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int]
 ) -> None:
     """One run: figures, then a timeline on which `longest` seconds fill the width."""
     name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
@@ -126,14 +128,14 @@ def draw_run(
             pen.put(style.GLYPHS[style.EMPTY] * (on.width - 5), on.faint)
 
 
-def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
+def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
     """The runs of a race side by side: the answer of each slot's request so far, with the end in
     sight."""
     runs = [run for run in runs if run.requests]
-    if on.room < 2 or not runs:
+    if on.lines_left < 2 or not runs:
         return
     wide = on.width // len(runs)
-    slots = fit_slots(state, on.room - 1)
+    slots = fit_slots(state, on.lines_left - 1)
     on.axis(*((i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)))
     for slot in slots:
         pen = on.pen()
@@ -209,7 +211,7 @@ def race_in(state: State) -> Contest:
         run = measured(leg.policy, columns, [*known.values()], costs, how)
         runs.append(run._replace(requests=known))
     if state.view.racing:
-        runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.finding.to_race]
     size = count(len(legs[0].requests), "request")
     title = f"Race: {' and '.join(run.policy for run in runs)}, {size}"
     if state.view.paused:
@@ -226,8 +228,8 @@ def asked(state: State, policies: Sequence[str]) -> Contest:
     race."""
     view = state.view
     note = RACE_WAITS if view.works else RACE_BEGINS
-    if view.trying and not view.racing:
-        note = "No race while a trial runs: X ends the trial."
+    if view.experimenting and not view.racing:
+        note = "No race while an experiment runs: X ends the experiment."
     return Contest(f"Race: {' and '.join(policies)}", [], note)
 
 
@@ -265,7 +267,7 @@ def lines_of(contest: Contest) -> list[str]:
 how_many = partial(read_whole, "race", least=1, most=1000)
 
 
-class Racing(Trial):
+class Racing(Experiment):
     """When all requests have ended, these under one policy, then again under the next."""
 
     def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
@@ -274,14 +276,14 @@ class Racing(Trial):
 
     def steps(self) -> Iterator[Race]:
         engine = self.engine
-        own = self.room.next_policy
+        own = self.client.next_policy
         try:
             yield from self.until_idle()
             for policy in self.found.to_race:
                 # Nothing runs, so this is done at once; the slots forget the leg before
                 engine.drain(policy)
                 first = engine.sched.steps + 1
-                handles = [*map(self.room.submit, self._asks)]
+                handles = [*map(self.client.submit, self._asks)]
                 leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
                 before = self.found.legs
                 self.tell(legs=(*before, leg), to_race=self.found.to_race[1:])
@@ -292,34 +294,34 @@ class Racing(Trial):
             engine.drain(own)
 
 
-def obey_race(desk: Desk, rest: str) -> None:
+def obey_race(session: PageSession, rest: str) -> None:
     """A burst of this size under the named policies: /race 12 static serial. /race last
     shows the last."""
-    state = desk.state
+    state = session.state
     if rest == "last":
         if not shown_in(state).last:
             raise ValueError("no race has been run yet; r runs one")
         show_again(state)
         return
-    desk.check_alone("race")
+    session.check_alone("race")
     words = rest.split()
     policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
     size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
-    asks = desk.asks(how_many(size))
+    asks = session.asks(how_many(size))
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
     # A chat template may take long, so the stepping thread does not read prompts
-    asks = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
+    asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown = shown_in(state)
     if not state.view.racing:
         shown.contest = asked(state, policies)
         shown.film = None
-    desk.try_out("race", Racing(asks, policies))
+    session.run_experiment("race", Racing(asks, policies))
 
 
-def obey_compare(desk: Desk, rest: str) -> None:
+def obey_compare(session: PageSession, rest: str) -> None:
     rival = policy_of(rest).name if rest else ""
-    desk.state.kept["compare"] = compare(desk.state, rival)
+    session.state.kept["compare"] = compare(session.state, rival)
 
 
 def show_again(state: State) -> None:
@@ -338,16 +340,16 @@ def take(state: State, before: View) -> None:
     is_wanted = shown.contest and not shown.contest.runs
     if view.racing and view.legs:
         shown.contest = None
-    elif view.legs and not view.racing and (before.racing or view.trial is not before.trial):
+    elif view.legs and not view.racing and (before.racing or view.finding is not before.finding):
         shown.last = race_in(state)
         show_again(state)
-    elif is_wanted and view.heard != before.heard and not view.trying:
+    elif is_wanted and view.handled != before.handled and not view.experimenting:
         shown.contest = shown.contest._replace(note=NO_RACE.note)
 
 
-def look(desk: Desk) -> bool:
+def look(session: PageSession) -> bool:
     """The film goes on."""
-    shown = shown_in(desk.state)
+    shown = shown_in(session.state)
     if shown.film is None:
         return False
     now = time.monotonic()
@@ -378,7 +380,7 @@ PAGE = Page(
     own={"end": to_the_end},
     take=take,
     look=look,
-    leave=lambda desk: to_the_end(desk.state),
+    leave=lambda session: to_the_end(session.state),
     repeats=True,
     disturbs=True,
 )

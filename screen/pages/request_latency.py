@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 from runtime.snapshot import RequestView
 from runtime.validation import read_real, read_whole
-from screen.draw.canvas import Paper
-from screen.draw.panes import aligned
+from screen.draw.canvas import Canvas
+from screen.draw.slots import aligned
 from screen.draw.style import Palette, listed, shorten, span, style
 from screen.latency_breakdown import (
-    Life,
+    LatencyBreakdown,
     Outcome,
     at_percent,
     beside,
@@ -33,8 +33,8 @@ from screen.latency_breakdown import (
     sentence,
     steps_of,
 )
-from screen.page import Desk, Page
-from screen.state import State, client_of, life_in, prices, prompt_of
+from screen.page import Page, PageSession
+from screen.state import State, breakdown_in, client_of, prices, prompt_of
 
 MARKS = (50, 95, 99)  # percent: where the slider's marks stand
 NAMES = 16  # characters of a part's name
@@ -46,7 +46,7 @@ TELLS = "▸ ran. Steps: in line + to its first token + to its last."
 SOON, LATE = "█▒"  # until the first token, and after it
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """One request: the parts of the life, the others, and the replays."""
     on.names = NAMES - 1
     r = state.open
@@ -60,14 +60,14 @@ def draw(state: State, on: Paper) -> None:
     on.title(
         f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}", keys
     )
-    life = life_in(state, r)
+    life = breakdown_in(state, r)
     draw_slider(state, on, r)
     draw_parts(on, r, life)
     draw_others(state, on, r, life)
     draw_outcomes(state, on, r)
 
 
-def draw_slider(state: State, on: Paper, r: RequestView) -> None:
+def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
     """The place of the first token among all ended requests. Each percentile leads to a request."""
     order = ranked(state.ended)
     place = place_of(r, order)
@@ -94,7 +94,7 @@ def at_cell(part: float, cells: int) -> int:
     return max(0, min(cells - 1, round(part * cells) - 1))
 
 
-def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
+def draw_parts(on: Canvas, r: RequestView, life: LatencyBreakdown) -> None:
     """The waterfall: each part begins at the end of the part above."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
     parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
@@ -110,8 +110,8 @@ def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
         wide = max(1, cells[1] - cells[0])
         before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / spent))
         pen.to(pen.width + min(cells[0], room - 1))
-        ink = ink_of(on.p, part, r.id)
-        pen.put(SOON * before, style(ink, ink)).put(LATE * (wide - before), ink)
+        color = color_of(on.p, part, r.id)
+        pen.put(SOON * before, style(color, color)).put(LATE * (wide - before), color)
         started += spent
     pen = on.pen().put(f" {'life':<{NAMES - 1}}{whole:>{FIGURES[0] - 3},.1f} ms", bold=True)
     pen.put(f"  {SOON} until its first token  {LATE} after it", on.muted)
@@ -121,14 +121,14 @@ def in_ms(seconds: float) -> float:
     return round(1000 * seconds, 1)
 
 
-def ink_of(p: Palette, part: str, request: int) -> str:
+def color_of(p: Palette, part: str, request: int) -> str:
     """The request's own parts have the request's colour. The line and the neighbours have none."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
 
 
-def draw_others(state: State, on: Paper, r: RequestView, life: Life) -> None:
+def draw_others(state: State, on: Canvas, r: RequestView, life: LatencyBreakdown) -> None:
     """Who waited for whom."""
     clients = shares_of_clients(state, life)
     most = 3 if on.width < 100 else 7
@@ -148,7 +148,7 @@ def draw_others(state: State, on: Paper, r: RequestView, life: Life) -> None:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
 
 
-def shares_of_clients(state: State, life: Life) -> str:
+def shares_of_clients(state: State, life: LatencyBreakdown) -> str:
     """How the slots were shared meanwhile, if there was more than one client."""
     held: Counter[str] = Counter()
     for request, seconds in life.ahead.items():
@@ -161,7 +161,7 @@ def shares_of_clients(state: State, life: Life) -> str:
     return ", ".join(shares)
 
 
-def slot_of(r: RequestView, life: Life) -> str:
+def slot_of(r: RequestView, life: LatencyBreakdown) -> str:
     if r.slot is None:
         return ""
     words = [str(r.slot)]
@@ -172,7 +172,7 @@ def slot_of(r: RequestView, life: Life) -> str:
     return ", ".join(words)
 
 
-def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
+def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
     """The same requests once more, without the model."""
     legend = (
         (LINE, on.bad, "in line"),
@@ -226,10 +226,10 @@ def which(text: str) -> int | str:
     return read_whole("why", text.removeprefix("r"), 0, 2**31)
 
 
-def obey(desk: Desk, rest: str) -> None:
+def obey(session: PageSession, rest: str) -> None:
     """Look into the open request; into the named one (/why 7); or into the one at a percentile of
     first tokens (/why p95)."""
-    state = desk.state
+    state = session.state
     chosen = which(rest) if rest else None
     request = state.open
     if isinstance(chosen, str):
@@ -279,7 +279,7 @@ def to_mark(state: State) -> None:
 
 
 def tell(state: State) -> list[str]:
-    return [sentence(state.open, life_in(state, state.open), state.kept["why"][1])]
+    return [sentence(state.open, breakdown_in(state, state.open), state.kept["why"][1])]
 
 
 PAGE = Page(

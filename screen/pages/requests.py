@@ -15,16 +15,16 @@ from collections import Counter
 
 from runtime.snapshot import Metrics, RequestView
 from screen.draw import style
-from screen.draw.canvas import Paper
-from screen.draw.panes import hue_of
+from screen.draw.answers import hue_of
+from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, number, span
 from screen.latency_breakdown import beside, place_of
-from screen.page import Desk, Page
+from screen.page import Page, PageSession
 from screen.state import State, client_of, prompt_of
-from text.tool_parser import marked
+from text.tool_parser import split_output
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """The open request; else the newest of the ended ones."""
     r = state.open
     if r is None:
@@ -43,7 +43,7 @@ def draw(state: State, on: Paper) -> None:
     draw_about(state, on, r, state.view.engine.now)
 
 
-def draw_request(state: State, on: Paper) -> None:
+def draw_request(state: State, on: Canvas) -> None:
     """The request in the selected slot, in a pane. `g` opens the page."""
     r = state.owner(state.selected)
     if r is None:
@@ -55,7 +55,7 @@ def draw_request(state: State, on: Paper) -> None:
     on.cut(": g", "go")
 
 
-def draw_about(state: State, on: Paper, r: RequestView, now: float) -> None:
+def draw_about(state: State, on: Canvas, r: RequestView, now: float) -> None:
     """Everything known about a request at a moment."""
     on.entry("figures", figures_of(r, now))
     on.entry("steps", steps_of(state, r, now))
@@ -103,15 +103,16 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
     return f"{steps[0].step:,} to {steps[-1].step:,}, in slot {request.slot}: {what}"
 
 
-def draw_parts(on: Paper, text: str, is_thinking: bool) -> None:
+def draw_parts(on: Canvas, text: str, is_thinking: bool) -> None:
     """An answer, with thoughts and calls."""
-    for kind, part in marked(text, is_thinking):
-        on.entry("text" if kind == "answer" else kind, part, hue_of(on, kind))
+    names = {"content": "text", "reasoning": "thought", "tool_call": "call"}
+    for kind, part in split_output(text, is_thinking):
+        on.entry(names[kind], part, hue_of(on, kind))
 
 
-def obey(desk: Desk, rest: str) -> None:
+def obey(session: PageSession, rest: str) -> None:
     """The newest of the ended requests."""
-    desk.state.opened = desk.state.ended[-1].id if desk.state.ended else None
+    session.state.opened = session.state.ended[-1].id if session.state.ended else None
 
 
 def browse(state: State, by: int) -> None:

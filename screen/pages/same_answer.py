@@ -4,14 +4,14 @@ The problem. An engine answers many requests in one pass. Does an answer depend 
 requests there? On most engines, yes: a library multiplies eight rows in another order than one, the
 last bits differ, and sooner or later a token does. Temperature 0 does not help.
 
-The way out is to try. The trial runs a prompt alone. Then the prompt runs again and again, some
+The way out is to try. The experiment runs a prompt alone. Then the prompt runs again and again, some
 of the runs at a time, while neighbours of random lengths and temperatures come, go and are
 cancelled. Half of the runs compute each row of the prompt. The other half may take over rows of a
 beginning from a slot's memory, and half of the neighbours begin like the prompt. Each run
 becomes a short hash of all tokens and of the bits of all log probabilities, and hashes are
 counted.
 
-What this file keeps. The trial only submits, cancels and reads the engine's answers. All
+What this file keeps. The experiment only submits, cancels and reads the engine's answers. All
 random choices come from one seed. The page is a pure function, as in `panes.py`.
 
 Where next: `breakage.py`, the same question beside a failing neighbour.
@@ -29,12 +29,12 @@ from typing import NamedTuple
 from analysis.compare import Bits, Difference, difference
 from runtime.handle import Handle
 from runtime.validation import read_whole
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import count, number, shorten
-from screen.engine_client import BURST, Ask
-from screen.experiment import Trial, runs
-from screen.page import Desk, Page
+from screen.experiment import Experiment, runs
+from screen.page import Page, PageSession
 from screen.state import State
+from screen.workload import BURST, Ask
 
 RUNS = 200
 LONGEST = 24  # tokens of a run: 200 runs then take seconds
@@ -74,7 +74,7 @@ class Alike(NamedTuple):
 
 
 class Company(NamedTuple):
-    """The findings of the trial so far."""
+    """The findings of the experiment so far."""
 
     ask: Ask
     wanted: int  # runs
@@ -154,7 +154,7 @@ class Company(NamedTuple):
         return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
 
 
-# --- the trial ----------------------------------------------------------------------------------
+# --- the experiment ----------------------------------------------------------------------------------
 
 
 class UnderWay:
@@ -167,7 +167,7 @@ class UnderWay:
         self.met: set[int] = set()
 
 
-class Gathering(Trial):
+class Gathering(Experiment):
     """This prompt alone, and then in company."""
 
     def __init__(self, ask: Ask, runs: int):
@@ -210,7 +210,7 @@ class Gathering(Trial):
 
     def _run_alone(self) -> Iterator[Company]:
         self.tell(stage="alone")
-        handle = yield from self.alone(lambda: self.room.submit(self.ask, reuse=False))
+        handle = yield from self.alone(lambda: self.client.submit(self.ask, reuse=False))
         check(handle)
         alone = Bits.of(handle)
         tokens = handle.metrics.prompt_tokens
@@ -229,10 +229,10 @@ class Gathering(Trial):
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
             ask = self.ask._replace(guesses=left % 2 == 0)
-            self.guests.append(UnderWay(self.room.submit(ask, dice.random() < 0.5)))
+            self.guests.append(UnderWay(self.client.submit(ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
             with suppress(ValueError):  # the prompt does not fit a slot
-                handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
+                handle = self.client.submit(self._neighbour(), dice.random() < 0.5)
                 stays = dice.random() >= CANCELLED
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
                 self.tell(came=self.found.came + 1)
@@ -304,7 +304,7 @@ class Gathering(Trial):
 
 
 def check(handle: Handle) -> bool:
-    """Whether an answer has come to the end. A failure ends the trial."""
+    """Whether an answer has come to the end. A failure ends the experiment."""
     if handle.error:
         raise ValueError(f"a run failed: {handle.error}")
     return handle.finish_reason in ("stop", "length")
@@ -319,10 +319,10 @@ def unlike(found: Company) -> list[Alike]:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """How many answers there are, the company, and the differences."""
     found = state.found.get("same")
-    note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
+    note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
     on.title("The same answer in company", note)
     if found is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
@@ -354,7 +354,7 @@ def product_of(found: Company) -> str:
     return f"{found.product}; engine.exact is False: bits may depend on the company"
 
 
-def draw_counter(state: State, on: Paper, found: Company) -> None:
+def draw_counter(state: State, on: Canvas, found: Company) -> None:
     """How many runs there are so far, and how many answers."""
     words = found.so_far
     if not (runs(state.view, found) or found.stage == "over"):
@@ -363,7 +363,7 @@ def draw_counter(state: State, on: Paper, found: Company) -> None:
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
-def draw_kinds(on: Paper, found: Company) -> None:
+def draw_kinds(on: Canvas, found: Company) -> None:
     """A line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
@@ -381,14 +381,14 @@ def draw_kinds(on: Paper, found: Company) -> None:
         on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
 
 
-def draw_strip(state: State, on: Paper, found: Company) -> None:
+def draw_strip(state: State, on: Canvas, found: Company) -> None:
     """A column for each run, in the order of the ends: as high as the company. Under a run that
     is not like the run alone stands a cross."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1
     strips = -(-found.wanted // across)
-    tall = max(1, min(TALLEST, (on.room - 1) // strips - 1))
+    tall = max(1, min(TALLEST, (on.lines_left - 1) // strips - 1))
     legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
     on.heading("Each run: how many ran beside it", legend=legend)
     for first in range(0, len(found.runs), across):
@@ -408,19 +408,19 @@ def draw_strip(state: State, on: Paper, found: Company) -> None:
 how_many = partial(read_whole, "same", least=1, most=1000)
 
 
-def obey(desk: Desk, rest: str) -> None:
+def obey(session: PageSession, rest: str) -> None:
     """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
     (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
     or one of ours. /same last shows the last."""
-    is_on = runs(desk.state.view, desk.state.found.get("same"))
+    is_on = runs(session.state.view, session.state.found.get("same"))
     if rest == "last" or (is_on and not rest):
         return
     word, _, prompt = rest.partition(" ")
     if not word[:1].isdigit():
         word, prompt = str(RUNS), rest
     many = how_many(word)
-    ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
-    desk.try_out("trial in company", Gathering(ask, many))
+    ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
+    session.run_experiment("experiment in company", Gathering(ask, many))
 
 
 def own_prompt(state: State) -> str:

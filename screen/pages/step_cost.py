@@ -29,13 +29,13 @@ from analysis.step_costs import Bill, Member, Work, bill_of, expected, floors_of
 from runtime.cli import command
 from runtime.snapshot import ExpertsView, ModelView, Roof, StepView
 from runtime.validation import shown
-from screen.draw.canvas import Figure, Paper, fitting
+from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
 from screen.draw.style import HUES, count, number, shorten, span
-from screen.engine_client import View
-from screen.page import Desk, Page
+from screen.page import Page, PageSession
 from screen.state import State
 from screen.step_columns import Column
+from screen.view import View
 
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
@@ -177,7 +177,7 @@ def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) ->
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """The bill of the step under the cursor, or of the newest one; then of steps of so many
     rows."""
     on.names = NAMES
@@ -203,7 +203,7 @@ def draw(state: State, on: Paper) -> None:
         draw_experts(state, on, column)
 
 
-def draw_entries(state: State, on: Paper, column: Column) -> None:
+def draw_entries(state: State, on: Canvas, column: Column) -> None:
     """Bytes and products."""
     engine = state.view.engine
     model = engine.model
@@ -279,7 +279,7 @@ def roof_of(state: State) -> str:
     return words
 
 
-def draw_floors(state: State, on: Paper, column: Column) -> None:
+def draw_floors(state: State, on: Canvas, column: Column) -> None:
     """The least time by each of the three bounds, over the real time."""
     step = column.view
     roof = state.view.engine.roof
@@ -319,7 +319,7 @@ FIGURES = (
 )
 
 
-def draw_counts(state: State, on: Paper, counts: Sequence[int], length: int) -> None:
+def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
     """Steps of so many rows side by side, and the share of a token."""
     model = state.view.engine.model
     room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
@@ -355,7 +355,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
     }
 
 
-def draw_experts(state: State, on: Paper, column: Column) -> None:
+def draw_experts(state: State, on: Canvas, column: Column) -> None:
     """Of each layer: the experts, and for each the number of tokens."""
     many = state.view.engine.model.experts
     seen = seen_experts(state, column)
@@ -396,24 +396,24 @@ def bill_line(state: State) -> str:
 # --- the command --------------------------------------------------------------------------------
 
 
-def obey(desk: Desk, rest: str) -> None:
+def obey(session: PageSession, rest: str) -> None:
     """Of the step under the cursor. The roof is measured the first time, and once more
     with "again"."""
     if rest not in ("", "again"):
         raise ValueError(f"/bill {shown(rest)}: only again may stand there; it measures the roof")
-    engine = desk.state.view.engine
+    engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
-        desk.room.measure_roof()
+        session.client.measure_roofline()
 
 
-def look(desk: Desk) -> bool:
+def look(session: PageSession) -> bool:
     """The experts of the newest step: one question at a time, and one for each step."""
-    engine = desk.state.view.engine
+    engine = session.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
-    known = experts_in(desk.state)
-    if newest and desk.heard and newest not in known:
+    known = experts_in(session.state)
+    if newest and session.handled and newest not in known:
         known[newest] = None
-        desk.room.ask_experts()
+        session.client.ask_experts()
     return False  # the answer is news
 
 

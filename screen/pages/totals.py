@@ -5,7 +5,7 @@ Where next: `screen/stats.py`, the sums.
 
 from __future__ import annotations
 
-from screen.draw.canvas import Figure, Paper, fitting
+from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.style import DARK, count, span
 from screen.page import Page
 from screen.state import State, price_in
@@ -26,7 +26,7 @@ FIGURES = (
 )
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     on.title("Totals: busy periods, the newest first")
     if not state.periods:
         on.say("Nothing has run yet. b fires a burst.", on.muted)
@@ -37,7 +37,7 @@ def draw(state: State, on: Paper) -> None:
     on.say(CLOCK + "".join(meanings), on.muted)
 
 
-def draw_table(state: State, on: Paper, most: int) -> None:
+def draw_table(state: State, on: Canvas, most: int) -> None:
     """A line for each of the last periods, under a line of titles."""
     price_of = price_in(state)
     shown = on.columns(FIGURES)
@@ -51,7 +51,7 @@ def draw_table(state: State, on: Paper, most: int) -> None:
 def farewell(state: State, width: int) -> list[str]:
     """For the terminal, after the end: the last busy periods, and how many requests have been left
     unfinished."""
-    on = Paper(DARK, width, 0)
+    on = Canvas(DARK, width, 0)
     draw_table(state, on, 10)
     left = state.view.engine.submitted - state.view.engine.finished
     is_elsewhere = state.view.watches or state.view.door

@@ -6,7 +6,7 @@ And a person leaves a tour at any moment, wants everything back as before, and n
 The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
 come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The player
 is a generator (`Tour._play`), and so is each scene. `Tour.look` is called as often as the screen is
-looked at, goes on as far as possible, and never waits. The tour's words are a `Telling` in the
+looked at, goes on as far as possible, and never waits. The tour's words are a `TourText` in the
 state, and `draw` draws a strip of a few lines under the panes, so the engine's work is seen.
 
     stage -> ask -> a guess -> run -> tell -> the next scene
@@ -33,13 +33,14 @@ from rich.cells import cell_len
 
 from runtime.cli import command
 from runtime.errors import describe, show_fault
-from screen.draw.canvas import Paper
-from screen.draw.panes import others_of
+from screen.draw.canvas import Canvas
+from screen.draw.status import others_of
 from screen.draw.style import clean, shorten
-from screen.engine_client import Fault, Settings
-from screen.page import Desk, Page
+from screen.page import Page, PageSession
 from screen.pages.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
-from screen.state import State, Telling
+from screen.state import State, TourText
+from screen.view import Fault
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 HURRY = 8.0  # seconds: then a scene's run goes on at full speed
@@ -61,40 +62,40 @@ FAREWELL = (
 
 
 @contextmanager
-def lent(desk: Desk) -> Iterator[None]:
+def lent(session: PageSession) -> Iterator[None]:
     """The engine and the screen are in the tour's hands. Afterwards everything is as before."""
-    room = desk.room
-    state = desk.state
+    client = session.client
+    state = session.state
     view = state.view
     limits = view.engine.limits
     policy = view.engine.draining_to or view.engine.policy
     budget = None if limits == view.made_with else limits.budget
-    eases = desk.eases
+    eases = session.eases
     is_fresh = not state.history
     fields = {name: getattr(state, name) for name in FIELDS}
-    desk.eases = False
-    desk.stays = False  # a trial ends by itself
+    session.eases = False
+    session.stays = False  # an experiment ends by itself
     try:
         yield
     finally:
-        room.cancel(None)
-        room.switch(policy)
-        room.set_budget(budget)
-        room.slow(view.slow)
-        room.pause(view.paused)
-        desk.eases = eases
-        desk.stays = True  # the user is there, who has left the tour
+        client.cancel(None)
+        client.switch(policy)
+        client.set_budget(budget)
+        client.slow(view.slow)
+        client.pause(view.paused)
+        session.eases = eases
+        session.stays = True  # the user is there, who has left the tour
         if is_fresh:
             state.begin_anew()
         for name, value in fields.items():
             setattr(state, name, value)
 
 
-def refuse(desk: Desk) -> None:
+def refuse(session: PageSession) -> None:
     """A ValueError says why there can be no tour now."""
-    view = desk.state.view
-    desk.check_alone("tour")
-    if not desk.heard:  # else stale values would be put back
+    view = session.state.view
+    session.check_alone("tour")
+    if not session.handled:  # else stale values would be put back
         raise ValueError("the engine has yet to hear the last keys; press T again")
     if view.busy or view.load:
         raise ValueError(
@@ -115,12 +116,12 @@ class Tour:
 
     def __init__(
         self,
-        desk: Desk,
+        session: PageSession,
         now: Callable[[], float] = time.monotonic,
         scenes: Sequence[Scene] = SCENES,
     ):
-        self.desk = desk
-        self.state = desk.state
+        self.session = session
+        self.state = session.state
         self.waits = False  # nothing happens before the user says something
         self._runs = False  # a scene runs, and can hurry
         self._now = now
@@ -144,8 +145,8 @@ class Tour:
             self.look()
         elif self._runs:
             self.seen.hurries = True
-            self.desk.obey("/slow off")
-            self.desk.obey("/resume")
+            self.session.obey("/slow off")
+            self.session.obey("/resume")
 
     def leave(self) -> None:
         """At once; everything is as before."""
@@ -162,12 +163,12 @@ class Tour:
 
     def _play(self) -> Iterator[None]:
         """The whole tour. Each `yield` lets the screen and the user act."""
-        refuse(self.desk)
-        self.state.tour = Telling(0, 0, "", "", hint=COMES)
+        refuse(self.session)
+        self.state.tour = TourText(0, 0, "", "", hint=COMES)
         while self.state.view.stage != "ready":
             yield
-        refuse(self.desk)
-        with lent(self.desk):
+        refuse(self.session)
+        with lent(self.session):
             for number, scene in enumerate(self._scenes, 1):
                 self._number = number
                 self.scene = scene
@@ -194,7 +195,7 @@ class Tour:
             elif line in (WAIT, STOP):
                 if line == STOP:
                     self._runs = False
-                    self.desk.obey("/pause")
+                    self.session.obey("/pause")
                 yield from self._until_quiet()
             elif not self.seen.late:
                 self._do(line)
@@ -209,7 +210,7 @@ class Tour:
         """Until the view shows the effect of all lines."""
         while not self.seen.late:
             yield from self._until_a_look()
-            if self.desk.heard and not self.state.view.stepping:
+            if self.session.handled and not self.state.view.stepping:
                 return
 
     def _until_a_look(self) -> Iterator[None]:
@@ -226,14 +227,14 @@ class Tour:
 
     def _do(self, line: str) -> None:
         if len(line) > 1:
-            self.desk.obey(line)
-        word = self.desk.pressed(line)
+            self.session.obey(line)
+        word = self.session.pressed(line)
         if word not in self._pressed:
             self._pressed.append(word)
 
     def _set_stage(self) -> None:
         for line in CLEARED:
-            self.desk.obey(line)
+            self.session.obey(line)
         self.state.settings = Settings(guesses=False)
         self.state.prompts = self.scene.prompts
         self.state.cursor = None
@@ -285,7 +286,7 @@ class Tour:
 
     def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
         title = title or self.scene.title
-        self.state.tour = Telling(self._number, len(self._scenes), title, text, hint=hint, **more)
+        self.state.tour = TourText(self._number, len(self._scenes), title, text, hint=hint, **more)
 
     def _hint(self, hint: str, **more: object) -> None:
         self.state.tour = self.state.tour._replace(hint=hint, **more)
@@ -314,7 +315,7 @@ def line_of(file: str, name: str) -> str:
 # --- the strip ----------------------------------------------------------------------------------
 
 
-def draw(state: State, on: Paper) -> None:
+def draw(state: State, on: Canvas) -> None:
     """The tour's words: a heading, a text, and as much of the rest as there is room for."""
     told = state.tour
     if told is None:
@@ -333,7 +334,7 @@ def draw(state: State, on: Paper) -> None:
     on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="own('enter')")
 
 
-def draw_answers(told: Telling, on: Paper) -> None:
+def draw_answers(told: TourText, on: Canvas) -> None:
     """As many answers in a line as find room. Each can be clicked."""
     pen = None
     for number, answer in enumerate(told.answers, 1):
@@ -351,20 +352,20 @@ def draw_answers(told: Telling, on: Paper) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def obey(desk: Desk, rest: str) -> str:
-    if not desk.talks:
+def obey(session: PageSession, rest: str) -> str:
+    if not session.has_chats:
         raise ValueError(
             f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
         )
-    desk.state.kept["tour"] = Tour(desk)
-    desk.state.offers_tour = False
-    desk.state.talking = False
-    return COMES if desk.state.view.stage == "loading" else ""
+    session.state.kept["tour"] = Tour(session)
+    session.state.offers_tour = False
+    session.state.chatting = False
+    return COMES if session.state.view.stage == "loading" else ""
 
 
-def look(desk: Desk) -> bool:
+def look(session: PageSession) -> bool:
     """The tour goes on. A wish from before the model was there may be refused now."""
-    state = desk.state
+    state = session.state
     told = state.tour
     try:
         state.kept["tour"].look()
@@ -404,27 +405,27 @@ PAGE = Page(
 # --- without a screen ---------------------------------------------------------------------------
 
 
-def run_plain_tour(desk: Desk) -> int:
+def run_plain_tour(session: PageSession) -> int:
     """The tour as lines: each question, a guess from standard input, and the explanation."""
-    tour = Tour(desk)
-    told: Telling | None = None
-    while desk.state.tour:
-        now = desk.state.tour._replace(hint="")  # it changes with each token of a run
+    tour = Tour(session)
+    told: TourText | None = None
+    while session.state.tour:
+        now = session.state.tour._replace(hint="")  # it changes with each token of a run
         if now != told:
             told = now
-            print("\n".join(in_lines(desk.state.tour)), flush=True)
+            print("\n".join(in_lines(session.state.tour)), flush=True)
         elif tour.waits:
             answer(tour, sys.stdin.readline())
         time.sleep(0.05)
-        desk.look()
+        session.look()
         tour.look()
-    if desk.state.view.stage == "failed":
-        print(f"nanobatch: {desk.state.view.error}", file=sys.stderr)
+    if session.state.view.stage == "failed":
+        print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
         return 2
     return 0
 
 
-def in_lines(told: Telling) -> list[str]:
+def in_lines(told: TourText) -> list[str]:
     """The tour's words, for the plain log."""
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]

@@ -26,13 +26,14 @@ from analysis.step_costs import of_rows
 from analysis.step_times import undisturbed
 from runtime.snapshot import RequestView
 from screen.draw.style import FAILED, clean, count, span
-from screen.engine_client import BURST, EVENING, Finding
 from screen.latency_breakdown import outcomes
-from screen.pages.fault_injection import FEWEST, Breakage
+from screen.pages.fault_injection import FEWEST, FaultInjection
 from screen.pages.long_prompt import Drop
 from screen.pages.step_cost import scaled
-from screen.state import State, life_in, prices
+from screen.state import State, breakdown_in, prices
 from screen.step_columns import Column
+from screen.view import Finding
+from screen.workload import BURST, EVENING
 
 HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")
 STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROES)
@@ -64,7 +65,7 @@ class Sight:
         # All steps up to this one, and all requests up to `newest`, were there before
         self.first = state.history[-1].step if state.history else 0
         self.newest = max(state.requests, default=0)
-        self.earlier = state.view.trial
+        self.earlier = state.view.finding
         self.guess: int | None = None  # from 1
         self.late = False  # the run took too long, and is cut short
         self.hurries = False  # at full speed
@@ -95,9 +96,9 @@ class Sight:
 
     @property
     def found(self) -> Finding | None:
-        """The findings of the newest trial in this scene."""
-        trial = self.state.view.trial
-        return None if trial is self.earlier else trial
+        """The findings of the newest experiment in this scene."""
+        experiment = self.state.view.finding
+        return None if experiment is self.earlier else experiment
 
     def decodes(self, rows: int) -> list[Column]:
         """The steps with so many decoding rows, and nothing else."""
@@ -215,7 +216,7 @@ def faults(seen: Sight) -> tuple[float, float, float]:
     r = last_in_line(seen)
     if r.metrics.ttft_s is None:
         raise ValueError(f"r{r.id} has no first token yet")
-    parts = life_in(seen.state, r).parts(until=r.arrived + r.metrics.ttft_s)
+    parts = breakdown_in(seen.state, r).parts(until=r.arrived + r.metrics.ttft_s)
     line, own = parts.get("line", 0.0), parts.get("own chunks", 0.0)
     return line, own, max(0.0, sum(parts.values()) - line - own)
 
@@ -276,7 +277,7 @@ def tell_elephant(seen: Sight) -> Story:
     yield "/slow 32"
     least, most = seen.state.view.made_with.budgets
     yield f"/elephant {least} {most}"
-    yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.trying)
+    yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.experimenting)
     yield STOP
     found = drops(seen)
     if len(found) < 2:
@@ -510,7 +511,7 @@ def tell_broken(seen: Sight) -> Story:
         ),
     )
     names = {"step": "A step raised (✗)", "client": "A client hung up"}
-    done: dict[str, Breakage] = {}
+    done: dict[str, FaultInjection] = {}
     for what in names:
         yield f"/break {what}"
         yield from seen.until_idle()
@@ -539,11 +540,11 @@ def tell_broken(seen: Sight) -> Story:
 # --- the table ----------------------------------------------------------------------------------
 
 SCENES = (
-    Scene("what a row more costs", ("nanobatch.py", "Runner._forward"), tell_rows, STORIES),
+    Scene("what a row more costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
     Scene("an elephant among chats", ("sched.py", "Scheduler._chunks"), tell_elephant),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
-    Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._may_fly"), tell_ghosts),
+    Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),
     Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),

@@ -68,7 +68,7 @@ def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def test_decoding_is_measured_while_all_rows_decode():
+def test_decode_counts_full_batches_only():
     """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's
     second one more.
 
@@ -80,12 +80,12 @@ def test_decoding_is_measured_while_all_rows_decode():
     assert decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
 
 
-def test_rows_that_never_decode_together_are_refused():
+def test_rows_that_never_overlap_are_refused():
     with pytest.raises(ValueError, match="longer --output"):
         decode_figures([Delivery(0, [1, 2]), Delivery(0, [3, 4])], 2)
 
 
-def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
+def test_open_loop_total_time():
     """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited
     for 1 s each time."""
     answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
@@ -94,7 +94,7 @@ def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
     assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
 
 
-def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
+def test_gaps_before_and_after_a_long_prompt():
     """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1
     s until then."""
     row = Delivery(0, [1, 2, 3, 4, 5, 8, 9, 10])
@@ -103,7 +103,7 @@ def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_ca
     assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
 
 
-def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
+def test_step_time_is_its_period():
     def step(number: int) -> StepView:
         stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
         return StepView(
@@ -158,7 +158,7 @@ class Clockwork:
         return driver.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
 
 
-def test_processor_time_does_not_count_what_other_programs_take(spec):
+def test_processor_clock(spec):
     """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
     rates = {}
     for clock in ("wall", "processor"):
@@ -170,13 +170,13 @@ def test_processor_time_does_not_count_what_other_programs_take(spec):
     assert rates["wall"] < 10 < rates["processor"]
 
 
-def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
+def test_closed_loop():
     answers = Clockwork(rows=2).drive([TimedRequest([1], 2)] * 3, users=1)
     assert [a.sent for a in answers] == [0, 2, 4]
     assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
+def test_open_loop_waits_from_the_due_time():
     """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
     since 0.5."""
     answers = Clockwork(rows=1).drive(
@@ -186,7 +186,8 @@ def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
     assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
 
 
-def test_a_prompt_can_come_when_the_others_have_got_so_far():
+def test_late_prompt_arrives_after_n_tokens():
+    """`long`: it comes when the others have so many tokens."""
     rows = [TimedRequest([1], 6), TimedRequest([1], 6)]
     *_, late = Clockwork(rows=3).drive([*rows, TimedRequest([1], 1, after=3)])
     assert (late.sent, late.times) == (3, [4])
@@ -208,7 +209,7 @@ def records(part: str, x: str, **rates: float) -> list[dict]:
     ]
 
 
-def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
+def test_table_cell():
     samples = [
         r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)
     ]
@@ -229,7 +230,7 @@ def test_numbers_have_three_digits_that_count(value, text):
     assert report.number(value) == text
 
 
-def test_the_marks_of_an_axis_are_round_and_hold_every_value():
+def test_axis_ticks():
     assert plot.ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
     assert plot.ticks([1.0], log=False)[-1] >= 1
     assert plot.ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
@@ -241,7 +242,7 @@ def plan_of(spec: Spec, part: str, vs: str = "") -> list[Setup]:
     return make_plan([part], [8], spec, our_column("continuous"), rivals)
 
 
-def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
+def test_columns_take_turns(spec, monkeypatch):
     order = []
 
     def measure(spec: Spec, column: Contestant) -> dict:
@@ -257,7 +258,7 @@ def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, mo
     assert len(records) == 9
 
 
-def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
+def test_load_is_relative_to_static(spec, monkeypatch):
     rates = {}
     capacity = 200  # tokens a second
 
@@ -296,9 +297,7 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
-    spec, checkout, monkeypatch
-):
+def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
     """It is told only what is not usual: older versions do not know all fields."""
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
@@ -315,13 +314,13 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
     assert list(plain["spec"]) == fields.split()
 
 
-def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
+def test_other_checkout_lacks_a_part(spec, checkout):
     (checkout / "bench.py").write_text("raise AttributeError('no such part')")
     with pytest.raises(Failure, match=r"before ended with code 1: AttributeError: no such part"):
         driver.measure(spec, read_rival(str(checkout), "continuous"))
 
 
-def test_mlx_lm_runs_on_openblas_unless_another_is_named():
+def test_mlx_lm_runs_on_openblas():
     """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
     assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
     as_installed = read_rival("mlx-lm@off", "continuous")
@@ -332,7 +331,8 @@ def test_mlx_lm_runs_on_openblas_unless_another_is_named():
     )
 
 
-def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
+def test_columns_of_each_part(spec, checkout):
+    """A peer is measured where it can be, and another checkout everywhere."""
     columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
     names = {
         part: [column.name.replace(str(checkout), "before") for column in columns[part]]
@@ -349,7 +349,7 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
     assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
 
 
-def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
+def test_no_drafts_by_default():
     """Peers guess nothing. And a sample's process is told only what is not usual, since another
     checkout may not know it."""
     assert our_column("static").guesses == Spec._field_defaults["guesses"] == "0"
@@ -358,7 +358,8 @@ def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
     assert our_column("static").engine == guessing.engine == "nanobatch static"
 
 
-def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
+def test_dictated_answers(tmp_path):
+    """The same tokens with draft tokens and without."""
     folder = make_checkpoint(tmp_path)
     parts = read_model(folder), Tokenizer(folder, 272)
     said = []
@@ -396,7 +397,7 @@ SMALL = {
         if part != "guesses" or who == "nanobatch continuous"
     ],
 )
-def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
+def test_small_sample_of_each_part(spec, part, who):
     if who in PEERS and obstacle(who):
         pytest.skip(
             obstacle(who)
@@ -408,7 +409,7 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
     assert figures and all(value > 0 for value in figures.values()), figures
 
 
-def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
+def test_chat_compares_equal_numbers_of_tokens(spec):
     """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has
     41 new ones."""
     sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
@@ -419,7 +420,7 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
     assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
 
 
-def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
+def test_run_is_shown_and_plotted_again(spec, tmp_path):
     data = tmp_path / "run.json"
     picture = tmp_path / "run.svg"
     measured = decode(spec, "2", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
@@ -440,7 +441,7 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
 
-def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
+def test_progress_in_a_pipe(spec):
     """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
     if it hung."""
     done = decode(spec, "1,2")
@@ -454,9 +455,7 @@ def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(sp
     )
 
 
-def test_on_a_terminal_each_line_of_the_progress_takes_the_place_of_the_last_one(
-    monkeypatch, capsys
-):
+def test_progress_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     report = bench.progress(2)
     report("decode, rows 1")
@@ -476,7 +475,8 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monkeypatch, bits):
+def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
+    """`--bits 4 --vs widened`."""
     monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
     folder = make_model(tmp_path, "tiny", bits)
     spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
@@ -519,7 +519,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--compact"], ["--compact"]),
     ],
 )
-def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
+def test_wrong_option_is_one_line(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main(arguments)
     line = capsys.readouterr().err
@@ -540,7 +540,7 @@ def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
     assert not (tmp_path / "run.svg").exists()
 
 
-def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
+def test_failing_sample_is_one_line(spec, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
@@ -548,7 +548,7 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
         driver.measure(spec._replace(part="steps", length=2**30), our_column("continuous"))
 
 
-def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
+def test_long_prompts_overlap(spec):
     """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was
     read."""
     sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
@@ -557,7 +557,7 @@ def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
     assert len(steps) >= 2 and all(len(step.decode) == 4 for step in steps)
 
 
-def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
+def test_ctrl_c_ends_the_sample_too(spec, background_job):
     """The signal goes to the benchmark alone, as from another program: its child must not be left
     behind."""
     command = [sys.executable, str(BENCH), "--parts", "decode", "--output", "100000"]

@@ -58,7 +58,7 @@ def test_a_gguf_file_says_what_the_config_says(tmp_path, tied):
     assert ("output.weight" in tensors) != tied and len(tensors) == 2 + 2 * 9 + (not tied)
 
 
-def test_a_gguf_file_has_every_weight_and_queries_and_keys_in_the_order_of_llama_cpp(tmp_path):
+def test_a_gguf_file_has_every_weight(tmp_path):
     """Rotary positions turn pairs. Ours are number i of a head's first half with number i of its
     second half; llama.cpp's stand next to each other. A file in the wrong order loads, runs, and
     answers something else."""
@@ -186,9 +186,7 @@ def library(monkeypatch) -> Library:
     return library
 
 
-def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_call(
-    library, tmp_path, monkeypatch
-):
+def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
     """Three sequences for seven requests: 10 + 10 tokens fit a call of 24, a third prompt waits for
     the next one."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
@@ -208,7 +206,8 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
     )
 
 
-def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, monkeypatch):
+def test_long_prompt_is_one_call(library, tmp_path, monkeypatch):
+    """Longer than a usual call of llama.cpp."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
     (answer,) = drive(peer, [TimedRequest([5] * 30, 4)])
@@ -237,7 +236,7 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
     assert theirs == ours and len({token for tokens in ours for token in tokens}) > 50
 
 
-def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp_path):
+def test_same_counts_up_to_the_first_difference(monkeypatch, tmp_path):
     folder = make_checkpoint(tmp_path / "model", seed=1)
     sample = Sample(Spec("same", "mlx-lm", str(folder), V, rows=2, prompt=5, output=8))
     true = drive
@@ -277,9 +276,7 @@ def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp
         ),
     ],
 )
-def test_a_peer_that_is_not_installed_gets_one_line_with_the_remedy(
-    arguments, missing, words, monkeypatch, capsys
-):
+def test_missing_peer_is_one_line(arguments, missing, words, monkeypatch, capsys):
     there = {"llama_cpp", "gguf", "mlx_lm"} - set(missing)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
     with pytest.raises(SystemExit) as exit:
@@ -297,7 +294,7 @@ def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("bits", "form"), [(4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
-def test_a_packed_model_becomes_llama_cpps_own_form_of_as_many_bits(tmp_path, bits, form):
+def test_packed_gguf_has_as_many_bits(tmp_path, bits, form):
     """A table in the same form would be its embedding, for which llama.cpp takes another."""
     pytest.importorskip("llama_cpp")
     how = {"dtype": mx.bfloat16} if bits == 16 else {"quantize": lambda module: (bits, 32)}

@@ -32,7 +32,7 @@ def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
 
 
 @pytest.mark.parametrize("form", company.everywhere())
-def test_no_company_changes_a_single_bit_in_any_form_of_the_product(form):
+def test_random_company_changes_no_bit(form):
     """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
     as prompts, too. NANOBATCH_COMPANIES=1000 is the long form."""
     schedules = SCHEDULES if form == company.everywhere()[0] else ELSEWHERE
@@ -57,7 +57,7 @@ def test_the_form_that_was_asked_for_computes():
 @pytest.mark.parametrize(
     "inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)]
 )
-def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, outputs):
+def test_product_is_row_invariant(count, inputs, outputs):
     """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple
     of anything."""
     rng = np.random.default_rng(count)
@@ -77,7 +77,7 @@ def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, o
 
 
 @pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
-def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
+def test_attention_length_changes_no_bit(reach):
     """Of rows that a token must not see it reads whatever an earlier owner has left, times zero."""
     rng = np.random.default_rng(reach)
     q, k, v = (
@@ -91,7 +91,7 @@ def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
     assert mx.array_equal(llama.attention(q, k[:, :, :reach], v[:, :, :reach], mask, kind), near)
 
 
-def test_element_by_element_operations_give_the_same_bits_at_the_end_of_a_vector_as_in_its_middle():
+def test_elementwise_tails_change_no_bit():
     """A vector unit computes several numbers at a time, and might compute what is left over in
     another way."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
@@ -119,14 +119,15 @@ def test_element_by_element_operations_give_the_same_bits_at_the_end_of_a_vector
                 assert mx.array_equal(together[2, :size], operation(numbers[:size])), size
 
 
-def test_a_norm_gives_a_row_the_same_bits_alone_and_among_others():
+def test_norm_is_row_invariant():
+    """A row has the same bits alone and among others."""
     for width in (1, 7, 36, 64, 100, 288, 576):
         x, weight = mx.random.normal((9, width)), mx.random.normal((width,))
         norm = Norm.of(weight, 1e-5)
         assert mx.array_equal(mx.concatenate([norm(x[i : i + 1]) for i in range(9)]), norm(x))
 
 
-def test_of_equal_logits_the_first_is_taken_in_any_company():
+def test_argmax_ties_go_to_the_first():
     logits = mx.random.normal((7, 500))
     logits[3, 40] = logits[3, 90] = logits[3, 499] = 50.0
     logits[5, :] = 1.0
@@ -135,7 +136,7 @@ def test_of_equal_logits_the_first_is_taken_in_any_company():
     assert best == [mx.argmax(logits[i : i + 1], axis=-1).item() for i in range(7)]
 
 
-def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_budget(models):
+def test_slots_and_budget_change_no_bit(models):
     """Each alone in its engine, and beside as many neighbours as there are slots."""
     for seed, (model, text) in enumerate(models):
         rng = np.random.default_rng(seed)
@@ -160,7 +161,8 @@ def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_
         assert len(seen) == 1, f"model {seed} has {len(seen)} answers"
 
 
-def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
+def test_run_ahead_changes_no_token(models):
+    """Run-ahead and the plain loop give the same tokens."""
     model, text = models[1]
     for seed in range(10):
         rng = np.random.default_rng(seed)
@@ -222,7 +224,7 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
 @pytest.mark.parametrize(
     "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
 )
-def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
+def test_planted_variance_is_caught(models, monkeypatch, bug):
     """Each was once in the code, or in a try to mend it."""
     looks, softmax, attention = kv.Window.looks, llama.softmax, llama.attention
 
@@ -259,9 +261,7 @@ def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("scrubbed", [True, False])
-def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(
-    models, monkeypatch, scrubbed, run_ahead
-):
+def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead):
     """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot
     is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
     written that row itself."""
@@ -284,7 +284,7 @@ def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(
         assert (after.result().tokens == alone.tokens) == scrubbed
 
 
-def test_a_prompt_cancelled_before_its_first_token_leaves_no_poison(models):
+def test_cancelled_nan_prompt_leaves_no_nan(models):
     """Nobody has looked at its numbers yet, so its slot is scrubbed, too."""
     model, text = models[0]
     with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1) as engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
+from harness import check
 from parity import CONFIGS
 from planted_bugs import poisoned
 
@@ -81,7 +82,7 @@ def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
     assert len({vector.tobytes() for vector in vectors}) == len(asked)
 
 
-def test_a_vector_has_the_same_bits_in_any_company(folder):
+def test_embedding_is_batch_invariant(folder):
     """Beside answers that are decoded, with rows taken over from other texts, in any slot, cut into
     any chunks, and under all that a step in flight does."""
     rng = np.random.default_rng(11)
@@ -103,7 +104,7 @@ def test_a_vector_has_the_same_bits_in_any_company(folder):
                     others.append(engine.submit(ids[: len(ids) // 2] or ids, wish))
                 for _ in range(int(rng.integers(0, 4))):
                     engine.step()
-                    engine.check()
+                    check(engine)
             results = [handle.result() for handle in handles]
             assert len(others) > 4 and all(other.result().tokens for other in others)
         reused += sum(result.metrics.cached_tokens for result in results)
@@ -158,7 +159,8 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
         assert engine.steps > 15 and mx.get_peak_memory() - before < size
 
 
-def test_a_vector_that_is_not_finite_is_an_error_and_no_vector(folder):
+def test_non_finite_embedding_is_an_error(folder):
+    """Such a vector would look valid to a client."""
     with Engine.load(folder, slots=1, max_len=64) as sound:
         parts = poisoned(sound.model, 9), sound.text
     with Engine(*parts, slots=2, max_len=64) as engine:
@@ -177,10 +179,11 @@ def test_a_cancelled_vector_frees_its_slot(folder):
         handle.cancel()
         assert handle.result().finish_reason == "cancelled" and handle.result().vector is None
         assert len(engine.embed(["Once"])) == 1
-        engine.check()
+        check(engine)
 
 
-def test_dimensions_are_the_first_numbers_with_the_length_1(folder):
+def test_dimensions_truncate_and_renormalise(folder):
+    """OpenAI's `dimensions`: the first numbers, scaled to length 1."""
     with Engine.load(folder, slots=1, max_len=64) as engine:
         whole = np.array(engine.embed(["Once"])[0])
         part = np.array(engine.embed(["Once"], dimensions=10)[0])
@@ -194,7 +197,8 @@ def test_dimensions_are_the_first_numbers_with_the_length_1(folder):
 # --- what a model was made for ------------------------------------------------------------------
 
 
-def test_a_model_that_was_not_made_for_vectors_says_so(tmp_path):
+def test_chat_model_warns_about_embeddings(tmp_path):
+    """Such vectors look valid, but are not."""
     folder = make_checkpoint(tmp_path, **QWEN)
     with Engine.load(folder, slots=1, max_len=64) as engine:
         with pytest.raises(ValueError, match=r"not made for embeddings: its folder has no 1_Pool"):
@@ -214,7 +218,7 @@ def test_a_model_that_was_not_made_for_vectors_says_so(tmp_path):
         ({}, False),
     ],
 )
-def test_of_the_ways_to_take_a_vector_the_last_tokens_is_served(pooling, is_ours, tmp_path):
+def test_only_last_token_pooling_is_served(pooling, is_ours, tmp_path):
     folder = write_pooling(make_checkpoint(tmp_path, **QWEN), pooling)
     with Engine.load(folder, slots=1, max_len=64) as engine:
         if is_ours:
@@ -224,7 +228,7 @@ def test_of_the_ways_to_take_a_vector_the_last_tokens_is_served(pooling, is_ours
                 engine.embed(["Once"])
 
 
-def test_a_model_without_a_head_is_read_as_it_is_published(tmp_path, folder):
+def test_headless_model_loads_as_published(tmp_path, folder):
     """The files of Qwen3-Embedding begin their names without "model.", and those of the larger ones
     have no head, although their config speaks of one."""
     headless = make_embedder(tmp_path / "b", tie_word_embeddings=False)

@@ -7,11 +7,15 @@ import weakref
 
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 from processes import python
 
 import nanobatch
-from nanobatch import Engine, ForwardBatch, QueueFull, Runner, SamplingParams
+import runner
+from kernels.mlx import mx
+from nanobatch import Engine, QueueFull, SamplingParams
 from policies import POLICIES
+from runner import ForwardBatch, Runner
 from runtime.errors import describe, show_fault
 from runtime.handle import Handle
 from sched import Scheduler
@@ -23,11 +27,11 @@ PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_room"),
     "order": (ForwardBatch, "of"),
-    "forward": (nanobatch, "forward"),
-    "a sampler": (nanobatch, "choose"),
+    "forward": (runner, "forward"),
+    "a sampler": (runner, "choose"),
     "runner": (Runner, "begin"),
     "choice": (Runner, "finish"),
-    "read": (nanobatch.InFlightStep, "read"),
+    "read": (runner.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
     "record": (nanobatch.StepView, "of"),
 }
@@ -54,9 +58,8 @@ def blocks(text: str) -> list[str]:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_is_right(
-    parts, monkeypatch, caplog, part, run_ahead
-):
+def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_ahead):
+    """The traceback names the line, and the next request is answered right."""
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
     with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
         expected = engine.submit([4, 5], FEW).result().tokens
@@ -77,11 +80,12 @@ def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_
         (block,) = blocks(caplog.text)
         assert f'File "{__file__}", line {LINE}, in bug' in block and "in step" in block
         assert "step" in caplog.messages[0] and "failed" in caplog.messages[0]
-        engine.check()
+        check(engine)
         assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
-def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, monkeypatch, caplog):
+def test_policy_that_raises_at_submit(parts, monkeypatch, caplog):
+    """Only the caller of submit gets the error."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         running = engine.submit([1], LONG)
         engine.step()
@@ -89,11 +93,11 @@ def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, mo
             broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
             with pytest.raises(Bug):
                 engine.submit([2], LONG)
-        engine.check()
+        check(engine)
         assert running.result().finish_reason == "length" and not blocks(caplog.text)
 
 
-def test_a_new_policy_with_a_mistake_shows_its_line(parts, monkeypatch, caplog):
+def test_policy_error_shows_its_line(parts, monkeypatch, caplog):
     """Somebody has written a policy into the table, and its rule does not work."""
     shortest = POLICIES["short"]._replace(name="shortest", next=bug)
     monkeypatch.setitem(POLICIES, "shortest", shortest)
@@ -111,7 +115,8 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
-def test_a_detokenizer_that_raises_ends_its_own_request_and_shows_its_line(engine, caplog, kind):
+def test_detokenizer_that_raises(engine, caplog, kind):
+    """It ends its own request, and the traceback names its line."""
     expected = engine.submit([4, 5], LONG).result().tokens
     good, bad = engine.submit([4, 5], LONG), engine.submit([6, 7], LONG)
 
@@ -130,7 +135,8 @@ def test_a_detokenizer_that_raises_ends_its_own_request_and_shows_its_line(engin
 
 
 @pytest.mark.parametrize("act", [Handle.cancel, lambda handle: handle._engine.close()])
-def test_a_last_text_that_cannot_be_made_stops_no_cancel_and_no_close(engine, caplog, act):
+def test_detokenizer_that_raises_at_the_end(engine, caplog, act):
+    """Flushing the last text failed, and with it cancel and close."""
     handle = engine.submit([1], LONG)
     handle._stream.finish = bug
     engine.step()
@@ -138,14 +144,13 @@ def test_a_last_text_that_cannot_be_made_stops_no_cancel_and_no_close(engine, ca
     assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
 
 
-def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(
-    parts, monkeypatch, caplog
-):
+def test_two_failing_steps_are_both_shown(parts, monkeypatch, caplog):
+    """A step fails while the one before cannot be read."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
         engine.step(), engine.step()
-        monkeypatch.setattr(nanobatch, "forward", bug)
-        monkeypatch.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
+        monkeypatch.setattr(runner, "forward", bug)
+        monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
         engine.step()
         assert handle.error == "Bug: the device is on fire"
         assert (
@@ -163,7 +168,7 @@ def test_mistakes_of_users_have_no_traceback(engine, caplog):
     assert caplog.text == ""
 
 
-def test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept(parts, monkeypatch):
+def test_failed_step_frees_its_memory(parts, monkeypatch):
     """A frame of `forward` refers to the slab, and a new one must fit beside nothing."""
     gc.collect()
     gc.disable()
@@ -178,7 +183,7 @@ def test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept(parts, m
                     bug()
 
             slab = weakref.ref(engine.runner.slab)
-            monkeypatch.setattr(nanobatch, "forward", broken)
+            monkeypatch.setattr(runner, "forward", broken)
             handle = engine.submit([1], LONG)
             engine.step()
             monkeypatch.undo()
@@ -188,7 +193,8 @@ def test_what_a_failed_step_held_is_let_go_though_the_exception_is_kept(parts, m
         gc.enable()
 
 
-def test_an_exception_is_told_in_one_line_and_shown_with_its_causes(caplog):
+def test_exception_is_shown_with_its_causes(caplog):
+    """The log has one line, and the traceback all causes."""
     assert describe(KeyError("x")) == "KeyError: 'x'" and describe(MemoryError()) == "MemoryError"
     try:
         try:
@@ -203,16 +209,16 @@ def test_an_exception_is_told_in_one_line_and_shown_with_its_causes(caplog):
     )
 
 
-def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
+def test_bug_in_forward_has_a_traceback(tmp_path):
     """As whoever hacks on it sees it, with no logging set up."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
     )
     code = f"""
-import hacked, nanobatch
+import hacked, runner
 from nanobatch import Engine, SamplingParams
-nanobatch.forward = hacked.forward
+runner.forward = hacked.forward
 with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     print(engine.submit([1], SamplingParams(max_tokens=3)).result().error)
 """
@@ -225,7 +231,7 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 
 @pytest.mark.parametrize("error", ["ValueError", "TypeError"])
-def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path, error):
+def test_bug_in_forward_is_no_usage_error(tmp_path, error):
     """The first step is run while the model is loaded, and what goes wrong there was told in one
     line."""
     folder = make_checkpoint(tmp_path, seed=1)
@@ -233,8 +239,8 @@ def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path,
         f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
     )
     code = f"""
-import sys, hacked, nanobatch, serve
-nanobatch.forward = hacked.forward
+import sys, hacked, runner, serve
+runner.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
     done = python(code, PYTHONPATH=str(tmp_path))
@@ -243,3 +249,23 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
         f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
         and f"{error}: shapes" in done.stderr
     )
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_a_key_beyond_float16_ends_its_request_and_names_the_remedy(tmp_path, part):
+    """An infinite key may get the weight 0: then the answer is wrong, and nobody notices."""
+    folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    name = f"model.layers.0.self_attn.{part}.bias"
+    weights[name] = mx.full(weights[name].shape, -1e5, mx.bfloat16)
+    mx.save_safetensors(str(file), weights, {"format": "pt"})
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine:
+        for prompt in (list(range(9)), list(range(70))):  # one chunk, and three
+            handle = engine.submit(prompt, sampling)
+            handle.result()
+            assert handle.finish_reason == "error"
+            assert "--kv float32" in handle.error
+    with Engine.load(folder, slots=2, max_len=128, chunk=32, kv="float32") as engine:
+        assert len(engine.submit(list(range(70)), sampling).result().tokens) == 4

@@ -7,11 +7,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness import Tap
+from harness import Tap, check
 from planted_bugs import poisoned
 
-import nanobatch
-from nanobatch import Engine, Runner, SamplingParams
+import runner
+from nanobatch import Engine, SamplingParams
+from runner import Runner
 from text.grammar import Grammar
 
 DIGITS = {"regex": "[0-9]{8}"}
@@ -41,9 +42,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has_alone(
-    parts, run_ahead
-):
+def test_grammar_holds_with_every_setting(parts, run_ahead):
     """In company every setting runs beside itself without a grammar."""
     wishes = []
     for n, settings in enumerate(SETTINGS):
@@ -66,7 +65,7 @@ def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has
     assert len({handle.text for handle in handles[::2]}) > len(SETTINGS) / 2
 
 
-def test_log_probabilities_are_those_of_the_allowed_tokens(engine):
+def test_logprobs_under_a_grammar(engine):
     """What is forbidden has the probability 0, and what is left adds up to 1."""
     handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=30, grammar=DIGITS, logprobs=12))
     for logprob in handle.result().logprobs:
@@ -77,14 +76,16 @@ def test_log_probabilities_are_those_of_the_allowed_tokens(engine):
         }
 
 
-def test_an_answer_that_is_cut_says_so_and_one_that_ends_with_its_last_token_is_complete(engine):
+def test_cut_and_complete_answers_differ(engine):
+    """An answer whose last allowed token completes the grammar is no cut one."""
     cut = engine.submit([1, 2], SamplingParams(max_tokens=7, grammar=DIGITS)).result()
     assert (cut.finish_reason, len(cut.text)) == ("length", 7)
     whole = engine.submit([1, 2], SamplingParams(max_tokens=8, grammar=DIGITS)).result()
     assert (whole.finish_reason, len(whole.text)) == ("stop", 8)
 
 
-def test_a_stop_text_ends_an_answer_before_its_grammar_does(engine):
+def test_stop_string_ends_before_the_grammar(engine):
+    """A stop string has the last word."""
     whole = engine.submit([1, 2], SamplingParams(max_tokens=30, grammar=DIGITS)).result()
     stopped = engine.submit(
         [1, 2], SamplingParams(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])
@@ -93,7 +94,8 @@ def test_a_stop_text_ends_an_answer_before_its_grammar_does(engine):
     assert stopped.text == whole.text[: whole.text.index(whole.text[3:5])]
 
 
-def test_the_end_token_ends_an_answer_where_the_grammar_allows_it(engine):
+def test_eos_where_the_grammar_allows_it(engine):
+    """The end token counts as soon as the grammar could end."""
     bias = {257: 1e9}  # the end token is as likely as can be
     result = engine.submit(
         [1], SamplingParams(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
@@ -101,7 +103,8 @@ def test_the_end_token_ends_an_answer_where_the_grammar_allows_it(engine):
     assert result.finish_reason == "stop" and len(result.text) == 3
 
 
-def test_of_several_choices_each_has_its_own_place_in_the_grammar(engine):
+def test_choices_have_separate_grammar_states(engine):
+    """With n > 1 the choices shared one matcher."""
     wishes = [
         SamplingParams(grammar=LIST, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)
     ]
@@ -111,7 +114,8 @@ def test_of_several_choices_each_has_its_own_place_in_the_grammar(engine):
     assert len(said) > 2 and all(2 <= len(numbers) <= 4 for numbers in said)
 
 
-def test_a_slot_that_is_cancelled_or_reused_leaves_no_grammar(engine):
+def test_reused_slot_has_no_grammar_left(engine):
+    """After a cancel the next request in the slot was masked."""
     prompt = (prompts(1)[0] * 90)[:90]
     first = engine.submit(prompt, SamplingParams(max_tokens=30, grammar=DIGITS))
     while len(first.tokens) < 3:
@@ -147,7 +151,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
     """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
-    events, begin, finish, read = [], Runner.begin, Runner.finish, nanobatch.InFlightStep.read
+    events, begin, finish, read = [], Runner.begin, Runner.finish, runner.InFlightStep.read
     count = {"begin": 0, "finish": 0, "read": 0}
 
     def noted(name, function):
@@ -159,10 +163,10 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         return call
 
     with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
-        engine.hurries = False  # as on a GPU: not even a first token is read at once
+        engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
-        monkeypatch.setattr(nanobatch.InFlightStep, "read", noted("read", read))
+        monkeypatch.setattr(runner.InFlightStep, "read", noted("read", read))
         for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
             handle.result()
     monkeypatch.undo()
@@ -170,16 +174,15 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
     return events
 
 
-def test_without_a_grammar_a_step_is_started_whole_before_the_one_before_is_read(
-    parts, monkeypatch
-):
+def test_run_ahead_without_a_grammar(parts, monkeypatch):
+    """A step is started whole before the one before is read."""
     events = events_of(parts, monkeypatch, PLAIN, PLAIN)
     steps = max(step for _, step in events)
     for step in range(2, steps):
         assert events.index(("finish", step)) < events.index(("read", step - 1))
 
 
-def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(parts, monkeypatch):
+def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
     """And as soon as no row of a step has a grammar, run-ahead is whole again."""
     events = events_of(
         parts, monkeypatch, SamplingParams(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
@@ -195,13 +198,13 @@ def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(part
 def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
     """Requests without one make the same calls of MLX as ever: their group has no mask."""
     asked = []
-    mask = nanobatch.SlotState.mask
+    mask = runner.SlotState.mask
 
     def counted(self, masks):
         asked.append(len(masks))
         return mask(self, masks)
 
-    monkeypatch.setattr(nanobatch.SlotState, "mask", counted)
+    monkeypatch.setattr(runner.SlotState, "mask", counted)
     with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
@@ -214,9 +217,8 @@ def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
 # --- who does what, and what fails --------------------------------------------------------------
 
 
-def test_a_grammar_is_made_before_submit_returns_and_never_by_the_thread_that_steps(
-    engine, monkeypatch
-):
+def test_grammar_is_compiled_at_submit(engine, monkeypatch):
+    """Compiling in the thread that steps would hold up everybody."""
     makers = []
     make = Grammar.__init__
 
@@ -242,9 +244,10 @@ class PanicException(BaseException):
 @pytest.mark.parametrize("error", [RuntimeError, PanicException])
 @pytest.mark.parametrize("method", ["mask", "accept"])
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_a_grammar_that_fails_ends_its_own_request(
+def test_failing_grammar_ends_its_request_alone(
     parts, monkeypatch, caplog, method, error, run_ahead
 ):
+    """The neighbours' tokens stay the same."""
     with Engine(*parts, slots=3, max_len=64, chunk=32, run_ahead=run_ahead) as engine:
         good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
         expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
@@ -259,7 +262,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
 
         monkeypatch.setattr(Grammar, method, fail)
         engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
-        engine.check()
+        check(engine)
         assert bad.finish_reason == "error" and "out of fuel" in bad.error
         assert [handle.tokens for handle in handles] == expected
         assert (
@@ -268,9 +271,8 @@ def test_a_grammar_that_fails_ends_its_own_request(
         )
 
 
-def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine_goes_on(
-    parts, monkeypatch, caplog
-):
+def test_failure_between_forward_and_sampling(parts, monkeypatch, caplog):
+    """What was in the step ends, and the engine goes on."""
     with Engine(*parts, slots=2, max_len=64, chunk=32) as engine:
         expected = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS)).result().tokens
         handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))

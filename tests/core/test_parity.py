@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Tap, random_asks, run_schedule
-from parity import CLOSE, CONFIGS, LLAMA3, TOKENS, compare, count, prompts_of, seed_of, whole
+from parity import (
+    CLOSE,
+    CLOSE_KV,
+    CONFIGS,
+    LLAMA3,
+    TOKENS,
+    compare,
+    count,
+    prompts_of,
+    seed_of,
+    whole,
+)
 
 import nanobatch
 from kernels.mlx import mx
@@ -20,7 +31,8 @@ from nanobatch import Engine
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
+def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
+    """In float32 and in random batches, every token and logit is mlx-lm's."""
     settings = dict(CONFIGS[name])
     respelled = settings.pop("reference", None)
     seed = seed_of(name)
@@ -34,13 +46,15 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
         "run_ahead": seed % 5 != 4,
         "max_len": 256,
         "chunk": 32,
+        "kv": "float32",
     }
     with Engine.load(folder, **options) as engine:
         found = compare(engine, Reference(folder, respelled), seed, prompts_of(name))
     print(f"\n{name}: {prompts_of(name)} prompts, {found}", file=sys.stderr)
 
 
-def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_families_that_differ_most():
+def test_number_of_compared_prompts():
+    """At least 500 prompts, and 300 of the families that differ most."""
     whole, own = count()
     assert whole >= 500 and own >= 300
 
@@ -55,7 +69,7 @@ def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_fam
         "qwen3_moe, 4 bits",
     ],
 )
-def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
+def test_quantized_weights_equal_mlx_lm(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
@@ -65,8 +79,26 @@ def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
         compare(engine, Reference(folder), 5, prompts=6)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float16",
+        "bfloat16 in three shards",
+        "8 bits, sharded",
+        "gemma2, scores near the cap, 4 bits",
+    ],
+)
+def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
+    """The default for checkpoints of 16 bits or fewer."""
+    folder = make_checkpoint(tmp_path, seed=9, **CONFIGS[name])
+    with Engine.load(folder, slots=3, max_len=256, chunk=32) as engine:
+        assert engine.model.kv_dtype == mx.float16
+        found = compare(engine, Reference(folder), 9, prompts=6, close=CLOSE_KV)
+    print(f"\n{name}: {found}", file=sys.stderr)
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
+def test_half_precision_is_close_to_mlx_lm(dtype, tmp_path):
     """Half precision ties often, so tokens may differ; the logits must stay within its rounding."""
     folder = make_checkpoint(tmp_path, seed=6, dtype=dtype)
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
@@ -75,7 +107,7 @@ def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
     assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 
 
-def test_dynamic_rope_beyond_the_trained_length_has_one_theta_for_all_sequences_of_an_engine(
+def test_dynamic_rope_has_one_theta_per_engine(
     tmp_path,
 ):
     """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""

@@ -6,14 +6,14 @@ import os
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from harness import Tap
+from harness import Tap, check
 from planted_bugs import poisoned
 
 from kernels.mlx import mx
 from nanobatch import Engine, SamplingParams
 from sched import Scheduler
 
-CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them
+CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 6))  # schedules of them
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -27,7 +27,7 @@ def prefilled(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("slots", [8, 3])
-def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(parts, slots):
+def test_shared_system_prompt_is_computed_once(parts, slots):
     """The first request computes the 500 tokens, the others take them over, to the last one.
 
     The second request does not wait for the last 20 of them: they are fewer than a chunk.
@@ -58,13 +58,14 @@ def test_the_longest_match_wins_live_or_free(parts):
         other.cancel(), live.cancel()
 
 
-def test_a_whole_prompt_is_never_taken_over_because_its_last_token_must_be_computed(parts):
+def test_last_prompt_token_is_always_computed(parts):
+    """Its row yields the first token's logits."""
     with Engine(*parts, slots=2, max_len=256, chunk=32) as engine:
         first, second = (engine.submit(tokens(64), SHORT).result() for _ in range(2))
         assert second.metrics.cached_tokens == 63 and second.tokens == first.tokens
 
 
-def test_the_memory_that_was_not_used_for_longest_goes_first(parts):
+def test_least_recently_used_prefix_is_evicted(parts):
     a, b, c = (tokens(40, seed=n) for n in range(3))
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         for prompt in (a, b, a):
@@ -75,9 +76,7 @@ def test_the_memory_that_was_not_used_for_longest_goes_first(parts):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions_are_stretched(
-    kind, tmp_path
-):
+def test_stretched_positions_share_rows(kind, tmp_path):
     """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens
     have equal rows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
@@ -103,7 +102,8 @@ def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions
     assert [r.tokens for r in results] == alone
 
 
-def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
+def test_prefix_copy_moves_only_the_prefix(parts):
+    """Copying whole slots takes longer than computing a short prefix."""
     opening = tokens(64)
     with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:
         layer = engine.runner.slab.k[0].nbytes
@@ -152,9 +152,7 @@ def test_the_next_turn_reads_only_what_is_new(parts):
 
 @pytest.mark.parametrize("kept", [35, 47, 48, 49, 68, 69, 70])
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_took_over_nothing(
-    parts, copied, kept
-):
+def test_cached_rows_change_no_bit(parts, copied, kept):
     """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and
     30 of an answer."""
     longer = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -180,7 +178,7 @@ def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_to
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(parts, run_ahead):
+def test_cancel_keeps_the_cache_and_error_drops_it(parts, run_ahead):
     """A cancelled answer's rows are as good as any. After an error none is trusted, since it may
     not be finite."""
     model, text = parts
@@ -205,7 +203,7 @@ def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(pa
         assert again.metrics.cached_tokens == 0 and again.finish_reason == "length"
 
 
-def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
+def test_cached_rows_are_shown(parts):
     """The newest token has no row, and a request that shares nothing leaves nothing of its answer
     behind."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
@@ -278,7 +276,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
                         more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
                         say(said + more, turn + 1, len(handle.request.prompt))
             engine.step()
-            engine.check()
+            check(engine)
     alone = [plain.submit(handle.request.prompt, handle.sampling) for handle in done]
     differ = sum(
         handle.tokens != other.result().tokens[: len(handle.tokens)]
@@ -288,7 +286,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
     return sum(len(handle.tokens) for handle in done), differ, reused
 
 
-def test_conversations_in_any_company_say_what_they_say_without_reuse(parts, plain):
+def test_random_conversations_with_prefix_cache(parts, plain):
     """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
     compared, differ, reused = np.sum(
         [conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0
@@ -300,7 +298,7 @@ def test_conversations_in_any_company_say_what_they_say_without_reuse(parts, pla
     assert differ == 0
 
 
-def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, monkeypatch):
+def test_planted_unwritten_row_is_caught(parts, plain, monkeypatch):
     """The newest token of an answer has no row yet: remembered, it would be whatever the slot held
     there."""
 
@@ -322,7 +320,7 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
     assert differ()
 
 
-def test_a_chat_of_messages_goes_on_behind_its_own_answer():
+def test_chat_continues_after_its_own_answer():
     """The template writes the earlier turns anew, the answer's text in new tokens: as far as they
     agree they match."""
     chat, said, told = [], [], []

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 from planted_bugs import poisoned
 from processes import python
 from soak import SOAK, soak
 
 import nanobatch
+import runner
 from kernels.mlx import mx
 from nanobatch import POLICIES, Engine, SamplingParams
 
@@ -19,7 +21,7 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 FEW = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-def test_soak_of_random_requests_cancels_and_bad_input(parts):
+def test_soak(parts):
     """NANOBATCH_SOAK=10000 is the long form, in which memory is judged."""
     requests = SOAK or 400
     counts = soak(*parts, requests, seed=1)
@@ -37,7 +39,7 @@ CALLS = [
     "Runner._start",
     "Runner._copy_prefix",
     "Runner._padded",
-    "Runner._choose",
+    "Runner._sample",
     "InFlightStep.read",
     "ForwardBatch.of",
     "Scheduler.plan",
@@ -49,11 +51,16 @@ CALLS = [
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("target", CALLS)
-def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request_is_right(
-    parts, monkeypatch, target, run_ahead
-):
+def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
+    """Everything that was in the step ends, and the next request is right."""
     owner, _, name = target.rpartition(".")
-    owner = mx if owner == "mx" else getattr(nanobatch, owner) if owner else nanobatch
+    owner = (
+        mx
+        if owner == "mx"
+        else getattr(runner, owner, None) or getattr(nanobatch, owner)
+        if owner
+        else runner
+    )
     real = getattr(owner, name)
     failures = 0
     with (
@@ -80,14 +87,12 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
             failures += len(failed)
             assert all("the device is on fire" in result.error for result in failed)
             assert all(result.finish_reason in ("error", "length") for result in results)
-            engine.check()
+            check(engine)
             assert engine.submit([4, 5], FEW).result(timeout=60).tokens == expected
     assert failures >= 5
 
 
-def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_its_way(
-    parts, monkeypatch
-):
+def test_failing_step_spares_a_finished_answer(parts, monkeypatch):
     """A's third and last token is in flight when the step after it, which holds B alone, cannot be
     built."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
@@ -99,16 +104,14 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
         while a.request.planned < 3:
             engine.step()
         assert len(a.tokens) < 3
-        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
         engine.step()
         assert a.result(timeout=60).tokens == expected and a.finish_reason == "length"
         assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old_order(
-    parts, monkeypatch, run_ahead
-):
+def test_unstarted_requests_retry_in_order(parts, monkeypatch, run_ahead):
     """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line:
     they lose nothing."""
     prompts = [[n] * 40 for n in range(1, 6)]
@@ -116,7 +119,7 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
         expected = engine.generate(prompts, LONG)
         handles = [engine.submit(prompt, LONG) for prompt in prompts]
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(runner, "forward", lambda *args: 1 / 0)
             engine.step()
         a, b, *line = handles
         assert (
@@ -124,7 +127,7 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
             and b.request.phase == "queued"
             and engine.snapshot().waiting == 4
         )
-        engine.check()
+        check(engine)
         results = [handle.result(timeout=60) for handle in handles[1:]]
         assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
         assert [
@@ -138,26 +141,26 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
         )
 
 
-def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monkeypatch):
+def test_no_memory_for_a_new_slab(engine, monkeypatch):
     """Whoever waits hears of it, and later, with memory again, all is well."""
     expected = engine.submit([4, 5], LONG).result().tokens
     with engine.serving():
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(runner, "forward", lambda *args: 1 / 0)
             broken.setattr(
-                nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+                runner, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
             )
             handles = [engine.submit([4, 5], LONG) for _ in range(5)]
             assert all(handle.result(timeout=60).finish_reason == "error" for handle in handles)
         assert engine.submit([4, 5], LONG).result(timeout=60).tokens == expected
-    engine.check()
+    check(engine)
 
 
 # --- numbers that are not finite ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends_by", ["stop", "cancel"])
-def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
+def test_ghosts_nan_does_not_reach_the_next_owner(parts, ends_by):
     """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets
     the slot."""
     model, text = parts
@@ -179,7 +182,7 @@ def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
         assert b.tokens == said, "the next owner was poisoned"
 
 
-def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
+def test_cancel_between_plan_and_run(parts):
     """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes
     later still."""
     model, text = parts
@@ -215,7 +218,8 @@ def large(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
-def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(large, delay):
+def test_exit_while_loading(large, delay):
+    """A process that left while MLX computed aborted or hung."""
     code = f"""
 import threading, time
 from nanobatch import Engine
@@ -230,7 +234,8 @@ time.sleep({delay})
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatch, policy):
+def test_failing_read_spares_the_queue(parts, monkeypatch, policy):
+    """Requests that still wait are not ended by it."""
     with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
         expected = engine.submit([4, 5], LONG).result().tokens
         a, b = (
@@ -240,12 +245,12 @@ def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatc
         while a.request.planned < 2:
             engine.step()
         with monkeypatch.context() as broken:
-            broken.setattr(nanobatch.InFlightStep, "read", lambda self: 1 / 0)
+            broken.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
             engine.step()
         assert a.finish_reason == "error" and b.result(timeout=60).tokens == expected
 
 
-def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
+def test_last_chunk_of_a_cancelled_prompt_is_scrubbed(parts):
     """The chunk is in flight when the request is cancelled. On a GPU its padding is written,
     too."""
     model, text = parts
@@ -279,7 +284,8 @@ def test_settings_at_their_limits_disturb_nobody(engine, settings):
         assert odd.tokens == expected[: len(odd.tokens)]
 
 
-def test_what_was_checked_at_submit_cannot_be_changed_after(engine):
+def test_submitted_settings_are_immutable(engine):
+    """A caller could change a list after it had been checked."""
     bias = {5: 1.0}
     sampling = SamplingParams(logit_bias=bias)
     bias[100_000] = 1.0
@@ -295,7 +301,7 @@ def test_result_may_wait_for_ever(engine):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [10, 40, 70])
-def test_what_is_not_finite_is_not_kept_after_a_cancel(parts, value, at):
+def test_non_finite_rows_are_not_cached(parts, value, at):
     """The chunks before it are, and the next owner of the slot says what it says alone."""
     model, text = parts
     weight = np.array(model.table.weight)

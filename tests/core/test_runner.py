@@ -12,7 +12,8 @@ from harness import random_asks
 
 from kernels.mlx import device_lock, device_stream, mx
 from models.memory import Sizes
-from nanobatch import Engine, ForwardBatch, Picks, Prefill, Runner, SamplingParams
+from nanobatch import Engine, SamplingParams
+from runner import ForwardBatch, Prefill, Runner, SamplingRows
 from sampling import SamplingRow
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
@@ -38,15 +39,15 @@ class Recorded:
         return [order for order, _ in self.steps]
 
     @property
-    def picks(self) -> list[Picks]:
+    def picks(self) -> list[SamplingRows]:
         return [picks for _, picks in self.steps]
 
-    def play(self, order: ForwardBatch, picks: Picks) -> None:
+    def play(self, order: ForwardBatch, picks: SamplingRows) -> None:
         tokens, logprobs = self.runner.run(order, picks).read()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
-    def play_all(self, steps: list[tuple[ForwardBatch, Picks]]) -> Recorded:
+    def play_all(self, steps: list[tuple[ForwardBatch, SamplingRows]]) -> Recorded:
         with device_lock, device_stream():
             for step in steps:
                 self.play(*step)
@@ -70,7 +71,7 @@ def record(parts) -> Recorded:
         recorded, finish = Recorded(engine.runner), engine.runner.finish
 
         def reading(begun, picks):
-            recorded.steps.append((begun.order, picks))
+            recorded.steps.append((begun.batch, picks))
             flight = finish(begun, picks)
             tokens, logprobs = flight.read()
             recorded.tokens.append(tokens)
@@ -93,7 +94,8 @@ def record(parts) -> Recorded:
         yield recorded
 
 
-def test_the_record_holds_everything_that_an_order_can_say(record):
+def test_recorded_batches_are_complete(record):
+    """A field that is not recorded would not be replayed."""
     orders = record.orders
     assert sum(bool(order.scrubs) for order in orders) >= 1
     assert (
@@ -117,7 +119,8 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
     assert sum(bool(pick.before) for pick in picks) > 3
 
 
-def test_an_order_says_who_samples_and_nothing_else_does(record):
+def test_batch_alone_says_who_samples(record):
+    """Nothing else decides which rows get a token."""
     compared = 0
     for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
         decoding = [slot for slot, *_ in order.decodes]
@@ -132,9 +135,8 @@ def test_an_order_says_who_samples_and_nothing_else_does(record):
 
 
 @pytest.mark.parametrize("clock", ["steady", "wild"])
-def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock_says(
-    parts, record, clock
-):
+def test_replayed_batches_give_the_same_bits(parts, record, clock):
+    """The same batches on a fresh runner, whatever the clock says."""
     rng = random.Random(1)
     options = {} if clock == "steady" else {"clock": lambda: rng.uniform(-1e9, 1e9)}
     played = Recorded(Runner(parts[0], SIZES, **options)).play_all(record.steps)
@@ -153,7 +155,7 @@ def test_a_runner_that_is_reset_is_as_good_as_new(parts, record):
     assert played.tokens == record.tokens and played.slab == record.slab
 
 
-def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
+def test_waiting_between_steps_changes_no_bit(parts, record):
     """The engine runs ahead: it starts a step before it has read the one before."""
     with device_lock, device_stream():
         runner, flights = Runner(parts[0], SIZES), []
@@ -163,7 +165,7 @@ def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
         runner.slab.check()
 
 
-def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record, monkeypatch):
+def test_separate_passes_give_the_same_bits(parts, record, monkeypatch):
     """How tokens are gathered into passes and windows is a matter of speed alone."""
 
     def one_by_one(order: ForwardBatch) -> list:
@@ -177,7 +179,7 @@ def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, reco
     assert played.slab == record.slab
 
 
-def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write(record):
+def test_step_is_one_pass(record):
     """Each chunk is in one pass, in its turn, and all decoding sequences are in the last one."""
     copies = 0
     for order in record.orders:
@@ -194,14 +196,15 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
     assert copies > 1 and idle > 10
 
 
-def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
+def test_chunk_waits_for_rows_it_copies():
+    """A chunk that copies what this step writes goes into a pass of its own."""
     first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
     copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
     order = ForwardBatch((), (first, other, copies_old, copies), ((5, 8, ()),))
     assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
 
-def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other(parts, record):
+def test_head_computes_only_sampled_rows(parts, record):
     """The head is the widest weight there is."""
     sizes = []
     model = replace(parts[0], head=lambda x: sizes.append(len(x)) or parts[0].head(x))
@@ -216,7 +219,7 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
         assert played.tokens == record.tokens
 
 
-def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
+def test_step_times_are_told_apart(parts):
     """With a clock that ticks once a reading: all three are there, and together they are all of the
     time, but for what passes between the two halves of a step."""
     ticks = iter(range(10**6))
@@ -243,7 +246,7 @@ def test_warming_up_leaves_no_trace(parts, record):
     assert Recorded(runner).play_all(record.steps[:20]).tokens == record.tokens[:20]
 
 
-def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
+def test_chunk_keeps_no_reference_to_the_slab(parts):
     """What its last layer reads is never computed. Kept, it held the arrays, and the next write
     copied them."""
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)

@@ -81,7 +81,7 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
     ],
     indirect=["how"],
 )
-def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definition(name, how):
+def test_frequencies_of_20000_draws(name, how):
     """Each token's count lies within five standard deviations, and no token comes that mlx-lm would
     filter."""
     options = OPTIONS[name]
@@ -117,7 +117,7 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     ],
 )
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, options, length):
+def test_penalty_and_bias_equal_mlx_lm(folder, parts, options, length):
     """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
     prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
     reference, tokens = Reference(folder), []
@@ -134,7 +134,7 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         neighbour.result()
 
 
-def test_the_penalties_count_the_tokens_of_the_answer_and_no_other():
+def test_penalties_count_the_answer_alone():
     """A short answer is filled up with its first token, which must not count again."""
     asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)
     answers = [(), (5,), (5, 6, 5)]
@@ -156,7 +156,7 @@ def test_the_penalties_count_the_tokens_of_the_answer_and_no_other():
         {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ],
 )
-def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(folder, parts, options):
+def test_presence_and_frequency_penalty(folder, parts, options):
     """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
     and `presence_penalty` once. The prompt does not count."""
     prompt = [7, 7, 9]
@@ -240,7 +240,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
     tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
-    measured = {pick.slot: (own, top) for part in parts for pick, own, top, _ in part.read()}
+    measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.read()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
         own, top = measured.get(pick.slot, (None, ()))
@@ -249,7 +249,7 @@ def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> di
 
 
 @pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
-def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
+def test_sampling_is_row_invariant(size):
     """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every
     kind of sampling."""
     rng = np.random.default_rng(size)
@@ -278,9 +278,7 @@ def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
     "size, k", [(5, 5), (64, 20), (271, 3), (320, 64), (5_003, 1), (5_003, 100), (152_064, 20)]
 )
 @pytest.mark.parametrize("levels", [2, 40, 10**9])
-def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest_ids(
-    size, k, levels
-):
+def test_top_tokens_without_a_sort(size, k, levels):
     """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all
     are equal."""
     gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
@@ -334,7 +332,8 @@ def test_bisection_keeps_what_a_sort_would_keep():
         ({"top_p": 0.7, "top_k": 2, "min_p": 0.5}, [2, 3]),
     ],
 )
-def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, kept, how):
+def test_filter_ties_keep_the_lowest_ids(options, kept, how):
+    """Among equal tokens."""
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
     picks = [
@@ -347,7 +346,7 @@ def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, ke
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(kind, bad, how):
+def test_non_finite_row_has_no_token(kind, bad, how):
     """In the middle of a row, too, where comparisons pass over NaN in silence."""
     logits = np.random.default_rng(2).standard_normal((3, V)).astype(np.float32)
     good = outcome(logits, picks_of([kind] * 3))
@@ -360,7 +359,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(kind, bad, how
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
+def test_minus_infinity_forbids_a_token(kind, how):
     """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of
     it among them."""
     logits = np.full((100, V), -math.inf, np.float32)
@@ -371,7 +370,7 @@ def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
     assert tokens <= {70, 71, 200} and (len(tokens) > 1) == (picks[0].sampling.temperature > 0)
 
 
-def test_small_weights_are_not_lost_beside_a_large_one():
+def test_small_weights_are_not_lost():
     """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32
     sum that has reached 1 does not grow by 1e-8 any more, however often it is added."""
     weights = np.full((1, 152_000), 1e-8, np.float32)
@@ -384,7 +383,8 @@ def test_small_weights_are_not_lost_beside_a_large_one():
 
 
 @pytest.mark.parametrize("size", [64, 320, 4_160, 152_064])
-def test_a_token_lands_where_the_running_sum_passes_the_mark_and_never_on_one_without_weight(size):
+def test_inverse_cdf_draw(size):
+    """A draw is where the running sum passes u, and never on a token of weight 0."""
     rng = np.random.default_rng(size)
     rows = np.arange(40)
     weights = rng.random((40, size), np.float32) * (rng.random((40, size), np.float32) < 0.2)
@@ -400,7 +400,7 @@ def test_a_token_lands_where_the_running_sum_passes_the_mark_and_never_on_one_wi
     assert (before - 1e-6 <= u).all() and (u <= share + 1e-6).all()
 
 
-def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
+def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
     """It took ten steps' time. Most of what is sorted are a few thousand numbers."""
     size, longest = 152_064, []
     for name in ("sort", "argsort", "partition", "argpartition"):
@@ -415,7 +415,7 @@ def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
     assert longest and max(longest) < size / 50
 
 
-def test_a_bias_is_built_once_a_request_and_no_other_request_gets_it():
+def test_logit_bias_is_built_once():
     """100,000 entries took a second in each step."""
     state, bias = SlotState(2, V), {5: 1.0}
     first, same, other = (SamplingRow(0, SamplingParams(logit_bias=bias), 0, 0) for _ in range(3))
@@ -426,7 +426,8 @@ def test_a_bias_is_built_once_a_request_and_no_other_request_gets_it():
     assert not state.bias(SamplingRow(0, SamplingParams(), 0, 0)).any()
 
 
-def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
+def test_next_request_in_a_slot_has_its_own_bias(parts):
+    """The bias is kept by slot, so a new request must not inherit it."""
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
     with Engine(*parts, slots=1, max_len=64) as engine:
         plain, *results = [
@@ -461,7 +462,8 @@ def fingerprint(result) -> tuple:
 
 
 @pytest.mark.parametrize("slots", [8, 3])
-def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(parts, slots):
+def test_mixed_settings_in_one_batch(parts, slots):
+    """Eight requests sample as they do alone."""
     prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
     with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
         alone = [
@@ -474,7 +476,7 @@ def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(par
                 assert fingerprint(handle.result()) == alone[n], f"request {n} of {slots} slots"
 
 
-def test_a_penalty_is_none_of_a_longer_answers_business_beside_it(parts):
+def test_penalty_is_per_request(parts):
     """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
     wishes = [
         SamplingParams(max_tokens=90, ignore_eos=True, logprobs=0),
@@ -545,7 +547,7 @@ def test_logprobs_are_those_of_the_model(folder, parts):
         )
 
 
-def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
+def test_max_tokens_none_fills_the_slot(parts):
     with Engine(*parts, slots=1, max_len=100) as engine:
         result = engine.submit([1] * 10, SamplingParams(max_tokens=None, ignore_eos=True)).result()
         assert len(result.tokens) == 90 and result.finish_reason == "length"
@@ -585,14 +587,16 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
         ("ignore_eos", 1),
     ],
 )
-def test_an_impossible_setting_is_refused_at_once_with_its_name(field, value):
+def test_bad_setting_is_refused_by_name(field, value):
+    """At once, before anything runs."""
     with pytest.raises(ValueError, match=field) as caught:
         SamplingParams(**{field: value})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [{"stop": [272]}, {"stop": -1}, {"logit_bias": {272: 1.0}}])
-def test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit(parts, settings):
+def test_token_outside_the_vocabulary_is_refused(parts, settings):
+    """A large id in `logit_bias` crashed mlx-lm's server."""
     with (
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match=r"(272|-1).*272"),

@@ -22,10 +22,11 @@ from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import Plan, QueueFull, Request, Scheduler
 
-SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
+SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 1_000))  # 100,000 take six minutes
 
 
-def test_the_scheduler_is_ours_and_not_the_standard_librarys():
+def test_scheduler_is_not_the_standard_librarys():
+    """`sched` is also a module of Python."""
     assert Path(sched.__file__).parent == Path(__file__).parents[2]
 
 
@@ -40,7 +41,7 @@ def test_serial_runs_one_request_at_a_time():
     """)
 
 
-def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
+def test_fair_prefers_the_client_with_fewest_slots():
     """One client asks four times, another once: it has the next slot, and not the last one."""
     story = Story(policy="fair")
     for _ in range(4):
@@ -56,7 +57,7 @@ def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
     """)
 
 
-def test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago():
+def test_fair_breaks_ties_by_last_service():
     """With one slot no waiting client holds any. By arrival alone, C's client would wait for all of
     the first client's."""
     story = Story(slots=1, policy="fair")
@@ -76,7 +77,7 @@ def test_a_cancel_gives_its_client_no_second_turn():
     assert [line.split()[2] for line in story.drawn()] == ["A:p", "D:p", "C:p"]
 
 
-def test_fair_keeps_nothing_of_a_client_that_has_nothing_in_line():
+def test_fair_forgets_clients_without_requests():
     """The line is never empty, and a new client comes in each step. The scheduler kept the names of
     all of them."""
     story = Story(slots=1, policy="fair")
@@ -104,7 +105,7 @@ class Name(str):
         return super().__hash__()
 
 
-def test_fair_looks_at_each_client_of_a_long_line_once_a_plan():
+def test_fair_is_linear_in_the_queue():
     """64 slots are free, and each of 10,000 clients has a request in line. The plan took 349 ms,
     since it looked at all of them for each slot."""
     scheduler = Scheduler(64, 100, POLICIES["fair"], budget=1_000)
@@ -123,7 +124,7 @@ def test_short_takes_the_shortest_prompt_in_line():
     assert [line.split()[2] for line in story.drawn()] == ["B:p", "D:p", "A:p", "C:p"]
 
 
-def test_under_short_each_step_in_line_counts_as_a_token_less():
+def test_short_ages_by_a_token_a_step():
     """A prompt of one token comes in every step. The prompt of ten is overtaken by those of the
     first nine steps."""
     story = Story(slots=1, policy="short", chunk=32, budget=32)
@@ -154,7 +155,7 @@ def test_each_admission_says_why_it_got_its_slot():
     ]
 
 
-def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
+def test_deep_chunks_are_narrower():
     """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
     chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
     story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
@@ -166,7 +167,7 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
 
 
-def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
+def test_chunks_have_at_least_16_tokens():
     """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
     story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
     story.submit(64 + 5 * 16, 1)
@@ -178,7 +179,7 @@ def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
     assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
 
 
-def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
+def test_deep_chunks_cost_more_budget():
     """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is
     still; a third gets what the first two leave over, which pays for a few tokens at the start
     of a prompt."""
@@ -194,7 +195,7 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
         assert sum(chunk.cost for chunk in others) <= 128 - first.cost - second.cost < 2 * 5
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one():
+def test_short_prompt_does_not_wait_for_a_long_one():
     """S comes in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
     first, L took all of it until step 3."""
     story = Story(budget=8, chunk=8)
@@ -215,7 +216,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     ]
 
 
-def test_the_oldest_prompt_keeps_half_however_many_short_ones_come():
+def test_oldest_prompt_keeps_half_the_budget():
     """A short prompt comes in every step. All the time, the long one reads 4 of the budget of 8."""
     story = Story(slots=4, budget=8, chunk=8)
     long = story.submit(40, 1, reuse=False)
@@ -226,7 +227,7 @@ def test_the_oldest_prompt_keeps_half_however_many_short_ones_come():
     assert widths == [4] * 10
 
 
-def test_of_what_the_oldest_does_not_need_nothing_is_kept():
+def test_unneeded_half_is_not_reserved():
     """A has 2 tokens left in step 2, which is less than half: B and C have all the rest."""
     story = Story(slots=3, budget=8, chunk=8)
     for length in (10, 12, 9):
@@ -240,7 +241,7 @@ def test_of_what_the_oldest_does_not_need_nothing_is_kept():
     ]
 
 
-def test_a_conversation_that_goes_on_is_short_however_much_was_said():
+def test_next_turn_counts_as_a_short_prompt():
     """Of B's 60 tokens its slot holds 52. Counted as 60, it was read after A's rest of 30."""
     story = Story(slots=2, max_len=200, budget=8, chunk=8)
     said = tuple(range(500, 552))
@@ -305,7 +306,8 @@ def test_prompts_beside_a_long_one(far, long, slots):
         assert last <= 1.1 * max(lonely, cost / (usual_budget(slots, 128) - rows))
 
 
-def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
+def test_prefill_never_starves():
+    """However many rows decode, a prompt moves on in every step."""
     story = Story(slots=6, budget=4)
     for _ in range(5):
         story.submit(3, 30)
@@ -321,9 +323,22 @@ def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
     assert steps == 10  # 40 tokens in chunks of 4
 
 
+def test_no_step_is_planned_after_the_last_token():
+    """Run-ahead knows max_tokens beforehand: A has no ghost in step 3, though its last token has not
+    been read."""
+    story = Story(lag=1)
+    story.submit_all((3, 2), (3, 4))
+    assert story.drawn() == timeline("""
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d
+         4 | B:d
+    """)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("when", range(9))
-def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
+def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
     """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode,
     or ended."""
     story = Story(slots=1, lag=lag)
@@ -341,7 +356,7 @@ def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
     assert b.finish_reason == "length" and len(story.tokens[b.id]) == 1
 
 
-def test_beginning_again_keeps_the_order_of_arrival():
+def test_restart_keeps_the_order_of_arrival():
     """A held request went back behind those that had never left the line."""
     story = Story(slots=2, chunk=4, budget=4)
     requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
@@ -351,7 +366,7 @@ def test_beginning_again_keeps_the_order_of_arrival():
     assert list(story.sched.waiting.values()) == requests
 
 
-def test_a_full_queue_refuses_at_once_and_says_both_numbers():
+def test_full_queue_is_refused_with_both_numbers():
     story = Story(slots=1, max_queue=2)
     for _ in range(3):
         story.submit(1, 1)
@@ -364,9 +379,7 @@ def test_a_full_queue_refuses_at_once_and_says_both_numbers():
 @pytest.mark.parametrize(
     ("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)]
 )
-def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting(
-    policy, idle, busy
-):
+def test_queue_limit_ignores_requests_with_a_free_slot(policy, idle, busy):
     """An idle engine with three slots and a queue of one refused the second of four requests that
     came together."""
 
@@ -393,7 +406,8 @@ def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_wai
     assert most(story) == 1  # until the policy has changed, nothing is admitted
 
 
-def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody():
+def test_request_longer_than_a_slot_is_refused():
+    """With both numbers; and it does not block the queue."""
     story = Story(max_len=20)
     with pytest.raises(ValueError, match=r"15.*6.*21.*20"):
         story.submit(15, 6)
@@ -411,7 +425,7 @@ def test_a_wrong_setting_is_refused_by_name(wrong):
 # --- policies -----------------------------------------------------------------------------------
 
 
-def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_end():
+def test_static_blocks_free_slots():
     """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is
     kept out."""
     story = Story(policy="static")
@@ -431,7 +445,7 @@ def test_under_continuous_no_slot_is_ever_blocked():
     )
 
 
-def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
+def test_unread_slot_is_not_blocked():
     """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In
     step 3 it is free."""
     story = Story(lag=1, policy="static")
@@ -441,7 +455,8 @@ def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
     assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
 
 
-def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_policy_finds_empty_slots():
+def test_drain_empties_all_slots_first():
+    """Nobody is admitted until all that ran has ended, and the new policy begins with empty slots."""
     story = Story(slots=2, chunk=4)
     story.submit_all((9, 2), (9, 4), (9, 1), (9, 1))
     story.step()
@@ -464,7 +479,8 @@ def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_polic
     )
 
 
-def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
+def test_idle_drain_ends_at_once():
+    """With nothing running. Of two drains the last one counts."""
     story = Story()
     continuous = POLICIES["continuous"]
     static = POLICIES["static"]
@@ -478,15 +494,13 @@ def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
     assert (story.sched.policy, story.sched.draining_to) == (continuous, None)
 
 
-def test_a_policy_that_is_not_there_is_refused_with_the_names_of_those_that_are():
+def test_unknown_policy_is_refused_with_the_names():
     with pytest.raises(ValueError, match=f"magic.*{', '.join(POLICIES)}"):
         policy_of("magic")
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(
-    monkeypatch, lag
-):
+def test_custom_policy_gets_only_free_slots(monkeypatch, lag):
     """Greedy asks for a hundred slots where there are two; shy for one, and for -1 beside
     another."""
     rooms = {
@@ -522,7 +536,7 @@ class Read(int):
         return hash(int(self))
 
 
-def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
+def test_planning_is_linear_in_the_prompt(monkeypatch):
     """A prompt's tokens are read at submit. A plan reads no more than a segment of one, behind what
     is shared.
 
@@ -573,7 +587,7 @@ def common(prompt: tuple, other: tuple) -> int:
 
 
 @pytest.mark.parametrize("segment", [1, 2, 3, 8])
-def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(segment):
+def test_longest_cached_prefix_is_found(segment):
     """Against the plain way: compare token by token with what each slot holds. Less than a segment
     does not count."""
     found = between = 0
@@ -620,7 +634,8 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(s
     assert found > 500 and (segment == 1 or between > 100)
 
 
-def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
+def test_unshared_prompt_has_no_cached_rows():
+    """Nor does it give any."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.hold(0, one, 20)
@@ -635,7 +650,7 @@ def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
 
 
 @pytest.mark.parametrize("answer", [1, 41])
-def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
+def test_unused_prefixes_are_freed(answer):
     """Else every prompt that ever came, and every answer, would stay in memory."""
     planner = Scheduler(2, 200, POLICIES["continuous"], chunk=4)
     for id in range(100):
@@ -648,9 +663,7 @@ def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
-def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_written(
-    lag, said, taken
-):
+def test_next_turn_continues_in_its_slot(lag, said, taken):
     """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
@@ -663,7 +676,7 @@ def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_writ
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_token(lag):
+def test_next_turn_copies_from_a_taken_slot(lag):
     """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has
     the slot."""
     story = Story(slots=2, lag=lag)
@@ -686,7 +699,7 @@ def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_tok
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
-def test_a_slot_keeps_prompt_and_answer_after_a_cancel_or_an_error_elsewhere(lag, reason):
+def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
     """All rows are good that a committed token was computed from. After an error, such as a
     grammar's, the slot once forgot them."""
     story = Story(slots=2, lag=lag)
@@ -703,7 +716,7 @@ def test_a_slot_keeps_prompt_and_answer_after_a_cancel_or_an_error_elsewhere(lag
     assert scrubs == [(0, 14, last)] * lag
 
 
-def test_a_prompt_that_is_cancelled_is_remembered_up_to_its_last_chunk_that_was_seen():
+def test_cancelled_prompt_keeps_its_finite_chunks():
     """With run-ahead the newest chunk is in flight. Asked again, the prompt was read from its first
     token: a client that hangs up in time never got anywhere."""
     story = Story(slots=1, lag=1)
@@ -719,7 +732,7 @@ def test_a_prompt_that_is_cancelled_is_remembered_up_to_its_last_chunk_that_was_
     story.drawn()
 
 
-def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
+def test_chunk_in_flight_at_a_cancel_is_kept():
     """Cancelled while a step is built, two chunks are out. Both are read, and the slot keeps them,
     unless the next prompt has begun there."""
     for late in (False, True):
@@ -735,10 +748,10 @@ def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
             again = story.submit(24, 2)
             story.step()
             assert again.reused == 4
-        story._flights.append((plan, tokens))
+        story._in_flight.append((plan, tokens))
         if not late:
             again = story.submit(24, 2)
-            while story._flights:
+            while story._in_flight:
                 story._commit()
             assert story.sched.prefixes.rows == [12]
             story.step()
@@ -748,7 +761,7 @@ def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("at", [1, 5, 9, 13])
-def test_no_chunk_is_remembered_that_was_not_finite(lag, at):
+def test_non_finite_chunks_are_not_cached(lag, at):
     """A token's row is not finite, and the prompt is cancelled: the chunks before may be kept."""
     story = Story(slots=1, lag=lag)
     first = story.submit((*range(at), BAD, *range(100, 140)), 2)
@@ -761,7 +774,7 @@ def test_no_chunk_is_remembered_that_was_not_finite(lag, at):
     assert (good.reused, good.finish_reason) == (at // 4 * 4, "length")
 
 
-def test_a_cancel_in_line_leaves_the_memory_of_its_slot_alone():
+def test_cancel_in_the_queue_keeps_the_cache():
     """C is admitted, and waits for rows that B writes. Its slot forgot what it held, though C had
     written nothing."""
     story = Story(slots=3, chunk=4, budget=7)
@@ -775,7 +788,7 @@ def test_a_cancel_in_line_leaves_the_memory_of_its_slot_alone():
     assert story.sched.prefixes.rows[first.slot] == 20
 
 
-def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
+def test_long_conversation_keeps_its_slot():
     """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
     goes on in its own."""
     story = Story(slots=2)
@@ -788,7 +801,7 @@ def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
     assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
 
 
-def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
+def test_few_rows_are_used_but_not_copied():
     """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed
     sooner."""
     for slots, taken in ((2, 0), (1, 20)):
@@ -939,7 +952,7 @@ def random_schedule(seed: int) -> int:
     return story.sched.steps
 
 
-def test_random_schedules_keep_every_invariant_in_every_step():
+def test_random_schedules():
     reused.clear(), overtaken.clear(), guessed.clear(), left.clear()
     steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
     print(

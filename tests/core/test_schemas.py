@@ -15,13 +15,12 @@ from schemas import random_schema
 
 from nanobatch import Engine, SamplingParams
 
-SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 36))
+SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 24))
 
 
 @pytest.mark.parametrize("model", ["demo", "random"])
-def test_every_answer_that_ended_by_itself_is_valid_and_the_others_say_that_they_were_cut(
-    model, tmp_path, capsys
-):
+def test_finished_json_is_valid(model, tmp_path, capsys):
+    """An answer that was cut says so."""
     folder = "demo" if model == "demo" else make_checkpoint(tmp_path)
     ends: Counter[str] = Counter()
     refused: Counter[str] = Counter()

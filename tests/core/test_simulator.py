@@ -36,7 +36,7 @@ def timeline(replay: Replay) -> list[str]:
     return lines
 
 
-def test_an_end_is_seen_a_step_late_unless_the_step_before_is_read_at_once():
+def test_run_ahead_sees_an_end_a_step_late():
     """As in the engine: a ghost runs in the step that was planned too early. A first token is read
     before the next step is planned."""
 
@@ -58,7 +58,7 @@ def test_what_was_guessed_is_guessed_again_and_as_much_of_it_is_right():
     assert guest.request.committed == 9 and guest.request.right == 4
 
 
-def test_limits_of_an_old_recording_have_no_price_and_no_hurry():
+def test_limits_of_an_old_recording():
     """A token cost 1 then, however late in a prompt. At row 32 it costs 2 here, since a chunk of 32 is
     never cut narrower than 16."""
 
@@ -82,7 +82,7 @@ def test_nobody_is_refused_who_was_let_in():
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-def test_who_is_cut_short_leaves_at_the_same_moment_and_alone_is_no_dead_end(run_ahead):
+def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
     """After the last step nothing was planned any more, and somebody was still in a slot."""
     crowd = guests((math.inf, 4.5), arrived=1.0)
     options = {"run_ahead": run_ahead}
@@ -102,7 +102,7 @@ def test_what_never_ends_is_said():
         list(Replay.under(OLD, POLICIES["serial"], late))
 
 
-def test_steps_and_no_clock_may_decide_who_comes_begins_and_leaves():
+def test_replay_by_steps_needs_no_clock():
     """1 comes before step 2 and waits until step 4 for its first chunk, and 2 leaves before step 5
     is planned."""
     one, two, three = guests((2, math.inf), (math.inf, math.inf), (9, math.inf))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import check
 from planted_bugs import poisoned
 
 import kv
@@ -94,7 +95,7 @@ def serve(
         if len(handles) < len(wishes) and dice.random() < 0.5:
             handles.append(engine.submit(*wishes[len(handles)][1:]))
         engine.step()
-        engine.check()
+        check(engine)
     return handles
 
 
@@ -154,14 +155,14 @@ def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, ru
 
 @pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the guesses"])
 def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
-    picks_of = nanobatch.picks_of
+    sampling_rows = nanobatch.sampling_rows
     field = "index" if bug == "one index for all rows" else "before"
 
     def planted(*member):
-        picks = picks_of(*member)
+        picks = sampling_rows(*member)
         return [pick._replace(**{field: getattr(picks[0], field)}) for pick in picks]
 
-    monkeypatch.setattr(nanobatch, "picks_of", planted)
+    monkeypatch.setattr(nanobatch, "sampling_rows", planted)
     differ, _, _ = compare(parts, 0)
     assert differ
 
@@ -212,7 +213,7 @@ def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_o
             handle = engine.submit(prompt, wish)
             for _ in range(n // 2):
                 engine.step()
-                engine.check()
+                check(engine)
             if n % 2:
                 handle.cancel()
             tokens = handle.result().tokens
@@ -432,7 +433,7 @@ def test_a_number_of_guesses_below_0_is_refused(parts):
 def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_to(
     parts, monkeypatch
 ):
-    monkeypatch.setattr("nanobatch.is_exact", lambda model: False)
+    monkeypatch.setattr("models.memory.is_batch_invariant", lambda model: False)
     for asked, most in ((None, 0), (4, 4)):
         with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
             assert engine.guesser.most == most

@@ -25,7 +25,8 @@ from policies import POLICIES
 from screen import app
 from screen.draw import layout
 from server import openai
-from server.access_log import Call, Figures
+from server.access_log import RequestRecord
+from server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [
@@ -71,7 +72,7 @@ def verdicts(tree: Path) -> dict[str, list[str]]:
     return said
 
 
-def test_an_exercise_fails_until_it_is_done_and_says_what_is_missing(tmp_path):
+def test_unsolved_exercise_says_what_is_missing(tmp_path):
     """Each of its tests, in one line: a reader who has done nothing yet is helped by no
     traceback."""
     for exercise, said in verdicts(copy_of_the_tree(tmp_path, {})).items():
@@ -79,7 +80,7 @@ def test_an_exercise_fails_until_it_is_done_and_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("right", [EXERCISES[::2], EXERCISES[1::2]], ids=["even", "odd"])
-def test_a_right_solution_passes_and_a_plausible_wrong_one_fails(tmp_path, right):
+def test_right_and_wrong_solutions(tmp_path, right):
     """A wrong one is complete, so nothing is called missing. But what it does is wrong, and at
     least one test sees it. Half of the exercises are solved right, and the others wrong."""
     kinds = {each: "right" if each in right else "wrong" for each in EXERCISES}
@@ -88,7 +89,7 @@ def test_a_right_solution_passes_and_a_plausible_wrong_one_fails(tmp_path, right
         assert not any("not done yet" in message for message in said), (exercise, said)
 
 
-def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path):
+def test_solutions_keep_the_architecture(tmp_path):
     """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it
     right.
 
@@ -116,7 +117,7 @@ def exercise_of(name: str, monkeypatch) -> dict:
     return {key: what for key, what in runpy.run_path(str(path)).items() if key.startswith("test_")}
 
 
-def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):
+def test_half_done_pane(monkeypatch):
     """With a name in CHARTS and none in LOWER, it was told that it had none in CHARTS."""
     test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
     monkeypatch.setitem(app.PANES, "memory", None)
@@ -140,7 +141,7 @@ def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
         test()
 
 
-def test_a_sampler_is_done_when_clients_may_ask_for_it(monkeypatch):
+def test_sampler_is_reachable_by_clients(monkeypatch):
     """Without its name in `PLAIN` all tests passed."""
     test = exercise_of("sampler", monkeypatch)["test_a_client_may_ask_for_top_a_over_http"]
     monkeypatch.setitem(test.__globals__, "drawn", lambda **options: None)
@@ -150,20 +151,20 @@ def test_a_sampler_is_done_when_clients_may_ask_for_it(monkeypatch):
     test()
 
 
-def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) -> None:
-    """Exercise 4, solved: `Figures` counts the calls of which this is true."""
-    count, text = Figures.count, Figures.text
+def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.MonkeyPatch) -> None:
+    """Exercise 4, solved: `ServerMetrics` counts the calls of which this is true."""
+    count, text = ServerMetrics.count, ServerMetrics.text
 
-    def count_too(self: Figures, call: Call) -> None:
+    def count_too(self: ServerMetrics, call: RequestRecord) -> None:
         count(self, call)
         self.found = getattr(self, "found", 0) + is_one(call)
 
-    def text_too(self: Figures, *args) -> str:
+    def text_too(self: ServerMetrics, *args) -> str:
         name = "nanobatch_hung_up_total"
         return f"{text(self, *args)}# TYPE {name} counter\n{name} {getattr(self, 'found', 0)}\n"
 
-    patch.setattr(Figures, "count", count_too)
-    patch.setattr(Figures, "text", text_too)
+    patch.setattr(ServerMetrics, "count", count_too)
+    patch.setattr(ServerMetrics, "text", text_too)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) 
         (lambda call: call.reason == "cancelled" and call.status != 503, False),
     ],
 )
-def test_a_metric_is_right_only_if_it_counts_clients_that_hung_up(is_one, is_right, monkeypatch):
+def test_metric_counts_hang_ups(is_one, is_right, monkeypatch):
     """What the server itself cancelled was counted, too, and all three tests passed."""
     count_as_hung_up(is_one, monkeypatch)
     failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
@@ -190,7 +191,7 @@ def fails(test: Callable[[], None]) -> bool:
     return False
 
 
-def test_every_exercise_has_its_command_and_says_where_to_look():
+def test_every_exercise_names_its_command():
     assert len(EXERCISES) == 6
     for exercise in EXERCISES:
         (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{exercise}.py")

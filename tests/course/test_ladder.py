@@ -42,7 +42,7 @@ def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Resul
     assert columns in ([(str(none), "")], [(str(none), str(cached))]), (columns, none, cached)
 
 
-def test_a_rung_that_is_piped_into_head_ends_without_a_traceback():
+def test_rung_piped_into_head():
     read, write = os.pipe()
     os.close(read)
     run = subprocess.run(
@@ -52,7 +52,7 @@ def test_a_rung_that_is_piped_into_head_ends_without_a_traceback():
     assert run.returncode and not run.stderr, run.stderr
 
 
-def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
+def test_continued_timeline_line(monkeypatch, capsys):
     monkeypatch.syspath_prepend(LEARN)
     from board import WIDTH, Timeline
 
@@ -66,7 +66,7 @@ def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
-def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
+def test_rung_equals_the_engine(path, engine, tmp_path):
     """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches
     something else."""
     done = run(path, cwd=tmp_path)
@@ -94,7 +94,7 @@ def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, t
         assert second < first
 
 
-def test_the_tokens_of_a_line_are_counted_without_its_prose():
+def test_tokens_of_a_line():
     text = '"""A docstring."""\n\n# a comment\nx = f(\n    y,\n)  # and a comment\n\nz = """one\ntoken"""\n'
     assert tokens_by_line(text) == {4: 4, 5: 2, 6: 1, 8: 3}
 
@@ -109,7 +109,7 @@ def test_the_ladder_has_air():
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
-def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
+def test_rung_is_short_and_ends_with_a_question(path):
     """A place that was renamed would send the reader into nothing; and what stands there need not
     stand here."""
     text = path.read_text()
@@ -125,7 +125,7 @@ def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
     assert following[0].name in named if following else "llama.py" in named
 
 
-def test_the_long_talk_of_the_last_rung_is_answered_as_the_engine_answers_it(engine, monkeypatch):
+def test_last_rung_long_conversation(engine, monkeypatch):
     """The other test sees the talk's last message alone. The whole talk must be long, or there is
     nothing to cut."""
     monkeypatch.syspath_prepend(LEARN)
@@ -145,7 +145,7 @@ def test_the_long_talk_of_the_last_rung_is_answered_as_the_engine_answers_it(eng
         assert tuple(request.answer) == tuple(within.tokens)
 
 
-def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(monkeypatch):
+def test_last_rung_when_all_slots_end_at_once(monkeypatch):
     """Then there is a moment with nothing to plan, something in flight, and a request in line."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(RUNGS[-1]))
@@ -159,19 +159,20 @@ def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(m
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
-def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
+def test_rung_without_mlx(tmp_path):
+    """One line says what to install."""
     done = run(RUNGS[0], **without_backend(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "pip install -e '.[cpu]'" in done.stderr
 
 
-def test_the_ladders_readme_names_every_rung_and_only_what_is_there():
+def test_readme_lists_every_rung():
     text = (LEARN / "README.md").read_text()
     assert re.findall(r"`python course/ladder/(\w+\.py)`", text) == [path.name for path in RUNGS]
     assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
 
 
-def test_whoever_says_how_many_programs_the_ladder_has_says_six():
+def test_pages_agree_on_six_rungs():
     """The tour's last words and the page said five, and the README six."""
     places = ("README.md", "screen/pages/tour.py", "web/story.html", "docs/index.html")
     for place in places:

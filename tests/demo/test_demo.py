@@ -22,7 +22,7 @@ import tui
 from kernels.mlx import mx
 from models.hub import DEMO
 from nanobatch import Engine, SamplingParams
-from screen.engine_client import BURST, EVENING
+from screen.workload import BURST, EVENING
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 
@@ -30,7 +30,7 @@ TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "el
 # --- the text -----------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another():
+def test_corpus_depends_on_the_seed():
     one, again, other = (
         list(itertools.islice(corpus.conversations(seed), 50)) for seed in ("a", "a", "b")
     )
@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     assert one != other
 
 
-def test_no_question_of_the_exam_is_in_the_text_to_learn_from():
+def test_exam_is_not_in_the_training_text():
     examined = {task.prompt for skill in corpus.SKILLS for task in exam.questions(skill, 120)}
     talks = itertools.islice(corpus.conversations("any"), 4000)
     learnt = {
@@ -52,7 +52,7 @@ def test_no_question_of_the_exam_is_in_the_text_to_learn_from():
     assert not examined & learnt
 
 
-def test_an_exam_has_as_many_questions_as_were_asked_for():
+def test_exam_size():
     assert {skill: len(exam.questions(skill, 100)) for skill in [*TASKS, "story"]} == dict.fromkeys(
         [*TASKS, "story"], 100
     )
@@ -106,7 +106,7 @@ def test_the_answers_are_right():
         assert task.answer.split(":")[0] in task.prompt
 
 
-def test_a_story_has_both_nouns_and_the_length_that_was_asked_for():
+def test_story_has_both_nouns_and_its_length():
     rng = random.Random(0)
     seen = set()
     for n in range(600):
@@ -121,7 +121,7 @@ def test_a_story_has_both_nouns_and_the_length_that_was_asked_for():
     assert len(seen) == 600
 
 
-def test_nobody_in_a_story_changes_names_and_a_noun_has_its_habits():
+def test_stories_are_consistent():
     """A model cannot learn to hold on to a name if the text does not, nor tell a fox's story from
     an owl's."""
     rng, first_names = random.Random(3), Counter()
@@ -136,7 +136,7 @@ def test_nobody_in_a_story_changes_names_and_a_noun_has_its_habits():
     assert 100 < first_names.most_common(1)[0][1] < 190  # of 200
 
 
-def test_every_story_noun_can_be_asked_for_with_every_other():
+def test_every_pair_of_nouns_has_a_story():
     rng = random.Random(1)
     assert len(stories.NOUNS) >= 100
     for noun in stories.NOUNS:
@@ -147,7 +147,7 @@ def test_every_story_noun_can_be_asked_for_with_every_other():
 # --- the checkpoint -----------------------------------------------------------------------------
 
 
-def test_the_demo_model_is_a_small_llama_in_float16():
+def test_the_demo_model_is_a_small_llama():
     config = json.loads((DEMO / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert (DEMO / "model.safetensors").stat().st_size <= 8 * 2**20
@@ -182,7 +182,7 @@ def test_any_text_survives_the_tokenizer(demo):
         assert demo.text.tokenizer.decode(ids) == text
 
 
-def test_transformers_makes_the_same_prompt_of_a_conversation(demo):
+def test_transformers_makes_the_same_prompt(demo):
     theirs = AutoTokenizer.from_pretrained(DEMO)
     talk = [
         {"role": "system", "content": "Be kind and brief."},
@@ -197,7 +197,7 @@ def test_transformers_makes_the_same_prompt_of_a_conversation(demo):
     assert demo.text.end_tokens == {theirs.eos_token_id}
 
 
-def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
+def test_mlx_lm_gives_the_same_answers(demo):
     model, _ = mlx_lm.utils.load_model(DEMO)
     model.set_dtype(mx.float32)
     asked = [task.prompt for skill in corpus.SKILLS for task in exam.questions(skill, 2)]
@@ -215,7 +215,8 @@ def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
 # --- the exam -----------------------------------------------------------------------------------
 
 
-def test_the_answers_are_as_good_through_one_slot_as_through_eight(demo):
+def test_answers_do_not_depend_on_slots(demo):
+    """The demo scores the same through one slot as through eight."""
     skills = [*TASKS, "story"]
     together = exam.take(demo, skills, 2)
     with Engine(demo.model, demo.text, slots=1, max_len=640) as engine:
@@ -254,8 +255,9 @@ def right_score(demo) -> float:
 @pytest.mark.parametrize(
     "bug", ["a token too late", "one offset for all rows", "a row lands in its neighbour's slot"]
 )
-def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, monkeypatch, bug):
+def test_planted_position_bug_lowers_the_score(demo, right_score, monkeypatch, bug):
     # A decoding token counts itself one further, and leaves a hole behind it
+    """The exam notices a wrong position or slot."""
     if bug == "a token too late":
         init = kv.Window.__init__
 
@@ -268,7 +270,7 @@ def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, 
     assert short_exam(demo) <= 0.5 and right_score > 0.9
 
 
-def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
+def test_demo_is_found_from_any_folder(tmp_path):
     prompts = ("Count from 3 to 12.", "Spell the word lantern.")
     done = run(ROOT / "ask.py", *prompts, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -276,7 +278,7 @@ def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
     assert "l-a-n-t-e-r-n." in done.stdout
 
 
-def test_in_a_burst_of_the_screen_two_prompts_share_a_beginning():
+def test_burst_prompts_share_a_prefix():
     """With chunks longer than what they share, the screen never showed that a prompt reuses
     another's rows."""
     engine = tui.load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)

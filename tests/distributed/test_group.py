@@ -34,7 +34,7 @@ from servers import free_ports, hail
 from waiting import wait_for
 
 from distributed import group
-from distributed.channel import NAME, OTHERS, PROOF, answer, call, hear, proof
+from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
 from kernels import matmul
@@ -44,7 +44,8 @@ from models.layers import Chain
 from models.load import ModelReader
 from models.memory import check_alike, is_batch_invariant
 from models.sharding import Shard
-from nanobatch import Engine, Prefill, Runner
+from nanobatch import Engine
+from runner import Prefill, Runner
 from runtime import cli
 from runtime.files import ModelError
 
@@ -88,7 +89,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     ("family", "changes"),
     [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
-def test_a_family_that_cannot_be_cut_up_is_refused_on_ranks_by_name(tmp_path, family, changes):
+def test_unshardable_family_is_refused(tmp_path, family, changes):
     """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up
     what does not belong together without complaint."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
@@ -126,7 +127,7 @@ def own(branch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
+def test_shards_make_up_the_layer(tmp_path, kind):
     """A bias that every rank adds counts several times; columns where rows belong still have
     fitting shapes."""
     changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
@@ -161,7 +162,7 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
         assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
 
 
-def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
+def test_packed_shards_keep_their_scales(tmp_path):
     """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without
     their scale."""
     folder = make_checkpoint(
@@ -226,24 +227,24 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 
 
 class Wire(Ranks):
-    """The lines between a leader and one who follows, in one process."""
+    """The connection between a leader and a follower, in one process."""
 
     leads = True
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.sent = []
 
-    def tell(self, message):
-        self.told.append(json.dumps(message))
+    def broadcast(self, message):
+        self.sent.append(json.dumps(message))
 
-    def hear(self):
-        return json.loads(self.told.pop(0)) if self.told else None
+    def receive(self):
+        return json.loads(self.sent.pop(0)) if self.sent else None
 
 
 @pytest.mark.parametrize("budget", [32, 100, 1000])
 def test_orders_survive_the_wire(parts, budget):
-    """What a rank that follows hears is what the leader ran."""
+    """What a follower receives is what the leader ran."""
     orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
     options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
     with Engine(*parts, **options) as engine:
@@ -269,7 +270,7 @@ def test_orders_survive_the_wire(parts, budget):
 # --- how they find each other -------------------------------------------------------------------
 
 
-def test_a_process_that_was_started_alone_is_alone(monkeypatch):
+def test_single_process(monkeypatch):
     for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert cli.backend() == "" and cli.rank() == 0
@@ -312,7 +313,7 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
     assert "\n" not in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_path):
+def test_taken_port(monkeypatch, tmp_path):
     """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get
     the neighbour."""
     with socket.socket() as other:
@@ -343,7 +344,7 @@ class Beside(Ranks):
         return [list(numbers), [next(self.says, numbers[0])]]
 
 
-def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
+def test_ranks_with_other_weights_are_refused(tmp_path):
     """A model and its tuned version have one config. Half of each answered nonsense, and nothing
     said so."""
     models = [
@@ -361,11 +362,11 @@ def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
         check_alike(replace(models[0], ranks=Beside([1])))
 
 
-# --- lines --------------------------------------------------------------------------------------
+# --- connections --------------------------------------------------------------------------------------
 
 
 class Ring(ExitStack):
-    """Ranks of one process, tied to each other by lines. `ended`: which one ended, and why."""
+    """Ranks of one process, connected in a ring. `ended`: which one ended, and why."""
 
     def __init__(self, monkeypatch, size: int):
         super().__init__()
@@ -373,13 +374,13 @@ class Ring(ExitStack):
         monkeypatch.setattr(group, "GRACE_S", 0)
         monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # this thread
         threads = set(threading.enumerate())
-        # Line n leads to rank n: where others say something, and where the rank listens
+        # Connection n leads to rank n: the sender's end, and the rank's own
         self.lines = [socket.socketpair() for _ in range(size)]
         self.all = [Ranks(rank, size, "ring") for rank in range(size)]
         for rank, each in enumerate(self.all):
-            each.told = lambda why, rank=rank: self.ended.put((rank, why))
+            each.end_requests = lambda why, rank=rank: self.ended.put((rank, why))
             called = [self.lines[(rank + 1) % size][0]]
-            each.hold(f"rank {(rank - 1) % size} (there)", [self.lines[rank][1]], called)
+            each.attach(f"rank {(rank - 1) % size} (there)", [self.lines[rank][1]], called)
         self.threads = set(threading.enumerate()) - threads
         for line in self.lines:
             self.enter_context(line[0])
@@ -395,24 +396,24 @@ class Ring(ExitStack):
             assert not thread.is_alive()
 
 
-def test_orders_go_from_rank_to_rank_and_a_goodbye_comes_back(monkeypatch):
+def test_orders_are_passed_along_the_ring(monkeypatch):
     """The leader leaves when each of the others has done all it was told. Until then a rank still
     needs the others."""
     with Ring(monkeypatch, 4) as ring:
         leader, *others = ring.all
         orders = [[3, 1], list(range(5000))]
         for order in orders:
-            leader.tell(order)
+            leader.broadcast(order)
         leaves = threading.Thread(target=leader.leave)
         leaves.start()
         heard = queue.SimpleQueue()
         for other in others:
-            hears = lambda other=other: heard.put([other.hear(), other.hear()])  # noqa: E731
+            hears = lambda other=other: heard.put([other.receive(), other.receive()])  # noqa: E731
             threading.Thread(target=hears, daemon=True).start()
         assert [heard.get(timeout=60) for _ in others] == [orders] * 3
         for other in others:
             assert leaves.is_alive()
-            assert other.hear() is None
+            assert other.receive() is None
         leaves.join(60)
         assert not leaves.is_alive()
         ring.cut()
@@ -431,14 +432,14 @@ def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
             assert why.startswith(f"rank {lost} (there) is gone")
 
 
-def test_a_beat_may_fall_into_the_middle_of_an_order():
+def test_heartbeat_within_a_message():
     """Two threads write on a line. A long order does not go out at once, if the next rank is slow
     to read."""
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
             ours.sendall(b"\0[3, 1\x007, 5]\n\0\0null\n\0")
-        assert list(hear(theirs)) == [[3, 17, 5], None]
+        assert list(messages_of(theirs)) == [[3, 17, 5], None]
 
 
 KEY = b"only ranks know"
@@ -456,7 +457,7 @@ class Answering:
         self.address = "{}:{}".format(*server.getsockname())
         self._said = queue.SimpleQueue()
         until = until or soon()
-        answers = lambda: self._said.put(answer([server], KEY, set(names), until))  # noqa: E731
+        answers = lambda: self._said.put(accept([server], KEY, set(names), until))  # noqa: E731
         threading.Thread(target=answers, daemon=True).start()
 
     def lines(self) -> dict[str, socket.socket]:
@@ -470,7 +471,7 @@ class Answering:
         return stranger
 
 
-def test_strangers_at_the_port_neither_take_a_ranks_place_nor_hold_it_up():
+def test_strangers_are_not_accepted():
     """The first who came was taken for the neighbour."""
     door = Answering("a", "b")
     silent = [door.stranger() for _ in range(150)]
@@ -482,7 +483,7 @@ def test_strangers_at_the_port_neither_take_a_ranks_place_nor_hold_it_up():
     no_goodbye = struct.pack("ii", 1, 0)
     wrong[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
     wrong[0].close()
-    calls = {name: call(door.address, KEY, name, soon()) for name in ("a", "b")}
+    calls = {name: connect(door.address, KEY, name, soon()) for name in ("a", "b")}
     lines = door.lines()
     for name, line in lines.items():
         calls[name].sendall(name.encode())
@@ -498,7 +499,7 @@ def test_strangers_at_the_port_neither_take_a_ranks_place_nor_hold_it_up():
         line.close()
 
 
-def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
+def test_replayed_proof_is_refused():
     """A proof is about the question that was asked: one that was written down is of no use."""
     door = Answering("a", "b")
     first = door.stranger()
@@ -509,8 +510,8 @@ def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
     assert len(other.recv(PROOF)) == PROOF and other.recv(1) == b""
     first.sendall(b"c".ljust(NAME) + proof(KEY, question + b"c".ljust(NAME)))
     assert first.recv(1) == b"", "there is no such line"
-    one = call(door.address, KEY, "a", soon())
-    two = call(door.address, KEY, "b", soon())
+    one = connect(door.address, KEY, "a", soon())
+    two = connect(door.address, KEY, "b", soon())
     assert door.lines().keys() == {"a", "b"}
     for line in (first, other, one, two):
         line.close()
@@ -525,7 +526,8 @@ def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
         (b"no goodbye", "another program"),  # as of a rank with another key, whose time is over
     ],
 )
-def test_what_answers_there_and_is_no_rank_is_told(says, why):
+def test_other_program_at_the_port(says, why):
+    """The error says that it is no rank."""
     with socket.create_server((LOOPBACK, 0)) as server:
         address = "{}:{}".format(*server.getsockname())
 
@@ -543,12 +545,12 @@ def test_what_answers_there_and_is_no_rank_is_told(says, why):
         else:
             threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(TimeoutError, match=why):
-            call(address, KEY, "a", time.monotonic() + 0.5)
+            connect(address, KEY, "a", time.monotonic() + 0.5)
         with suppress(OSError):  # it wakes up
             server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_call_that_reaches_itself_is_given_up_at_once(monkeypatch):
+def test_self_connection_is_retried(monkeypatch):
     """Nobody listens yet, and the system gives the caller the very port that it calls: it would
     keep the port from the rank that is to listen there."""
     made = []
@@ -562,14 +564,14 @@ def test_a_call_that_reaches_itself_is_given_up_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", itself)
     with pytest.raises(TimeoutError, match="itself"):
-        call(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
+        connect(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
     assert len(made) > 1 and all(line.fileno() == -1 for line in made)
 
 
-def test_a_neighbour_that_does_not_call_is_not_waited_for_without_end():
+def test_silent_neighbour_times_out():
     """A rank that failed a moment after MLX had connected it was."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
-        answer([server], KEY, {"a"}, time.monotonic() + 0.01)
+        accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
 
 GOODBYE = """
@@ -577,13 +579,13 @@ import socket
 from distributed.group import Ranks
 ours, theirs = socket.socketpair()
 leader = Ranks(0, 2, "ring")
-leader.hold("rank 1 (there)", [ours], [ours])
+leader.attach("rank 1 (there)", [ours], [ours])
 theirs.close()
 leader.leave()
 """
 
 
-def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up():
+def test_rank_lost_during_goodbye():
     """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of
     the end."""
     done = python(GOODBYE)
@@ -593,7 +595,7 @@ def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up():
 # --- two processes ------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
+def test_full_send_buffer_does_not_block_the_exit():
     """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited
     for ever."""
     code = "from distributed.group import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
@@ -711,7 +713,7 @@ def test_two_processes_answer_like_one(tmp_path):
         )
 
 
-def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
+def test_two_processes_are_batch_invariant(tmp_path):
     """Each request in company, with prefixes taken over, and then alone. The two have other forms
     of the product."""
     folder = str(
@@ -753,7 +755,8 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 
 @pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tmp_path):
+def test_ranks_by_mpi(size, tmp_path):
+    """They answer like one process, with the same bits."""
     folders = [
         str(make_checkpoint(tmp_path / kind, seed=2, **changes))
         for kind, changes in MPI_KINDS.items()
@@ -778,11 +781,11 @@ def test_ranks_by_mpi_answer_like_one_with_the_same_bits_in_any_company(size, tm
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
-    monkeypatch.setattr("kernels.mlx.is_exact", lambda: own)
+    monkeypatch.setattr("kernels.mlx.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
-def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
+def test_benchmark_on_ranks(tmp_path):
     """Over MPI a sample's process could not join the others, so all samples are taken by the ranks
     themselves."""
     small = (
@@ -813,7 +816,7 @@ def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
         ("raises at rank 0", [1, LOST], "OverflowError: planted"),
     ],
 )
-def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fault, codes, says):
+def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
     """MLX may wait for a lost rank for ever, and with it the thread that steps."""
     with Pair(tmp_path, RANK, fault) as pair:
         assert pair.codes() == codes, pair.said(0) + pair.said(1)
@@ -830,7 +833,7 @@ def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fa
 
 @pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
+def test_server_of_rank_0_stops_all_ranks(tmp_path, by, many):
     """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
@@ -853,7 +856,7 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
         assert "Traceback" not in pair.said(0) + pair.said(1)
 
 
-def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
+def test_idle_rank_loss_is_noticed(tmp_path):
     """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of
     it. Where the hostfile writes the address in another way, such as by name, a rank was never
     missed."""
@@ -889,7 +892,7 @@ def inside():
             network.kill()
 
 
-def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, inside):
+def test_cut_connection_ends_every_process(tmp_path, inside):
     """No word comes of it, and MLX would wait for ever."""
     with Pair(tmp_path, RANK, "cut", inside=inside) as pair:
         assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
@@ -904,25 +907,25 @@ def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, ins
 
 CUT = """
 import queue, socket, subprocess, threading, time
-from distributed import channel as line
-line.SILENCE_S = 2
+from distributed import channel
+channel.SILENCE_S = 2
 server = socket.create_server(("127.0.0.1", 0))
 host, port = server.getsockname()
 until = time.monotonic() + 60
 said = queue.SimpleQueue()
-threading.Thread(target=lambda: said.put(line.answer([server], b"key", {"a"}, until))).start()
-leader = line.call(f"{host}:{port}", b"key", "a", until)
+threading.Thread(target=lambda: said.put(channel.accept([server], b"key", {"a"}, until))).start()
+leader = channel.connect(f"{host}:{port}", b"key", "a", until)
 follower = said.get()["a"]
-line.say(leader, [1])
-heard = line.hear(follower)
+channel.send(leader, [1])
+heard = channel.messages_of(follower)
 print(next(heard), flush=True)
 subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-line.say(leader, [2])
+channel.send(leader, [2])
 print(list(heard))
 """
 
 
-def test_a_line_that_was_cut_while_an_order_was_on_its_way_is_noticed(inside):
+def test_connection_cut_during_an_order(inside):
     """The system then does not ask whether the other machine is there. It tries again for a quarter
     of an hour. So the rank that listens must ask."""
     done = subprocess.run(
@@ -936,7 +939,7 @@ def test_a_line_that_was_cut_while_an_order_was_on_its_way_is_noticed(inside):
     assert done.stdout.split("\n") == ["[1]", "[]", ""]
 
 
-def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
+def test_rank_lost_while_loading(tmp_path):
     """The others wait for its numbers inside of MLX, and no request is there to be told."""
     with Pair(tmp_path, RANK, "killed in load") as pair:
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
@@ -944,7 +947,7 @@ def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
 
 
 @pytest.mark.parametrize(("how", "victim"), [("stopped", 1), ("busy", 0)])
-def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
+def test_slow_rank_is_not_lost(tmp_path, how, victim):
     """Stopped, such as by Ctrl-Z; or busy with something that lets no other thread of Python run:
     it could not say that it lives. Either takes longer than a machine may be silent."""
     with Pair(tmp_path, RANK, how, str(victim)) as pair:
@@ -953,7 +956,7 @@ def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_come_is_named_and_ctrl_c_ends_the_wait(tmp_path, rank):
+def test_missing_rank_is_named(tmp_path, rank):
     """MLX waited for it without a word, and let no other thread of Python run."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
         pair.says(
@@ -963,7 +966,7 @@ def test_a_rank_that_does_not_come_is_named_and_ctrl_c_ends_the_wait(tmp_path, r
         assert pair.codes() == [130] and "Traceback" not in pair.said(rank)
 
 
-def test_while_a_rank_waits_its_door_says_that_it_loads(tmp_path):
+def test_server_answers_while_ranks_meet(tmp_path):
     """MLX let no other thread of Python run, so the door answered nothing."""
     (port,) = free_ports(1)
     command = [str(ROOT / "serve.py"), "--port", str(port)]
@@ -999,9 +1002,7 @@ sys.exit(ask.main())
 
 
 @pytest.mark.parametrize("case", ["alone 0", "alone 1", "other keys"])
-def test_a_rank_that_nobody_meets_ends_with_one_line_that_says_what_it_has_waited_for(
-    tmp_path, case
-):
+def test_lonely_rank_ends_with_one_line(tmp_path, case):
     """It waited for ever in MLX, and so did its door. With another word in NANOBATCH_RING_KEY it is
     a stranger."""
     only = (int(case[-1]),) if "alone" in case else (0, 1)
@@ -1049,7 +1050,7 @@ class Strangers(ExitStack):
             time.sleep(0.001)
 
 
-def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
+def test_ranks_meet_despite_strangers(tmp_path):
     """One connection to the leader's port, of a port scan or a browser, was its neighbour for MLX:
     then the ranks never met."""
     ask = [str(ROOT / "ask.py"), "What is 17 + 6?"]
@@ -1072,7 +1073,7 @@ sys.exit(ask.main())
 """
 
 
-def test_whoever_calls_at_mlx_itself_has_no_part_in_the_ring(tmp_path):
+def test_stranger_at_mlx_is_kept_out(tmp_path):
     """MLX takes the first who calls, and cannot tell who it is. Its connections are exchanged for
     ours, before it has read from them."""
     with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:

@@ -13,7 +13,7 @@ API = ("handle", "registry", "loop")
 STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
 
 
-def test_every_place_that_the_drawing_names_exists():
+def test_places_in_the_drawing_exist():
     assert len(STATIONS) >= 15
     for file, name in [*STATIONS, *re.findall(r"\(`([\w/]+\.py)`, `([\w.]+)`\)", TEXT)]:
         assert name in places(ROOT / file), (file, name)
@@ -23,9 +23,10 @@ def test_every_place_that_the_drawing_names_exists():
         for path in (
             "server/app",
             "nanobatch",
+            "runner",
             "sched",
             "server/completion",
-            "text/tokenizer",
+            "text/detokenizer",
             *(f"runtime/{each}" for each in API),
         )
         for name in places(ROOT / f"{path}.py")
@@ -33,7 +34,7 @@ def test_every_place_that_the_drawing_names_exists():
     assert len(drawn) >= 12 and drawn <= known, drawn - known
 
 
-def test_the_drawing_numbers_ten_stations_as_its_table_does():
+def test_drawing_and_table_have_ten_stations():
     numbers = [int(number) for number in re.findall(r"^\| +(\d+) *\|", TEXT, re.MULTILINE)]
     drawn = re.findall(r"(?:^|  )(\d+) (?:HTTP body|[a-z]+)", TEXT.split("```")[1], re.MULTILINE)
     assert numbers == sorted(map(int, drawn)) == list(range(1, 11))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN = re.compile(r"(?:\]\(|src=\"|srcset=\"|`)([\w./-]+\.(?:svg|png))")
 
 
-def test_every_picture_of_a_page_is_made_by_a_program():
+def test_pictures_are_made_by_programs():
     """Each file is named in the docstring of pictures.py, or is a plot of a benchmark that is kept."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")]
     shown = {
@@ -38,7 +38,7 @@ def test_every_picture_of_a_page_is_made_by_a_program():
     assert made == {path for path in made if path.exists()}
 
 
-def test_a_moving_picture_shows_each_frame_in_its_time_and_the_last_one_without_motion():
+def test_moving_picture_frames():
     frames = [["stays", "one"], ["stays", "two"], ["stays", "two"], ["stays", "last & end"]]
     svgs = [pictures.exported([Text(line) for line in frame], (12, 2)) for frame in frames]
     drawn = pictures.moving([Frame(svg, 2.5) for svg in svgs], (12, 2))
@@ -60,7 +60,7 @@ def test_a_moving_picture_shows_each_frame_in_its_time_and_the_last_one_without_
     assert ".m{animation:10.0s step-end infinite}" in drawn
 
 
-def test_a_frame_keeps_colours_and_the_place_of_each_word():
+def test_frame_keeps_colours_and_places():
     svg = pictures.exported([Text.assemble("ab ", ("cd", "#112233 on #445566"))], (8, 1))
     (line,) = pictures.lines_of(svg, classes := {}, 1)
     back, word = (

@@ -22,7 +22,7 @@ from models.families import FAMILIES
 from models.memory import slab_nbytes
 from models.rope import Rope
 from nanobatch import Engine, SamplingParams
-from screen.engine_client import Settings
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,6 @@ ROOMS = [
     "distributed",
     "kernels",
     "models",
-    "parts",
     "runtime",
     "screen",
     "server",
@@ -57,7 +56,7 @@ MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 
 
-def test_every_file_and_every_room_that_the_pages_name_exists():
+def test_files_in_the_pages_exist():
     named = set(
         re.findall(
             r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + PATH + REST + USE + SLOTS + CONTRIBUTING
@@ -99,7 +98,7 @@ def test_the_readme_is_one_calm_screen():
     assert 400 < len(README.split()) <= 700
 
 
-def test_the_scheduler_is_as_long_as_the_reading_path_says():
+def test_scheduler_length():
     """The one size that the project promises. There is room in it for what the exercises ask
     for."""
     assert "`Scheduler` is a class of about 220 lines of code" in FILES
@@ -107,7 +106,7 @@ def test_the_scheduler_is_as_long_as_the_reading_path_says():
     assert lines_of_code(found + text) == pytest.approx(220, rel=0.05)
 
 
-def test_every_place_that_answers_a_question_exists():
+def test_answering_places_exist():
     found = re.findall(r"`((?:Scheduler|Engine|Runner|InFlightStep|Window)\.\w+)`", LIFE + SLOTS)
     assert len(found) > 8
     for name in found:
@@ -116,7 +115,7 @@ def test_every_place_that_answers_a_question_exists():
         assert any(f"class {owner}" in text and f"def {method}(" in text for text in texts), name
 
 
-def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
+def test_reading_path_is_complete():
     """A room says itself what lies in it."""
     rooms = {f"{Path(name).parent.as_posix()}/" for name in MODULES if "/" in name}
     assert {"runtime/", "models/", "server/", "screen/pages/"} <= rooms
@@ -140,7 +139,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_page_that_another_one_leads_to_is_there():
+def test_links_between_pages():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")):
         for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
             there = page.parent / target if target else page
@@ -149,7 +148,7 @@ def test_every_page_that_another_one_leads_to_is_there():
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
-def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
+def test_root_has_no_stray_files():
     """Two empty files did, which a command had left there and a commit had taken along."""
     said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = [ROOT / name for name in said.stdout.splitlines() if "/" not in name]
@@ -160,7 +159,7 @@ def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
     assert not [name for name in names if name not in README + FILES]
 
 
-def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
+def test_programs_in_the_pages_exist():
     """Programs move to other rooms, and the texts that name them stay."""
     rooms = ("course", "demo", "docs", "tests", *ROOMS)
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
@@ -175,7 +174,7 @@ def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
     assert not gone
 
 
-def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
+def test_commands_leave_the_checkout_clean():
     """The pages print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
@@ -188,7 +187,7 @@ def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     assert not [name for name in written if not any(fnmatch(name, each) for each in ignored)]
 
 
-def test_every_command_for_the_command_line_that_a_page_names_is_understood():
+def test_ask_commands_in_the_pages():
     commands = re.findall(r"python ask\.py ((?:[^\n`]*\\\n)*[^\n`]*)", README + USE)
     assert {"--model", "--max-tokens"} <= set(re.findall(r"--[a-z-]+", " ".join(commands)))
     for command in commands:
@@ -196,7 +195,7 @@ def test_every_command_for_the_command_line_that_a_page_names_is_understood():
             ask.parse_arguments(shlex.split(command.replace("\\\n", "").partition("#")[0]))
 
 
-def test_every_command_for_the_screen_that_a_page_names_is_understood():
+def test_tui_commands_in_the_pages():
     text = README + USE + " ".join(FILES.split())
     commands = re.findall(r"(?<!')python tui\.py([^\n`]*)", text)  # not where it is an argument
     assert len(commands) >= 5
@@ -204,7 +203,7 @@ def test_every_command_for_the_screen_that_a_page_names_is_understood():
         tui.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-def test_every_command_for_the_server_that_a_page_names_is_understood(capsys):
+def test_serve_commands_in_the_pages(capsys):
     commands = re.findall(r"python serve\.py([^\n`]*)", README + USE)
     assert len(commands) >= 2
     for command in commands:
@@ -216,7 +215,7 @@ def test_every_command_for_the_server_that_a_page_names_is_understood(capsys):
     assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
-def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeypatch, tmp_path):
+def test_bench_commands_in_the_pages(monkeypatch, tmp_path):
     # A peer need not be installed to be named
     monkeypatch.setattr(bench, "obstacle", lambda peer: None)
     # The pages compare two that lie side by side
@@ -230,7 +229,7 @@ def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeyp
         bench.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-def test_every_table_of_figures_is_made_from_what_was_measured_and_counted():
+def test_tables_are_generated():
     """`python docs/make/tables.py` writes them anew."""
     made = [found for page in tables.pages() for found in tables.MADE.findall(page.read_text())]
     assert len(made) >= 6
@@ -240,7 +239,7 @@ def test_every_table_of_figures_is_made_from_what_was_measured_and_counted():
         )
 
 
-def test_every_picture_in_the_pages_is_there_and_shows_text():
+def test_pictures_exist_and_show_text():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     named = r"!\[.+?\]\((.+?)\)|(?:src|srcset)=\"(.+?)\""
     pictures = {
@@ -253,7 +252,7 @@ def test_every_picture_in_the_pages_is_there_and_shows_text():
         assert picture.read_text().count("<text") > 5, picture
 
 
-def test_the_picture_of_the_readme_moves_in_the_dark_and_in_the_light():
+def test_readme_picture_moves():
     """And is no slow page by itself. A browser hides from a picture that its reader wants no motion, so
     the page has another picture for them."""
     assert '<source media="(prefers-reduced-motion: reduce)" srcset="docs/screen.svg">' in README
@@ -269,8 +268,8 @@ def test_the_picture_of_the_readme_moves_in_the_dark_and_in_the_light():
     assert dark < 80 and light > 170
 
 
-def test_the_python_of_the_page_about_python_runs_as_printed(capsys):
-    codes = re.findall(r"```python\n(.*?)```", PYTHON, re.DOTALL)
+def test_python_of_the_use_page_runs(capsys):
+    codes = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
     assert len(codes) == 3
     for code in codes:
         exec(code, {})
@@ -279,14 +278,14 @@ def test_the_python_of_the_page_about_python_runs_as_printed(capsys):
     assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n", said, re.M)
 
 
-def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():
+def test_python_of_the_slots_page_prints_its_output():
     ((code, printed),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", SLOTS, re.DOTALL)
     with redirect_stdout(io.StringIO()) as out:
         exec(code, {})
     assert out.getvalue() == printed
 
 
-def test_what_the_page_about_slots_works_out_by_hand_is_what_the_engine_does():
+def test_slots_page_equals_the_engine():
     demo = {"layers": 6, "Hkv": 2, "Dh": 32, "itemsize": 4}
     llama = {"layers": 16, "Hkv": 8, "Dh": 64, "itemsize": 4}
     for slots, length in ((8, 1024), (32, 256), (64, 128)):
@@ -308,11 +307,11 @@ def test_what_the_page_about_slots_works_out_by_hand_is_what_the_engine_does():
             engine.submit([1] * 1000, SamplingParams(max_tokens=100))
 
 
-def test_b_sends_as_many_prompts_as_the_readme_says():
+def test_burst_size_in_the_readme():
     assert f"Press `b`: {Settings().burst} prompts" in README
 
 
-def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
+def test_ci_runs_the_printed_commands():
     (install,) = re.findall(r"^(python3 -m venv .*)$", README, re.MULTILINE)
     (command,) = re.findall(
         r"^(python3 -m venv .* && python -m pytest)$", CONTRIBUTING, re.MULTILINE
@@ -321,7 +320,7 @@ def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_readme_and_ci_say_the_same_of_a_mac_of_arm_and_of_newer_pythons():
+def test_readme_and_ci_agree_on_platforms():
     """CI ran one, and the README said that nobody had."""
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     counts = "matrix.os != 'ubuntu-latest' || matrix.python != '3.11'"
@@ -332,7 +331,7 @@ def test_the_readme_and_ci_say_the_same_of_a_mac_of_arm_and_of_newer_pythons():
     assert said in " ".join(README.split())
 
 
-def test_the_readme_names_the_page_where_it_can_be_played_first_of_all_ways_in():
+def test_readme_links_the_live_page_first():
     """Its first link showed 400 kB of HTML, wherever a repository is looked at on the web."""
     (first,) = [each for each in README.split("\n\n") if each.startswith("Without installing")]
     _, address = page_program.addresses()
@@ -342,14 +341,14 @@ def test_the_readme_names_the_page_where_it_can_be_played_first_of_all_ways_in()
     assert README.index(first) < README.index("\n## ")
 
 
-def test_a_push_to_main_publishes_the_folder_of_the_page():
+def test_push_to_main_publishes_the_page():
     workflow = (ROOT / ".github" / "workflows" / "page.yml").read_text()
     for words in ("branches: [main]", "path: docs\n", "pages: write", "actions/deploy-pages@"):
         assert words in workflow
     assert (ROOT / "docs" / "index.html").is_file() and (ROOT / "docs" / "card.png").is_file()
 
 
-def test_the_page_of_models_names_fields_that_a_config_has():
+def test_models_page_names_config_fields():
     """It named one that had been renamed."""
     rows = re.findall(
         r"^\| `\w+` \|.*\| (.*) \|$", MODELS.split("## What is supported")[0], re.MULTILINE

@@ -59,7 +59,7 @@ def taken(exam: Path, *how: str) -> subprocess.CompletedProcess:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("form", COMPILED)
-def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(tmp_path, form):
+def test_product_is_right_and_row_invariant(tmp_path, form):
     """In the very library that programs load."""
     done = examined(tmp_path, build.library(form))
     assert done.returncode == 0 and "0 differ, 0 numbers wrong" in done.stdout, done
@@ -67,7 +67,7 @@ def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(tm
 
 @NEEDS_COMPILER
 @pytest.mark.skipif("fma" not in matmul.processor(), reason="no fused multiply-add on this x86")
-def test_plain_c_has_the_bits_of_every_instruction_set(tmp_path):
+def test_plain_c_has_the_same_bits(tmp_path):
     """One order of sums for all, so that answers can be compared between processors."""
     library = compile_library(tmp_path / "plain.so", build.SOURCE, "-mfma")
     assert matmul.computed(library) == matmul.BITS
@@ -78,7 +78,8 @@ def test_plain_c_has_the_bits_of_every_instruction_set(tmp_path):
     ("sanitizer", "rounds"),  # a race does not depend on sizes, as an array's end does
     [("address,undefined", "40"), ("thread", "15")],
 )
-def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitizer, rounds):
+def test_sanitizers_find_nothing(tmp_path, sanitizer, rounds):
+    """No read beyond an array, and no data race."""
     options = ["-O0", f"-fsanitize={sanitizer}", *BEST]
     done = examined(tmp_path, build.SOURCE, *options, how=["0", rounds])
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
@@ -203,7 +204,7 @@ def test_every_planted_bug_is_caught(tmp_path):
 
 
 @NEEDS_COMPILER
-def test_a_library_that_multiplies_wrongly_is_not_used(tmp_path):
+def test_wrong_library_is_not_used(tmp_path):
     """As a compiler with a fault would make it. The check sees whatever a single thread can see."""
     library = compile_library(tmp_path / "planted.so", planted(tmp_path), *BEST)
     assert matmul.computed(library) == matmul.BITS
@@ -215,7 +216,8 @@ def test_a_library_that_multiplies_wrongly_is_not_used(tmp_path):
     assert unseen == {bug for bug in BUGS if "share" in bug or "caller" in bug}
 
 
-def test_a_process_that_forks_goes_on_multiplying_in_both():
+def test_fork():
+    """Parent and child both go on multiplying."""
     code = (
         "import os, sys; from kernels.mlx import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
@@ -230,7 +232,7 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
         assert done.returncode == 0, done
 
 
-def test_mlx_calls_our_product_or_says_that_it_does_not():
+def test_mlx_calls_our_product():
     code = "from kernels import mlx as device; print(device.blas.name, device.blas.why_not)"
     late = (
         "import ctypes; from kernels import blas; blas.Blas.products = property(lambda self: 7); "
@@ -246,7 +248,7 @@ def test_mlx_calls_our_product_or_says_that_it_does_not():
 # --- threads ------------------------------------------------------------------------------------
 
 
-def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch):
+def test_threads_default_to_the_cores(monkeypatch):
     monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
     monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
@@ -263,7 +265,7 @@ def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
-def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
+def test_threads_must_be_a_number(count):
     done = run("ask.py", "x", NANOBATCH_THREADS=count)
     lines = done.stderr.splitlines()
     assert (
@@ -294,7 +296,8 @@ def ask(checkout: Path, **environment: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
-def test_an_edited_source_is_said_with_the_command_that_compiles_it(checkout):
+def test_edited_source_names_the_build_command(checkout):
+    """A library older than its source is not used."""
     answer, line = ask(checkout)
     assert "23" in answer and f"; rows ({COMPILED[0]}, " in line
     with (checkout / "kernels" / "matmul.c").open("a") as source:
@@ -305,7 +308,8 @@ def test_an_edited_source_is_said_with_the_command_that_compiles_it(checkout):
     assert line.endswith(f"pip install -e {checkout}")
 
 
-def test_without_a_library_the_tokens_are_right_and_the_first_line_says_what_would_change(checkout):
+def test_without_a_library(checkout):
+    """The tokens are right, and the first line says what would be faster."""
     for library in checkout.glob("kernels/*.so"):
         library.unlink()
     answer, line = ask(checkout)
@@ -315,7 +319,7 @@ def test_without_a_library_the_tokens_are_right_and_the_first_line_says_what_wou
     assert line.startswith("nanobatch: NANOBATCH_BLAS=rows: matmul.c is not compiled; ")
 
 
-def test_a_form_that_this_processor_lacks_is_an_error_in_one_line():
+def test_a_form_that_this_processor_lacks():
     done = run("ask.py", "x", NANOBATCH_BLAS="rows:sse")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
@@ -323,7 +327,7 @@ def test_a_form_that_this_processor_lacks_is_an_error_in_one_line():
 
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
-def test_a_processor_takes_the_best_library_there_is(checkout):
+def test_best_library_is_chosen(checkout):
     """An old compiler may know no AVX-512."""
     (checkout / "kernels" / f"matmul_{COMPILED[0]}.so").write_bytes(b"no library")
     _, line = ask(checkout)
@@ -350,7 +354,7 @@ RECORDED = pytest.mark.skipif(
 
 @RECORDED
 @pytest.mark.parametrize("form", [form for form in COMPILED if form != "plain"])
-def test_the_fingerprint_of_the_demo_is_that_of_every_processor(form):
+def test_fingerprint_of_the_demo(form):
     done = python(FINGERPRINT, NANOBATCH_BLAS=f"rows:{form}")
     assert done.stdout.startswith(EXPECTED), done
     assert EXPECTED.partition(",")[0] in (ROOT / "README.md").read_text()
@@ -358,7 +362,7 @@ def test_the_fingerprint_of_the_demo_is_that_of_every_processor(form):
 
 @RECORDED
 @pytest.mark.skipif("NANOBATCH_ARM" not in os.environ, reason="NANOBATCH_ARM names no Python")
-def test_the_fingerprint_of_the_demo_is_the_same_on_an_emulated_arm(checkout):
+def test_fingerprint_on_an_emulated_arm(checkout):
     """NANOBATCH_ARM is the command of an aarch64 Python that has what `ask.py` needs."""
     library = checkout / "kernels" / "matmul_neon.so"
     command = build.command("neon", library)[len(build.compiler()) :]

@@ -81,7 +81,7 @@ SIZES = [(100, 8192), (1030, 2048), (2500, 256), (17, 3200)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_product_of_packed_weights_has_the_bits_of_the_widened_ones(kind):
+def test_packed_product_has_the_widened_bits(kind):
     """One row, few, more than one strip, and as many as a prompt has; two matrices as one."""
     bits, group, dtype = KINDS[kind]
     for seed, (N, K) in enumerate(SIZES):
@@ -104,7 +104,7 @@ def test_a_product_of_packed_weights_has_the_bits_of_the_widened_ones(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_experts_packed_product_has_the_bits_of_the_widened_one(kind):
+def test_packed_experts_have_the_widened_bits(kind):
     bits, group, dtype = KINDS[kind]
     shape, x = (5, 70, 512), normal(1, 9, 1, 1, 512)
     make = quantized if bits < 16 else of_16_bits
@@ -126,7 +126,7 @@ def lean(name: str, way: str) -> dict:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_family_differs_in_a_bit_from_itself_widened(name, tmp_path):
+def test_every_family_has_the_widened_bits(name, tmp_path):
     """Factors that are folded into weights, tied heads, biases, fused projections, windows, experts,
     norms that add 1, each matrix packed in its own way: one pass over a prompt, and single rows."""
     seed = seed_of(name)
@@ -152,7 +152,7 @@ def claimants(model) -> list:
 
 @pytest.mark.parametrize("way", ["4 bits", "8 bits, scales of float32", "bfloat16"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_share_of_a_rank_has_the_bits_that_it_has_widened(tmp_path, way, size):
+def test_shard_has_the_widened_bits(tmp_path, way, size):
     """With 3 and 4 ranks `o` and `down` are cut inside a group: there the share is unpacked."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
     if way == "bfloat16":
@@ -179,7 +179,7 @@ def test_the_share_of_a_rank_has_the_bits_that_it_has_widened(tmp_path, way, siz
 # --- the way in ---------------------------------------------------------------------------------
 
 
-def test_float32_numbers_are_never_taken_for_packed_ones():
+def test_float32_is_not_taken_for_packed():
     """Even if they begin as a packed matrix does, but for one bit of its key. (Numbers made of it
     may be no numbers. So the first column of a result is not looked at.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
@@ -195,7 +195,7 @@ def test_float32_numbers_are_never_taken_for_packed_ones():
     assert mx.array_equal(x @ mx.zeros((64, 64)).T, mx.zeros((3, 64)))
 
 
-def test_a_product_that_is_computed_later_holds_the_matrix():
+def test_lazy_product_holds_the_matrix():
     """The model was let go, and its memory given to others, before the graph was evaluated: then
     a list of addresses would say nothing, or something wrong."""
     x = normal(1, 3, 512)
@@ -209,7 +209,7 @@ def test_a_product_that_is_computed_later_holds_the_matrix():
         assert np.array_equal(np.array(later), right)
 
 
-def test_memory_that_was_a_packed_matrix_may_become_any_other():
+def test_freed_packed_memory_is_reusable():
     """Addresses come again at once: an allocator gives back what was freed last."""
     again = 0
     x = normal(1, 2, 256)
@@ -231,7 +231,7 @@ def test_memory_that_was_a_packed_matrix_may_become_any_other():
     assert len(before) >= 1
 
 
-def test_a_matrix_that_is_multiplied_as_another_ends_the_process_in_one_line():
+def test_wrong_shape_ends_the_process():
     """It would be read beyond its end."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
@@ -245,7 +245,7 @@ def test_a_matrix_that_is_multiplied_as_another_ends_the_process_in_one_line():
     assert "a packed matrix of 64 x 64 is multiplied as 32 x 64" in done.stderr
 
 
-def test_loads_and_unloads_under_load_change_nothing_and_keep_nothing(tmp_path):
+def test_loads_while_another_computes(tmp_path):
     """A step of another engine computes all the while."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "quantize": lambda module: (4, 64)}
     folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
@@ -286,7 +286,7 @@ def test_loads_and_unloads_under_load_change_nothing_and_keep_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_model_takes_the_memory_that_was_said_and_never_much_more(tmp_path, bits):
+def test_memory_is_as_estimated(tmp_path, bits):
     """`fit` goes by what is said before the first tensor is read. Nothing is widened on the way."""
     changes = {
         "hidden_size": 512,
@@ -315,7 +315,7 @@ def test_a_model_takes_the_memory_that_was_said_and_never_much_more(tmp_path, bi
     )
 
 
-def test_without_our_product_weights_are_widened_and_the_first_line_says_so(tmp_path):
+def test_without_our_product_weights_are_widened(tmp_path):
     folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 32))
     code = (
         "from nanobatch import Engine\n"

@@ -31,7 +31,7 @@ def test_a_score_that_stands_alone_becomes_1():
     assert softmax(mx.array([[[7.0]]])).tolist() == [[[1]]]
 
 
-def test_a_matrix_of_one_number_or_two_is_made_of_numbers():
+def test_tiny_matrices_are_not_operations():
     """To look whether it is an operation must not read beyond it."""
     for N, K in ((1, 1), (2, 1), (1, 2)):
         x, w = normal(1, 5, K), normal(2, N, K)
@@ -39,7 +39,7 @@ def test_a_matrix_of_one_number_or_two_is_made_of_numbers():
         assert np.allclose(np.array(x @ w.T), right, atol=1e-6)
 
 
-def test_scales_and_widths_that_come_again_are_not_mixed_up():
+def test_repeated_scales_and_widths():
     """An operation was found by the address of an array that was gone."""
     for turn in range(60):
         scale, width = 0.1 + turn % 7, 1 + turn % 11
@@ -53,7 +53,7 @@ def test_scales_and_widths_that_come_again_are_not_mixed_up():
         assert np.abs(np.array(Norm.of(weight, scale)(x)) - right).max() < 1e-5
 
 
-def test_a_norm_that_is_computed_later_holds_its_weights():
+def test_lazy_norm_holds_its_weights():
     """The model was let go, and its memory given to others, before the graph was evaluated."""
     x = normal(1, 3, 512)
     for seed in range(6):
@@ -68,7 +68,7 @@ def test_a_norm_that_is_computed_later_holds_its_weights():
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
-def test_rows_that_threads_share_have_the_bits_that_they_have_alone(rows):
+def test_threads_change_no_bit(rows):
     """300 rows are shared out."""
     scores, gates = normal(1, rows, 333), normal(2, rows, 1000)
     norm = Norm.of(normal(3, 1000), 1e-5)
@@ -77,7 +77,8 @@ def test_rows_that_threads_share_have_the_bits_that_they_have_alone(rows):
         assert mx.array_equal(operation(x), alone)
 
 
-def test_an_operation_that_is_multiplied_as_a_matrix_ends_the_process_in_one_line():
+def test_operation_used_as_a_matrix():
+    """The process ends with one line, before memory is misread."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
         "from kernels import matmul; from kernels import mlx, row_ops\n"

@@ -11,8 +11,10 @@ import numpy as np
 
 import nanobatch
 import prefix
+import runner
 import sched
-from nanobatch import Engine, ForwardBatch, Handle, SamplingParams
+from nanobatch import Engine, Handle, SamplingParams
+from runner import ForwardBatch
 from runtime import handle as handle_file
 from runtime import loop, registry, signals, snapshot
 
@@ -23,8 +25,8 @@ class Tap:
 
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
-        runner, calls = engine.runner, []
-        head, begin, finish = runner.model.head, runner.begin, runner.finish
+        device, calls = engine.runner, []
+        head, begin, finish = device.model.head, device.begin, device.finish
 
         def tapped_head(x):
             logits = head(x)
@@ -51,9 +53,9 @@ class Tap:
                     self.logits[owners[pick.slot], pick.index] = logits
             return finish(begun, picks)
 
-        runner.model = replace(runner.model, head=tapped_head)
-        runner.begin = tapped_begin
-        runner.finish = tapped_finish
+        device.model = replace(device.model, head=tapped_head)
+        device.begin = tapped_begin
+        device.finish = tapped_finish
 
     def of(self, handle: Handle) -> np.ndarray:
         """(tokens, V): what the request's tokens were chosen from."""
@@ -102,6 +104,14 @@ def random_asks(
     return asks
 
 
+def check(engine: Engine) -> None:
+    """Assert the invariants of scheduler, slab and registry."""
+    engine.sched.check()
+    if engine.runner is not None and engine.runner.slab is not None:
+        engine.runner.slab.check()
+    assert engine.registry.open.keys() == engine.sched.running.keys() | engine.sched.waiting.keys()
+
+
 def run_schedule(
     engine: Engine,
     asks: list[Ask],
@@ -124,7 +134,7 @@ def run_schedule(
         for handle in cancels.pop(step, []):
             handle.cancel()
         worked = engine.step()
-        engine.check()
+        check(engine)
         step += 1
         if not waiting and all(handle.finish_reason for handle in handles):
             at_last()
@@ -132,7 +142,18 @@ def run_schedule(
             return handles
 
 
-MODULES = (nanobatch, sched, prefix, handle_file, registry, loop, snapshot, signals, threading)
+MODULES = (
+    nanobatch,
+    runner,
+    sched,
+    prefix,
+    handle_file,
+    registry,
+    loop,
+    snapshot,
+    signals,
+    threading,
+)
 WATCHED = {module.__file__ for module in MODULES}
 
 

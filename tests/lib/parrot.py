@@ -164,12 +164,12 @@ class Parrot:
         self.engine = Engine.load(folder, slots=slots, max_len=max_len, embeds=True)
         if is_taught:
             teach(self.engine)
-        self.door = APIServer(Options(port=port, **options)).start()
+        self.api = APIServer(Options(port=port, **options)).start()
         self.loop = Loop(self.engine, watch=Stopwatch()).start()
-        self.door.open(self.engine, self.loop, "parrot")
+        self.api.open(self.engine, self.loop, "parrot")
 
     def close(self) -> None:
-        self.door.close()
+        self.api.close()
         self.loop.stop()
         self.engine.close()
         self._place.cleanup()
@@ -180,7 +180,7 @@ class Taught(Server):
 
     def __init__(self, **options):
         self.parrot = Parrot(**options)
-        self.address = self.parrot.door.address
+        self.address = self.parrot.api.address
         self.host, _, port = self.address.removeprefix("http://").rpartition(":")
         self.port = int(port)
 
@@ -196,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     template = IN_TAGS if args.tags else TEMPLATE
     parrot = Parrot(args.port, max_len=args.max_len, template=template, aliases=("*",))
-    print(parrot.door.address, flush=True)
+    print(parrot.api.address, flush=True)
     while True:
         time.sleep(60)
 

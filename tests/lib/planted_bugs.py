@@ -7,8 +7,9 @@ import numpy as np
 
 import kv
 from kernels.mlx import mx
-from nanobatch import Model, Runner
+from nanobatch import Model
 from prefix import Prefixes
+from runner import Runner
 
 
 def plant(monkeypatch, bug: str) -> None:

@@ -114,8 +114,8 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
 
 
 # A form that this machine can run, but does not take, gets fewer.
-SCHEDULES = int(os.environ.get("NANOBATCH_COMPANIES", 20))
-ELSEWHERE = SCHEDULES * 2 // 5
+SCHEDULES = int(os.environ.get("NANOBATCH_COMPANIES", 12))
+ELSEWHERE = SCHEDULES // 2
 
 
 class Count(NamedTuple):

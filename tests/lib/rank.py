@@ -22,7 +22,7 @@ from kernels import mlx  # noqa: F401  first, as in a program of ours
 
 # isort: split
 import numpy as np
-from harness import Tap, random_asks, run_schedule
+from harness import Tap, check, random_asks, run_schedule
 
 from distributed import channel
 from models.load import ModelReader
@@ -68,7 +68,7 @@ def live(engine: Engine) -> list[list[int]]:
         handles[5].cancel()
         step = 0
         while engine.step():
-            engine.check()
+            check(engine)
             step += 1
             running = sorted(engine.sched.running.values(), key=lambda request: request.id)
             phases = {2: "prefill", 4: "decode"}

@@ -84,10 +84,10 @@ class Story(Replay):
                 left -= most
         return guesses
 
-    def _may_fly(self, plan: Plan | None) -> int:
+    def _max_in_flight(self, plan: Plan | None) -> int:
         if self.dice and self.dice.random() < 0.6:  # else nothing could be guessed with a lag
             return 0
-        return super()._may_fly(plan)
+        return super()._max_in_flight(plan)
 
     def run(self, plan: Plan) -> dict[int, list[int]]:
         self.write(plan)

@@ -13,12 +13,13 @@ from word_engine import Clock, word_engine
 from nanobatch import Engine
 from runtime.handle import Handle
 from runtime.loop import Stopwatch
-from screen import engine_client, state
+from screen import state, workload
 from screen.commands import Session
 from screen.draw import style
-from screen.draw.canvas import Paper
-from screen.engine_client import EngineRoom, Settings
+from screen.draw.canvas import Canvas
+from screen.engine_client import LocalEngineClient
 from screen.state import State
+from screen.workload import Settings
 from tui import Screen
 
 SIZES = ((80, 24), (120, 40), (200, 50))
@@ -29,13 +30,13 @@ at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join
 class Stage:
     """A session on an engine of words that only the test steps."""
 
-    def __init__(self, prompts=engine_client.BURST, **options):
+    def __init__(self, prompts=workload.BURST, **options):
         self.time = Clock()
-        self.room = EngineRoom(lambda report, clock: self._load(report, clock, options))
-        self.room.clock = Stopwatch(self.time)
-        self.room.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
+        self.client = LocalEngineClient(lambda report, clock: self._load(report, clock, options))
+        self.client.clock = Stopwatch(self.time)
+        self.client.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
-        self.session = Session(self.room, self.state)
+        self.session = Session(self.client, self.state)
         self.earlier = None  # prompts of earlier days
 
     def _load(self, report, clock, options):
@@ -45,23 +46,23 @@ class Stage:
 
     @property
     def engine(self) -> Engine:
-        return self.room.engine
+        return self.client.engine
 
     def load(self) -> "Stage":
-        self.room.load()
+        self.client.load()
         self.session.look()
         return self
 
     def turns(self, count: int = 1) -> "Stage":
         for _ in range(count):
-            self.room.loop.turn()
+            self.client.loop.turn()
             self.session.look()
         return self
 
     def finish(self) -> "Stage":
         """Until nothing is left to do."""
         for _ in range(5000):
-            time.sleep(self.room.loop.turn() or 0)
+            time.sleep(self.client.loop.turn() or 0)
             self.session.look()
             if self.session.settled:
                 return self
@@ -83,9 +84,9 @@ class Show:
     async def turns(self, count: int = 1) -> None:
         """Run turns. The screen looks once, after the last of them."""
         for _ in range(count):
-            self.stage.room.loop.turn()
+            self.stage.client.loop.turn()
             self.stage.session.look()
-        self.stage.room.note()
+        self.stage.client.note()
         self.app.look()
         self.app.paint()
         await self.pilot.pause()
@@ -121,7 +122,7 @@ def show(
         async with app.run_test(size=size, notifications=True) as pilot:
             it = Show(pilot, stage)
             if load:
-                stage.room.load()
+                stage.client.load()
                 app.look()
             await pilot.pause()
             await scenario(it)
@@ -132,7 +133,7 @@ def show(
 
 def drawn(draw, state: State, width: int, height: int) -> list[style.Line]:
     """What a function draws on a paper of this size: all its lines, also those that find no room."""
-    on = Paper(style.DARK, width, height)
+    on = Canvas(style.DARK, width, height)
     draw(state, on)
     return on.lines
 

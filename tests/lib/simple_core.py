@@ -284,43 +284,43 @@ class Scheduler:
         self._to_scrub[request.slot] = (0, self.max_len)
 
 
-# --- nanobatch.py ---
+# --- runner.py ---
 
 
 class Runner:
-    def finish(self, begun, picks):
+    def finish(self, launched, rows):
         resumed = self.clock()
-        tokens, logprobs, vectors = self._choose(begun, picks)
+        tokens, logprobs, states = self._sample(launched, rows)
         newest = tokens[:, 0]
         self._newest = mx.where(newest < 0, self._newest, newest)
         self._enqueue(tokens, self._newest, logprobs)
-        took = begun.took + self.clock() - resumed
+        took = launched.took + self.clock() - resumed
         return InFlightStep(
             tokens,
             logprobs,
-            vectors,
-            begun.began,
+            states,
+            launched.began,
             took - self._device_s - self._wait_s,
             self._device_s,
             self._wait_s,
         )
 
-    def _forward(self, order):
+    def _forward(self, batch):
         ids = []
         windows = []
         asked = []
         slots = []
         count = 0
-        for prefill in order.prefills:
+        for prefill in batch.prefills:
             ids.append(mx.array(prefill.ids))
             windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(prefill.ids)))
             count += len(prefill.ids)
             if prefill.asked:
                 asked.append(count - 1)
                 slots.append(prefill.slot)
-        if order.decodes:
-            decoding = [each.slot for each in order.decodes]
-            rows = [each.row for each in order.decodes]
+        if batch.decodes:
+            decoding = [each.slot for each in batch.decodes]
+            rows = [each.row for each in batch.decodes]
             windows.append(Window(self.slab, decoding, rows, 1))
             ids.append(self._newest[mx.array(decoding)])
             asked += range(count, count + len(decoding))
@@ -329,18 +329,22 @@ class Runner:
         if asked:
             logits = self.model.head(states)
             self._start([logits])
-            return [states], [logits], slots
+            return [PassOutput(slots, states, logits)]
         self._start(self.slab.written())
-        return [], [], []
+        return []
 
-    def _choose(self, begun, picks):
-        emitted = mx.full((self.slab.slots, 1), -1, mx.int32)
-        if not begun.slots:
-            return emitted, [], {}
-        picks = [picks[slot][0] for slot in begun.slots]
-        tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
-        emitted[mx.array(begun.slots), 0] = tokens
-        return emitted, logprobs, {}
+    def _sample(self, launched, rows):
+        sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
+        slots = launched.slots
+        if not slots:
+            return sampled, [], {}
+        logits = launched.outputs[0].logits
+        tokens, logprobs = choose(logits, [rows[slot][0] for slot in slots], self._slot_state)
+        sampled[mx.array(slots), 0] = tokens
+        return sampled, logprobs, {}
+
+
+# --- nanobatch.py ---
 
 
 class Engine:
@@ -352,8 +356,8 @@ class Engine:
                     planned = self._plan()
                 if planned is not None:
                     self._run(planned)
-                worked = len(self._flights) > 0
-                while len(self._flights) > self._may_fly(planned):
+                worked = len(self._in_flight) > 0
+                while len(self._in_flight) > self._max_in_flight(planned):
                     self._commit()
                 return worked
             except BaseException as error:
@@ -362,7 +366,7 @@ class Engine:
                     return True
                 raise
 
-    def _may_fly(self, plan):
+    def _max_in_flight(self, plan):
         if plan is None or not self.run_ahead:
             return 0
-        return 0 if plan.is_due(self.hurries) else 1
+        return 0 if plan.is_due(self.eager_first_token) else 1

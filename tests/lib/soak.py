@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from harness import check
 from serve_memory import Weight, can_weigh, weigh
 
 from nanobatch import Engine, Handle, Model, QueueFull, SamplingParams, Tokenizer
@@ -131,7 +132,7 @@ def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter
 
     with Engine(model, text, max_queue=24, **sizes) as engine, engine.serving():
         weights = run_rounds(client, requests, 4, weigh)
-        engine.check()
+        check(engine)
         snapshot = engine.snapshot()
     assert all(slot.phase == "free" for slot in snapshot.slots) and not snapshot.queue
     assert (

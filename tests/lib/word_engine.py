@@ -14,9 +14,10 @@ from distributed.group import ALONE
 from kernels.mlx import mx
 from models.config import Config
 from models.rope import Rope
-from nanobatch import Engine, ForwardBatch, Picks
+from nanobatch import Engine
 from policies import POLICIES
-from runtime.handle import TokenLogprob
+from runner import ForwardBatch, SamplingRows
+from runtime.outputs import StepOutput, TokenLogprob
 from runtime.snapshot import ModelView
 from sched import Scheduler
 from text.tokenizer import Prompt
@@ -94,7 +95,7 @@ class WordFlight:
     cost: float
     device_s: float
     finite: list[int]
-    logprobs: dict[tuple[int, int], TokenLogprob] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], StepOutput] = field(default_factory=dict)
     ended: float | None = None
     build_s: float = 0.001
     wait_s: float = 0.0
@@ -103,7 +104,7 @@ class WordFlight:
         if self.ended is None:
             self.runner.time.now += self.cost
             self.ended = self.runner.time.now
-        return self.tokens, self.logprobs
+        return self.tokens, self.outputs
 
 
 class WordRunner:
@@ -141,14 +142,15 @@ class WordRunner:
     def says(self, slot: int, index: int) -> int:
         return self.text.token(speak(self.prompts[slot], index))
 
-    def finish(self, flight: WordFlight, picks: Picks) -> WordFlight:
+    def finish(self, flight: WordFlight, picks: SamplingRows) -> WordFlight:
         for slot, rows in picks.items():
             flight.tokens[slot] = []
             for pick in rows:
                 said = self.says(slot, pick.index)
                 flight.tokens[slot].append(said)
                 if pick.sampling.logprobs is not None:
-                    flight.logprobs[slot, pick.index] = TokenLogprob(-0.25, ((said, -0.25),))
+                    entry = TokenLogprob(-0.25, ((said, -0.25),))
+                    flight.outputs[slot, pick.index] = StepOutput(said, entry)
         return flight
 
 
@@ -182,6 +184,6 @@ def word_engine(
     engine = Engine(
         model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
     )
-    engine.hurries = False
+    engine.eager_first_token = False
     engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)
     return engine

@@ -43,7 +43,7 @@ def refused(model: str, *words: str) -> None:
         assert word in str(caught.value), caught.value
 
 
-def test_a_whole_model_in_the_cache_is_used_without_asking_the_network(home, monkeypatch):
+def test_cached_model_needs_no_network(home, monkeypatch):
     """Without a network each start waited for it to time out."""
     folder = cached(home, "someone/tiny")
     monkeypatch.setattr(
@@ -73,7 +73,7 @@ def test_lm_studios_folder_is_looked_at_too(home):
     assert models.find("owner/name") == folder
 
 
-def test_a_gguf_file_or_folder_or_hub_id_is_called_one_with_the_name_to_look_for(home):
+def test_gguf_is_named_with_a_remedy(home):
     """It was called a folder without config.json, or downloaded without its weights."""
     file = home / "studio" / "owner" / "Tiny-3B-GGUF" / "Tiny-3B-Q4_K_M.gguf"
     file.parent.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_a_gguf_file_or_folder_or_hub_id_is_called_one_with_the_name_to_look_for
         refused(name, "GGUF", "MLX or safetensors", "mlx-community/Tiny-3B-4bit")
 
 
-def test_a_mistyped_folder_is_called_a_missing_folder_too(home):
+def test_mistyped_folder_is_named(home):
     refused("modles/tiny", "modles/tiny", "no folder here", "cache", "network")
 
 
@@ -95,7 +95,7 @@ def headless(folder: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
 
 
-def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monkeypatch, capsys):
+def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks of four bits
     cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
     cached(home, "b/other")
@@ -140,7 +140,7 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     assert "KiB of memory" in capsys.readouterr().out
 
 
-def test_a_file_that_goes_while_the_list_is_made_does_not_end_it(home, monkeypatch, capsys):
+def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
     """As a download renames what it has fetched."""
     gone = cached(home, "a/downloaded") / "model.safetensors"
     stat = Path.stat
@@ -157,7 +157,7 @@ def test_a_file_that_goes_while_the_list_is_made_does_not_end_it(home, monkeypat
     assert line.startswith("a/downloaded") and line.endswith("not all of it downloaded")
 
 
-def test_a_machine_without_any_model_lists_the_demo(home, capsys):
+def test_empty_cache_lists_the_demo(home, capsys):
     shutil.rmtree(home / "hub", ignore_errors=True)
     assert ask.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["model", "demo"]

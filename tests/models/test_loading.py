@@ -24,7 +24,7 @@ from models import config as configs
 from models import families, weights
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
-from models.memory import slab_nbytes, slab_shape
+from models.memory import slab_nbytes, slab_of, slab_shape
 from nanobatch import Engine, SamplingParams, Tokenizer
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError
 from text import tokenizer as text
@@ -75,25 +75,27 @@ def change_weights(folder, change) -> None:
 # --- what is read -------------------------------------------------------------------------------
 
 
-def test_one_file_and_many_with_an_index_are_the_same_model(whole, sharded):
+def test_sharded_and_single_file(whole, sharded):
+    """Many files with an index are the same model as one file."""
     one, many = read_model(whole), read_model(sharded)
     assert np.array_equal(np.array(one.layers[1].qkv.weight), np.array(many.layers[1].qkv.weight))
     assert np.array_equal(np.array(one.head.weight), np.array(many.head.weight))
 
 
-def test_on_a_cpu_weights_become_float32_unless_told_otherwise(tmp_path):
+def test_cpu_weights_become_float32(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.float16)
     assert read_model(folder).dtype == mx.float32
     assert read_model(folder, "checkpoint").dtype == mx.float16
 
 
-def test_a_tied_model_keeps_one_table_and_ignores_a_head_that_is_stored_twice(folder):
+def test_tied_head_is_stored_once(folder):
+    """A head that is stored a second time is ignored."""
     change_config(folder, tie_word_embeddings=True)
     model = read_model(folder)
     assert model.head is model.table
 
 
-def test_where_the_config_leaves_tying_open_the_weights_decide(folder):
+def test_weights_decide_about_tying(folder):
     change_config(folder, tie_word_embeddings=...)
     model = read_model(folder)
     assert model.head is not model.table
@@ -102,14 +104,16 @@ def test_where_the_config_leaves_tying_open_the_weights_decide(folder):
     assert model.head is model.table
 
 
-def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
+def test_stored_rope_tables_are_ignored(folder):
+    """Old checkpoints carry them."""
     change_weights(
         folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)})
     )
     read_model(folder)
 
 
-def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(folder):
+def test_eos_tokens_are_the_union(folder):
+    """Of config, generation_config and tokenizer."""
     assert Tokenizer(folder, V).end_tokens == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
     assert Tokenizer(folder, V).end_tokens == {257, 259}
@@ -129,7 +133,7 @@ def test_an_end_token_that_is_no_id(folder, value):
     refused(folder, "config.json", "eos_token_id")
 
 
-def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, monkeypatch):
+def test_cached_hub_id_loads_offline(whole, tmp_path, monkeypatch):
     """A snapshot folder, laid out as huggingface_hub lays it out, is all that a cached model is."""
     from huggingface_hub import constants
 
@@ -147,14 +151,14 @@ def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, mo
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_a_name_that_is_neither_a_folder_nor_a_hub_id(tmp_path):
+def test_bad_model_name(tmp_path):
     refused("no-such-model", "no-such-model", "owner/name")
     refused("./not/there", "./not/there", "folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is a file")
 
 
-def test_a_hub_id_that_is_not_cached_while_the_network_is_down(tmp_path, monkeypatch):
+def test_uncached_hub_id_offline(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -162,7 +166,7 @@ def test_a_hub_id_that_is_not_cached_while_the_network_is_down(tmp_path, monkeyp
     refused("someone/absent", "someone/absent", "cache", "network")
 
 
-def test_a_config_for_more_or_fewer_layers_than_there_are(folder):
+def test_wrong_number_of_layers(folder):
     change_config(folder, num_hidden_layers=3)
     refused(folder, "lacks", "model.layers.2")
     change_config(folder, num_hidden_layers=3_000_000)
@@ -221,7 +225,7 @@ def test_what_lies_where_a_json_file_should_be(folder, file, content):
     refused(folder, file)
 
 
-def test_a_file_that_is_cut_off_or_has_bytes_to_spare(folder):
+def test_truncated_weight_file(folder):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-100])
@@ -249,7 +253,9 @@ def test_a_number_that_is_not_finite(folder, number):
     refused(folder, "model.layers.1.mlp.up_proj.weight", "NaN or infinity")
 
 
-def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(whole, tmp_path):
+def test_bad_tensors(whole, tmp_path):
+    """Of zeros, missing, foreign, or of another shape."""
+
     def broken(name, change):
         folder = shutil.copytree(whole, tmp_path / name)
         change_weights(folder, change)
@@ -279,7 +285,7 @@ def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(wh
     refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
 
 
-def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path):
+def test_bad_fused_matrix(tmp_path):
     """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at
     wrong rows."""
     folder, name = (
@@ -294,7 +300,7 @@ def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path)
     refused(folder, "lacks", "q_proj")
 
 
-def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
+def test_bad_experts(tmp_path):
     """Each expert may be a tensor by itself. A gap among them would shift all that come after
     it."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -318,7 +324,7 @@ def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
     refused(folder, "experts.up_proj.weight", "3 experts")
 
 
-def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
+def test_missing_fused_matrix_has_the_familys_name(tmp_path):
     """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for
     it."""
     folder, name = (
@@ -329,7 +335,7 @@ def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
     refused(folder, "lacks", name)
 
 
-def test_quantized_shapes_that_no_quantization_has(tmp_path):
+def test_bad_quantized_shapes(tmp_path):
     folder = make_checkpoint(
         tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
     )
@@ -342,7 +348,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
     ("part", "dtype"),
     [("weight", mx.float16), ("scales", mx.uint32), ("biases", mx.bfloat16), ("biases", mx.uint32)],
 )
-def test_a_quantized_matrix_whose_parts_are_of_other_kinds_is_refused(tmp_path, part, dtype):
+def test_bad_quantized_dtypes(tmp_path, part, dtype):
     """Of the right shapes, it was read beyond its end, with scales of one kind taken for another."""
     folder = make_checkpoint(
         tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
@@ -417,7 +423,7 @@ def test_a_quantized_matrix_whose_parts_are_of_other_kinds_is_refused(tmp_path, 
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
 )
-def test_a_config_that_is_not_supported_or_does_not_fit(folder, changes, words):
+def test_unsupported_configs(folder, changes, words):
     change_config(folder, **changes)
     refused(folder, "config.json", *words)
 
@@ -469,9 +475,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
         ),
     ],
 )
-def test_each_familys_way_to_say_in_which_layers_attention_slides(
-    tmp_path, settings, window, whole
-):
+def test_sliding_layers_of_each_family(tmp_path, settings, window, whole):
     config = configs.read_config(make_checkpoint(tmp_path, **settings), True)
     assert config.window == window and [*config.whole] == whole
 
@@ -480,7 +484,7 @@ def test_each_familys_way_to_say_in_which_layers_attention_slides(
 KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]
 
 
-def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
+def test_config_defaults_equal_transformers(tmp_path):
     """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for
     another theta."""
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
@@ -513,9 +517,7 @@ OTHERS = """
 
 
 @pytest.mark.parametrize("family", [*KNOWN_TO_TRANSFORMERS, *OTHERS.split()])
-def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(
-    tmp_path, family
-):
+def test_transformers_configs(tmp_path, family):
     """Its spelling changes with its releases: since the fifth, rope's theta stands in
     `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
@@ -528,7 +530,7 @@ def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that
         configs.read_config(tmp_path, True)
 
 
-def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
+def test_zero_norms_of_gemma(tmp_path):
     """A norm that has learnt nothing was called a broken download."""
     folder = make_checkpoint(tmp_path, model_type="gemma2", head_dim=16)
     name = "model.layers.0.input_layernorm.weight"
@@ -536,7 +538,7 @@ def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
     assert np.array(read_model(folder).layers[0].attn_norm.weight).tolist() == [1.0] * 64
 
 
-def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
+def test_rope_scaling_precedes_rope_parameters(folder):
     change_config(
         folder,
         rope_scaling={"type": "linear", "factor": 3.0},
@@ -545,7 +547,7 @@ def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
     assert read_model(folder).config.rope.type == "linear"
 
 
-def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
+def test_bad_safetensors_header(folder):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"shape":[64]', b'"shape":[63]', 1))
@@ -553,7 +555,7 @@ def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
     refused(folder, "model.safetensors", "header", "63")
 
 
-def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
+def test_model_larger_than_memory(whole, monkeypatch):
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)
     refused(whole, "weights", "KiB")
     model = None
@@ -569,9 +571,7 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
         assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
 
 
-def test_an_engine_is_made_with_the_sizes_that_fitted_before_its_weights_were_read(
-    whole, monkeypatch
-):
+def test_sizes_are_fixed_before_loading(whole, monkeypatch):
     """They were reckoned twice. So a program that took memory meanwhile refused a model whose
     weights had just been read."""
     read = ModelReader.read
@@ -588,7 +588,7 @@ def test_an_engine_is_made_with_the_sizes_that_fitted_before_its_weights_were_re
         assert slab.slots > 1 and sum(array.nbytes for array in slab.arrays) <= 9_000_000
 
 
-def test_the_memory_that_a_slab_takes_is_what_was_reckoned(whole):
+def test_slab_size_is_as_estimated(whole):
     c = read_model(whole).config
     shape = slab_shape(c, slots=3, max_len=100, chunk=32)
     slab = Slab(*shape, mx.float16)
@@ -627,7 +627,7 @@ def tried(folder) -> str:
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "/dev/zero", "/dev/null", "loop"])
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kind, monkeypatch):
+def test_special_files_are_refused(folder, file, kind, monkeypatch):
     """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
     path, said = folder / file, []
     path.unlink(missing_ok=True)
@@ -655,7 +655,7 @@ def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kin
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
-def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, file, monkeypatch):
+def test_oversized_file_is_refused(folder, file, monkeypatch):
     """An index of two million entries was refused after 34 s. A file of nothing but a length stands
     for such."""
     path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
@@ -670,7 +670,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, file, mon
     assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in line
 
 
-def test_an_index_is_refused_without_a_look_at_each_of_its_entries(folder, monkeypatch):
+def test_oversized_index_is_refused(folder, monkeypatch):
     """A path for each entry took most of those 34 s."""
     looked = []
     exists = Path.exists
@@ -747,7 +747,7 @@ def strange(rng: random.Random, config: dict) -> dict:
     return config
 
 
-def test_of_hundreds_of_strange_configs_each_loads_or_is_refused_in_one_line(folder):
+def test_random_configs(folder):
     """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another
     error."""
     rng, config, count = (
@@ -799,7 +799,7 @@ def test_json_that_python_cannot_read_is_refused(folder, file, text):
     ],
     ids=lambda value: str(value)[:60].encode("ascii", "backslashreplace").decode(),
 )
-def test_strange_values_beside_the_config_are_harmless_or_refused(folder, file, content):
+def test_bad_values_in_other_files(folder, file, content):
     (folder / file).write_text(json.dumps(content))
     line = tried(folder)
     assert (
@@ -839,7 +839,7 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
     return bytes(data)
 
 
-def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line(folder):
+def test_random_damage_to_weights(folder):
     """MLX itself checks little: it reads beyond the end, and aborts."""
     rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
     data = path.read_bytes()
@@ -854,13 +854,11 @@ def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line
     [
         (Path, "read_text", "config.json"),
         (weights.struct, "unpack", "model.safetensors"),
-        (text, "Tokenizer", "tokenizer.json"),
+        (text.tokenizers, "Tokenizer", "tokenizer.json"),
         (mx, "load", "model.safetensors"),
     ],
 )
-def test_an_error_that_says_nothing_is_called_by_its_name(
-    folder, monkeypatch, owner, function, file
-):
+def test_empty_error_is_named(folder, monkeypatch, owner, function, file):
     """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught
     it at all."""
 
@@ -870,3 +868,21 @@ def test_an_error_that_says_nothing_is_called_by_its_name(
     full.from_file = full
     monkeypatch.setattr(owner, function, full)
     refused(folder, file, "(MemoryError)")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path, seed=3, dtype=dtype)
+    sizes = {}
+    for kv in ("auto", "float32"):
+        with Engine.load(folder, slots=2, max_len=64, chunk=32, kv=kv) as engine:
+            slab = engine.runner.slab
+            sizes[kv] = sum(array.nbytes for array in slab.arrays)
+            assert slab.dtype == (mx.float16 if kv == "auto" and dtype.size == 2 else mx.float32)
+            assert sizes[kv] == slab_of(engine.model, engine._sizes)
+    assert sizes["float32"] == sizes["auto"] * 4 // dtype.size
+
+
+def test_an_unknown_kv_is_refused(whole):
+    with pytest.raises(ValueError, match=r"float8.*auto or float32"):
+        Engine.load(whole, kv="float8")

@@ -71,7 +71,8 @@ def alone(gated, x: mx.array) -> mx.array:
     return gated(mx.concatenate([x, mx.ones_like(x)], axis=-1))
 
 
-def test_silu_is_its_formula_from_far_below_zero_to_far_above(form):
+def test_silu(form):
+    """From far below zero to far above."""
     x = np.concatenate([np.linspace(-91, 91, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
     y = alone(swiglu, mx.array(x))
@@ -84,7 +85,8 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above(form):
     assert wide(alone(swiglu, extremes)).tolist() == right
 
 
-def test_gelu_is_its_formula_from_far_below_zero_to_far_above(form):
+def test_gelu(form):
+    """From far below zero to far above."""
     x = np.concatenate([np.linspace(-12, 12, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
     wide_x = x.astype(np.float64)
     wanted = wide_x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide_x + 0.044715 * wide_x**3)))
@@ -111,7 +113,8 @@ def test_the_cap_is_its_formula(form, cap):
 
 
 @pytest.mark.parametrize("gated", [swiglu, geglu])
-def test_a_gate_multiplies_the_second_half_of_a_row(form, gated):
+def test_gated_activation(form, gated):
+    """The first half of a row is activated and multiplied by the second."""
     gate, up = normal(3, 2, 21), normal(3, 2, 21, seed=1)
     y = gated(mx.array(np.concatenate([gate, up], axis=-1)))
     assert y.shape == gate.shape
@@ -135,7 +138,7 @@ def test_a_number_that_is_none_stays_none(form, place):
 
 @pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
+def test_argmax_takes_the_first(V, dtype):
     random = np.random.default_rng(V)
     # Full of ties, within a block and among blocks
     x = random.integers(-5, 5, (400, V)).astype(np.float32)
@@ -151,7 +154,7 @@ def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
 
 
 @pytest.mark.parametrize("place", [0, 5, 130, 255])
-def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
+def test_argmax_shows_nan(place):
     """NaN passes a comparison in silence. A row that holds one must not yield a token."""
     x = normal(3, 256)
     x[1, place] = np.nan
@@ -160,7 +163,7 @@ def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
 
 
 @pytest.mark.parametrize("L", [1, 5])
-def test_a_window_hides_the_rows_before_it_and_no_other(L):
+def test_sliding_window_mask(L):
     """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot
     hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
@@ -194,7 +197,7 @@ def test_a_window_outside_the_slab_is_refused(slots, starts, L):
         Window(slab, slots, starts, L)
 
 
-def test_each_sequence_of_a_look_has_a_mask_of_its_own():
+def test_mask_is_per_sequence():
     """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
     window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
     near, far = window.looks(None, lambda seen: seen)
@@ -204,7 +207,7 @@ def test_each_sequence_of_a_look_has_a_mask_of_its_own():
 
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)
-def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+def test_silu_in_half_precision(dtype, close):
     x = mx.array(np.linspace(-10, 10, 2_001).astype(np.float32)).astype(dtype)
     y = alone(swiglu, x)
     wanted = wide(x) / (1 + np.exp(-wide(x)))
@@ -230,7 +233,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
         assert (y == 1).all()
 
 
-def test_a_row_has_the_same_softmax_among_any_number_of_rows(form):
+def test_softmax_is_row_invariant(form):
     """The form was chosen by how many rows there are, and that depends on the neighbours."""
     x = mx.array(normal(40, 4, 96, scale=5.0))
     whole = softmax(x)
@@ -239,7 +242,7 @@ def test_a_row_has_the_same_softmax_among_any_number_of_rows(form):
 
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)
-def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+def test_softmax_in_half_precision(dtype, close):
     x = mx.array(normal(40, 64, scale=3.0)).astype(dtype)
     powers = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
     y = softmax(x)
@@ -268,12 +271,12 @@ def rope(**settings) -> Rope:
     return Rope(**({"type": "default", "theta": 10_000.0} | settings))
 
 
-def test_frequencies_are_theta_to_the_minus_two_i_over_dh():
+def test_rope_frequencies():
     wanted = 10_000.0 ** (-2 * np.arange(16) / 32)
     assert np.abs(wide(rope_frequencies(rope(), 32)) / wanted - 1).max() < 2e-6
 
 
-def test_llama3_slows_what_turns_slowly_and_leaves_what_turns_fast():
+def test_llama3_rope():
     settings = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -288,7 +291,8 @@ def test_llama3_slows_what_turns_slowly_and_leaves_what_turns_fast():
     assert np.abs(ours / (plain * ((1 - keep) / 8 + keep)) - 1).max() < 5e-6
 
 
-def test_dynamic_raises_theta_beyond_the_trained_length_only():
+def test_dynamic_rope():
+    """Theta is raised beyond the trained length only."""
     settings = rope(type="dynamic", factor=2.0, original_length=100)
     plain = wide(rope_frequencies(rope(), 32))
     assert np.array_equal(wide(rope_frequencies(settings, 32, 100)), plain)
@@ -302,7 +306,7 @@ def test_dynamic_raises_theta_beyond_the_trained_length_only():
 
 
 @pytest.mark.parametrize("part", [None, 48])
-def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
+def test_yarn_rope(part):
     """transformers' definition, written anew: a ramp from the plane that turns 32 times in the
     trained length to the one that turns once, both taken to a whole plane outwards."""
     settings = rope(
@@ -319,7 +323,8 @@ def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
     assert ours.shape == (32,) and (ours[R // 2 :] == 0).all()
 
 
-def test_longrope_has_other_factors_for_sequences_beyond_the_trained_length():
+def test_longrope():
+    """Sequences beyond the trained length have other factors."""
     settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
     assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
     assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
@@ -328,7 +333,7 @@ def test_longrope_has_other_factors_for_sequences_beyond_the_trained_length():
 @pytest.mark.parametrize(
     ("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)]
 )
-def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, interleaved):
+def test_interleaved_rope(turned, interleaved):
     """A part of each head that turns, and neighbours that are a plane, are made the usual case by
     order alone."""
     settings, Dh = rope(turned=turned, interleaved=interleaved), 10
@@ -363,7 +368,7 @@ def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, inter
         ({"rope_type": "longrope"}, 1.0),
     ],
 )
-def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
+def test_rope_attention_factor(tmp_path, scaling, gain):
     """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is
     right."""
     planes = (
@@ -379,7 +384,7 @@ def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
 
 
 @pytest.mark.parametrize(("H", "Hkv", "L"), [(4, 4, 1), (4, 2, 1), (6, 1, 7), (8, 2, 5)])
-def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
+def test_attention_equals_mx_fast(H, Hkv, L):
     q, k, v = (
         mx.array(normal(*shape, seed=seed))
         for seed, shape in enumerate(((2, L, H, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
@@ -396,7 +401,7 @@ def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
     )
 
 
-def test_heads_stand_where_the_fused_projection_puts_them():
+def test_fused_projection_head_order():
     """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a
     turn."""
     model = SimpleNamespace(config=SimpleNamespace(H=4, Hkv=2, Dh=6))
@@ -440,7 +445,7 @@ def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
     assert np.array_equal(np.array(dense.embed(ids)), together[np.array(ids)])
 
 
-def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
+def test_quantized_matrices():
     weight = normal(48, 64)
     packed = mx.quantize(mx.array(weight), group_size=32, bits=4)
     plain = wide(mx.dequantize(*packed, group_size=32, bits=4))

@@ -6,8 +6,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 import llama
-import nanobatch
-from analysis import roofline
+from analysis import probes, roofline
 from analysis.step_costs import Work, bill_of, expected
 from distributed.group import Ranks
 from kernels import mlx as device
@@ -48,12 +47,12 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
     assert (view.experts, view.taken, view.expert_nbytes, view.window) == (0, 0, 0, None)
 
 
-def test_a_tied_head_is_the_table_and_is_read_as_a_head(tmp_path):
+def test_tied_head_counts_once(tmp_path):
     tied = read_model(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)).view
     assert tied == read_model(make_checkpoint(tmp_path / "own")).view
 
 
-def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
+def test_packed_bytes(tmp_path):
     """Four bits a number, and a scale and an offset of two bytes each for 32 of them."""
     folder = make_checkpoint(
         tmp_path,
@@ -69,7 +68,9 @@ def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
     assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 128
     assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 128
     assert view.token_nbytes == 128 * 5 // 8
-    assert view.row_nbytes == whole.row_nbytes // 2
+    assert (
+        view.row_nbytes == whole.row_nbytes == read_model(folder, kv="float32").view.row_nbytes // 2
+    )
     if device.is_batch_invariant():  # packed as well, but for norms and the slab
         kept = read_model(folder).view
         assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
@@ -79,7 +80,7 @@ def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
         assert kept.row_nbytes == whole.row_nbytes
 
 
-def test_weights_of_16_bits_are_read_as_such_and_each_row_has_a_scale(tmp_path):
+def test_sixteen_bit_bytes(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
     view, whole = read_model(folder).view, read_model(folder, "float32").view
     if device.is_batch_invariant():
@@ -170,7 +171,7 @@ class Meter:
     ids=["llama", "tied", "experts", "packed"],
 )
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, changes, slots):
+def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
     """Prompts of several chunks, chunks that end no prompt, rows that decode beside them, and
     ghosts. Alone, a sequence reads its own rows; neighbours may read as far as the longest."""
     folder = make_checkpoint(tmp_path, **changes)
@@ -213,7 +214,7 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
         assert (bill.keys, bill.attention) == (looked["keys"], looked["attention"])
 
 
-def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
+def test_experts_of_the_newest_step(tmp_path):
     """Each of so many tokens takes two experts, in each layer; in the last, only those that are
     asked go on. A step without any of those leaves nothing behind that would hold the slab."""
     with Engine.load(
@@ -225,7 +226,7 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
         engine.run_ahead = False
         while engine.step():
             step = engine.snapshot().steps[-1]
-            found = engine.chosen()
+            found = probes.chosen_experts(engine)
             assert found.step == step.step
             tokens = sum(stop - start for *_, start, stop in step.prefill) + len(step.decode)
             first, last = (sum(dict(layer).values()) for layer in found.layers)
@@ -239,10 +240,10 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
 
 def test_a_model_without_experts_takes_none(engine):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    assert engine.chosen() == (engine.steps, ())
+    assert probes.chosen_experts(engine) == (engine.steps, ())
 
 
-def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
+def test_kept_experts_copy_no_slab(tmp_path):
     """Of a chunk that ends no prompt the last layer's choices are never computed. If they were
     kept beyond the next pass, they would hold the slab, and a step would copy it."""
     with Engine.load(
@@ -262,7 +263,7 @@ def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
     assert copies == 0 and silent > 8 and steps > silent
 
 
-def test_so_many_experts_are_expected_as_drawing_them_yields(tmp_path):
+def test_expected_experts(tmp_path):
     view = read_model(make_checkpoint(tmp_path, **EXPERTS)).view
     assert expected(view, 0) == 0 and expected(view, 1) == pytest.approx(2)
     # Two tokens: the second takes one of the four others with each of its two choices
@@ -271,7 +272,7 @@ def test_so_many_experts_are_expected_as_drawing_them_yields(tmp_path):
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e12])
-def test_a_quick_machine_is_measured_with_more_and_no_piece_twice_in_a_row(monkeypatch, rate):
+def test_roofline_on_a_fast_machine(monkeypatch, rate):
     """A try of microseconds would measure how long it takes to start one, and a cache that holds a
     piece would be measured instead of memory. Here a clock is told."""
     sizes = []
@@ -292,17 +293,17 @@ def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
     none stays so."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
-    monkeypatch.setattr(nanobatch, "measure", lambda nbytes, dtype: tries.pop(0))
+    monkeypatch.setattr(probes, "measure", lambda nbytes, dtype: tries.pop(0))
     for others, roof_then in (
         (1.5, Roof(3.0, 5.0, 7.0, 1.5)),
         (0.0, Roof(4.0, 5.0, 7.5, 0.0)),
         (1.9, Roof(4.0, 5.0, 7.5, 0.0)),
     ):
-        engine.measure_roof(others)
+        probes.measure_roofline(engine, others)
         assert engine.snapshot().roof == roof_then
 
 
-def test_the_real_measurement_yields_three_figures(engine):
+def test_roofline_has_three_figures(engine):
     """The model here is small: it is read again and again from a cache."""
-    engine.measure_roof()
+    probes.measure_roofline(engine)
     assert all(0 < figure < 1e16 for figure in engine.snapshot().roof[:3])

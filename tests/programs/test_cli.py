@@ -27,7 +27,7 @@ import serve
 import tui
 from runtime import cli as program
 from runtime.conversation import on_terminal
-from text.tool_parser import Part
+from text.tool_parser import ParsedPart
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,8 @@ def lines(stream: str) -> list[str]:
     return [line for line in stream.splitlines() if not any(a in line for a in always)]
 
 
-def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
+def test_prompts_run_at_once(model):
+    """Each answer is followed by its figures."""
     done = asked(
         "--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"
     )
@@ -79,7 +80,7 @@ def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
     assert text.count("[length: 8 tokens, TTFT ") == 2 and text.count(" tokens/s]") == 2
 
 
-def test_a_dash_reads_the_prompt_from_standard_input(model):
+def test_a_dash_reads_standard_input(model):
     given = asked("--model", model, "--prompt", "a question", "--max-tokens", "8", "--ignore-eos")
     piped = asked(
         "--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", input="a question"
@@ -103,7 +104,7 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
         ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
     ],
 )
-def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(here, arguments):
+def test_prompts_and_options_in_any_order(here, arguments):
     expected = here("--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
     done = here(*arguments)
     assert done.returncode == 0, done.stderr
@@ -123,7 +124,8 @@ def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(here,
         ["-", "-"],
     ],
 )
-def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(here, arguments):
+def test_no_prompt_reads_standard_input(here, arguments):
+    """So does a dash among the prompts."""
     settings = ["--max-tokens", "8", "--ignore-eos"]
     done = here(*settings, *arguments, stdin="a question")
     prompts = [
@@ -136,7 +138,7 @@ def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(
     assert answer(done) == answer(expected) != []
 
 
-def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
+def test_prompt_that_looks_like_an_option(model):
     refused = asked("--model", model, "--max-tokens", "4", "--what")
     assert refused.returncode == 2 and "--what" in lines(refused.stderr)[-1]
     done = asked("--model", model, "--max-tokens", "4", "--prompt=--what")
@@ -144,7 +146,7 @@ def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
 
 
 @pytest.mark.parametrize("before", [[], ["one"]])
-def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before):
+def test_two_dashes_end_the_options(here, before):
     """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes
     half way."""
     odd = ["--odd", "two", "--max-tokens", "--"]
@@ -153,7 +155,8 @@ def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before
     assert headings(done) == before + odd
 
 
-def test_a_seed_makes_an_answer_repeat_in_another_process_too_and_a_stop_text_ends_it(here, model):
+def test_a_seed_repeats_across_processes(here, model):
+    """The stop string ends both answers."""
     arguments = [
         "--model",
         model,
@@ -177,9 +180,7 @@ def test_a_seed_makes_an_answer_repeat_in_another_process_too_and_a_stop_text_en
     assert "\n".join(answer(ended)) == text[: text.index(stop)] and "[stop: " in ended.stdout
 
 
-def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(
-    here, model, tmp_path
-):
+def test_chat_template_and_raw(here, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<|end|>")
     arguments = ["--prompt", "one", "--max-tokens", "8", "--ignore-eos"]
@@ -189,7 +190,7 @@ def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(
     assert "no chat template" in plain.stderr and "no chat template" not in chat.stderr
 
 
-def test_a_template_that_does_not_end_is_one_line_and_plain_text_goes_on(here, model, tmp_path):
+def test_endless_template_is_one_line(here, model, tmp_path):
     """The line names the file, the limit and what to do, and no answer is made of another form of
     the prompt."""
     folder = shutil.copytree(model, tmp_path / "endless")
@@ -201,7 +202,7 @@ def test_a_template_that_does_not_end_is_one_line_and_plain_text_goes_on(here, m
     assert refused.returncode == 2 and not refused.stdout
     assert str(folder / "chat_template.jinja") in line
     # On a busy machine the trial may not even get its second of a processor
-    assert "takes more than 1 s for a trial conversation" in line or "cannot be tried" in line
+    assert "takes more than 1 s for a sample conversation" in line or "cannot be tried" in line
     assert "give plain text" in line
     raw = here(*arguments, "--raw")
     assert raw.returncode == 0 and answer(raw)
@@ -303,7 +304,8 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         ["--allow-host", "*"],
     ],
 )
-def test_a_wrong_option_of_the_server_is_one_line_and_exit_code_2(here, arguments):
+def test_wrong_server_option_is_one_line(here, arguments):
+    """Exit code 2."""
     done = here("--port", "0", *arguments, main=serve.main)
     (line,) = lines(done.stderr)
     assert done.returncode == 2 and line.startswith("nanobatch: "), done
@@ -339,7 +341,8 @@ LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().enc
         ),
     ],
 )
-def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, file, content, words):
+def test_a_broken_model_is_one_line(here, model, tmp_path, file, content, words):
+    """Exit code 2."""
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     done = here("--model", str(folder), "--prompt", "x")
@@ -347,9 +350,7 @@ def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, fil
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_process_whose_model_is_broken_ends_with_its_line_and_nothing_behind_it(
-    model, tmp_path, file
-):
+def test_broken_model_ends_the_process(model, tmp_path, file):
     """What `main` says and what a user sees are the same only if nothing is said at the process's
     end."""
     folder = shutil.copytree(model, tmp_path / "model")
@@ -366,13 +367,14 @@ def in_shell(program: str, streams: str, *arguments: str) -> subprocess.Complete
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
-def test_output_to_a_full_disk_is_one_line_and_exit_code_1(model):
+def test_output_to_a_full_disk(model):
+    """One line and exit code 1."""
     done = in_shell("ask.py", ">/dev/full", "--model", model, "--max-tokens", "4", "x")
     assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
     assert "Traceback" not in done.stderr
 
 
-def test_output_whose_reader_has_seen_enough_ends_silently_with_141(model):
+def test_closed_pipe_exits_with_141(model):
     """`ask.py ... | head -1`."""
     words = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--ignore-eos"]
     words += ["--max-len", "100100", "--max-tokens", "100000", "--prompt", "x"]
@@ -382,7 +384,7 @@ def test_output_whose_reader_has_seen_enough_ends_silently_with_141(model):
     assert "Traceback" not in done.stderr and "written" not in done.stderr
 
 
-def test_a_server_whose_standard_error_cannot_be_written_serves():
+def test_server_with_unwritable_stderr():
     """It ended before the first request, since it could not say where it is."""
     (port,) = free_ports(1)
     if not Path("/dev/full").exists():
@@ -413,9 +415,8 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(
-    model, sent, code, background_job
-):
+def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
+    """Also in a background job."""
     endless = [
         "--model",
         model,
@@ -441,7 +442,7 @@ def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(
 
 
 @pytest.mark.parametrize("asked", [ask, serve, tui, bench], ids=lambda module: module.__name__)
-def test_every_program_says_its_version_on_standard_output_and_ends(here, asked):
+def test_version(here, asked):
     """The number is the one in pyproject.toml, and stands nowhere else."""
     number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     done = here("--version", main=asked.main)
@@ -451,7 +452,7 @@ def test_every_program_says_its_version_on_standard_output_and_ends(here, asked)
 
 
 @pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
-def test_in_a_background_job_that_ignores_ctrl_c_a_program_ignores_it_too(tmp_path, program):
+def test_background_job_ignores_ctrl_c(tmp_path, program):
     (tmp_path / "argparse.py").write_text(
         "import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n"
     )
@@ -460,7 +461,7 @@ def test_in_a_background_job_that_ignores_ctrl_c_a_program_ignores_it_too(tmp_pa
     assert done.returncode == 7
 
 
-def test_importing_a_program_changes_nothing_about_ctrl_c():
+def test_importing_changes_no_signal_handler():
     code = "import signal; before = signal.getsignal(2); import ask, bench, tui; print(signal.getsignal(2) is before)"
     assert python(code).stdout == "True\n"
 
@@ -484,9 +485,7 @@ def test_importing_a_program_changes_nothing_about_ctrl_c():
         (bench, ["--from"]),
     ],
 )
-def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(
-    here, program, arguments
-):
+def test_long_value_is_quoted_shortened(here, program, arguments):
     """5,000 characters were said again, whole."""
     *others, option = arguments
     done = here(*others, f"{option}={BOOK}", main=program.main)
@@ -494,7 +493,7 @@ def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(
 
 
 @pytest.mark.parametrize("program", ["ask.py", "tui.py", "bench.py"])
-def test_a_process_quotes_a_book_in_a_short_line_too(program):
+def test_long_value_in_a_process(program):
     """The model is looked for by a thread of the screen, and by another process of the
     benchmark."""
     check_that_it_is_short(run(ROOT / program, f"--model={BOOK}"))
@@ -517,7 +516,7 @@ def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
 # --- what lies under MLX ------------------------------------------------------------------------
 
 
-def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
+def test_blas_off_is_silent():
     done = python(
         "import nanobatch; from kernels import mlx as device; print(device.blas)",
         NANOBATCH_BLAS="off",
@@ -560,7 +559,7 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
+def test_without_a_fast_blas(tmp_path):
     """A ctypes that finds no library, as on a machine that has none. The line stands in every
     engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -577,7 +576,7 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
-def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
+def test_a_missing_backend_names_the_extra(model, tmp_path):
     broken = without_backend(tmp_path)
     done = asked("--model", model, "--prompt", "x", **broken)
     assert done.returncode == 2
@@ -593,7 +592,7 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
 # --- environments -------------------------------------------------------------------------------
 
 
-def test_a_read_only_tmpdir_and_a_missing_home_change_nothing(model):
+def test_read_only_tmpdir_and_missing_home(model):
     arguments = ("--model", model, "--prompt", "hello", "--max-tokens", "8", "--ignore-eos")
     expected = answer(asked(*arguments))
     environment = {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"}
@@ -601,7 +600,7 @@ def test_a_read_only_tmpdir_and_a_missing_home_change_nothing(model):
     assert done.returncode == 0 and answer(done) == expected, done.stderr
 
 
-def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):
+def test_model_name_is_its_folder(tmp_path, monkeypatch):
     """`--model .` served a model without a name, which no request could ask for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
@@ -616,5 +615,5 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
 
 
 def test_on_a_terminal_a_thought_is_dim():
-    assert on_terminal(Part("thought", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
-    assert on_terminal(Part("answer", "Yes.")) == "Yes."
+    assert on_terminal(ParsedPart("reasoning", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
+    assert on_terminal(ParsedPart("content", "Yes.")) == "Yes."

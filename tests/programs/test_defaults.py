@@ -12,7 +12,8 @@ import ask
 from nanobatch import Engine
 from runtime.files import ModelError
 from runtime.sampling_params import ADVICE, advised
-from screen.engine_client import EngineRoom, Settings
+from screen.engine_client import LocalEngineClient
+from screen.workload import Settings
 from server.app import APIServer
 from server.http import Options
 
@@ -46,9 +47,9 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     assert ask.main([*few, "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert ask.main([*few, "--chat"]) == 0
-    door = APIServer(Options(port=0))
-    room = EngineRoom(
-        lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), door, "small"
+    api = APIServer(Options(port=0))
+    room = LocalEngineClient(
+        lambda report, clock: Engine.load(folder, clock=clock, slots=1, max_len=64), api, "small"
     )
     room.load()
     room.fire([Settings(max_tokens=2).ask("Hi")])
@@ -57,17 +58,17 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     while room.engine.has_work:
         room.loop.turn()
     room.loop.start()
-    door.start()
+    api.start()
     # The page leaves its field empty, which is null
     for more in ({}, {"temperature": None}):
-        line = http.client.HTTPConnection(door.address.removeprefix("http://"), timeout=60)
+        line = http.client.HTTPConnection(api.address.removeprefix("http://"), timeout=60)
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2} | more
         line.request(
             "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
         )
         assert line.getresponse().status == 200
         line.close()
-    door.close()
+    api.close()
     assert room.stop(20)
     assert seen == [expected] * 5
 
@@ -89,7 +90,7 @@ def test_what_a_user_gives_goes_before_advice(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("advice", [{"temperature": -1}, {"top_p": "much"}, {"top_k": 1.5}])
-def test_advice_that_cannot_be_taken_names_its_file(tmp_path, advice):
+def test_bad_generation_config_is_named(tmp_path, advice):
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     with pytest.raises(ModelError, match=rf"generation_config\.json: {next(iter(advice))}"):
         advised(tmp_path)

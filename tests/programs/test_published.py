@@ -155,7 +155,7 @@ def roomy(published):
         yield server
 
 
-def test_ten_turns_read_only_what_is_new_and_are_answered_as_alone(published, roomy):
+def test_ten_turns(published, roomy):
     """Each turn goes on from the rows of the turn before, and has the answer of a slot without
     them."""
     turns = []
@@ -213,7 +213,7 @@ def read_until(server: Server, fields: dict, tokens: int) -> int:
     return read
 
 
-def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy):
+def test_hang_up_on_a_long_prompt(published, roomy):
     """At most one chunk is read twice. All was read again, so an impatient client never got an
     answer. And the model finds a line in the middle of it."""
     messages = haystack(Tokenizer(published, 10**6), PROMPT)
@@ -235,8 +235,8 @@ def test_an_8k_prompt_that_was_hung_up_on_goes_on_where_it_was(published, roomy)
 def test_random_requests_with_tools_are_kept(published, engine):
     """For a model whose template takes tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required,
     named, several and single calls, and tools with a schema, in three protocols, whole and streamed."""
-    if not engine.text.speech.format:
-        pytest.skip(engine.text.speech.why)
+    if not engine.text.output_format.tools:
+        pytest.skip(engine.text.output_format.why)
     with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:
         server.patience = 1200.0
         with ThreadPoolExecutor(4) as pool:
@@ -245,7 +245,7 @@ def test_random_requests_with_tools_are_kept(published, engine):
     assert sum(len(each.calls) for each in found) > ASKS // 3
 
 
-def test_the_screen_shows_each_line_of_its_answer_in_a_line(published, results):
+def test_screen_keeps_the_lines_of_an_answer(published, results):
     stage = Stage()
     stage.room.clock = Stopwatch()
     args = tui.parse_arguments(["--model", str(published), "--slots", "1", "--max-len", "512"])

@@ -43,7 +43,8 @@ def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple
     return dialogue, "".join(written)
 
 
-def test_each_question_goes_on_with_all_that_was_said(engine):
+def test_question_continues_the_conversation(engine):
+    """Each prompt holds everything said before."""
     dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
     first, second = dialogue.talk.turns[1]["content"], dialogue.talk.turns[3]["content"]
     alone = [{"role": "user", "content": "Count from 3 to 5."}]
@@ -57,7 +58,8 @@ def test_each_question_goes_on_with_all_that_was_said(engine):
         assert answer in said
 
 
-def test_a_second_question_reads_only_what_is_new_and_the_line_says_so(engine):
+def test_second_question_reads_only_new_tokens(engine):
+    """The line of figures says how many."""
     dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
     read, prompt, kept = re.search(
         r"read (\d+) of (\d+) tokens; (\d+) were still in the slot", said
@@ -67,7 +69,8 @@ def test_a_second_question_reads_only_what_is_new_and_the_line_says_so(engine):
     assert int(prompt) == len(engine.text.encode_chat(messages[:3]))
 
 
-def test_a_system_message_leads_and_stays_when_a_new_conversation_begins(engine):
+def test_system_message_survives_new(engine):
+    """A new conversation keeps it."""
     dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")
     roles = [message["role"] for message in dialogue.talk.messages()]
     assert roles == ["system", "user", "assistant"]
@@ -76,7 +79,7 @@ def test_a_system_message_leads_and_stays_when_a_new_conversation_begins(engine)
     assert dialogue.talk.messages() == []
 
 
-def test_what_does_not_fit_is_never_cut_and_drop_makes_room(engine):
+def test_drop_makes_room(engine):
     """The question waits, and is asked again as soon as the oldest one is forgotten."""
     long = "Count from 3 to 5. " * 11
     sampling = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -90,7 +93,8 @@ def test_what_does_not_fit_is_never_cut_and_drop_makes_room(engine):
     assert len(dialogue.talk.turns) == 2 and dialogue.waiting == ""
 
 
-def test_a_question_that_fits_no_slot_stays_a_question(engine):
+def test_question_longer_than_a_slot_is_kept(engine):
+    """It can be edited and asked again."""
     dialogue, said = talk(engine, "word " * 400, "/drop", "Why batch?")
     assert "a slot holds 160" in said and len(dialogue.talk.turns) == 2
 
@@ -127,7 +131,7 @@ def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
         "\ud800".encode("utf-8", "surrogatepass"),
     ],
 )
-def test_a_file_that_is_no_conversation_is_refused_in_one_line(engine, tmp_path, contents):
+def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
     file = tmp_path / "talk.json"
     file.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     dialogue, said = talk(engine, "Why batch?", f"/load {file}", "/save /no/such/folder/x")
@@ -151,7 +155,8 @@ def test_retry_asks_the_last_question_again(engine):
     assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
 
 
-def test_a_retry_that_fails_leaves_the_answer_as_it_was(engine, monkeypatch):
+def test_failed_retry_keeps_the_answer(engine, monkeypatch):
+    """The old answer must not be lost."""
     typed = iter(["Count from 3 to 5.", "/retry"])
     dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
     with engine.serving():
@@ -222,7 +227,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_in_a_terminal_one_talks_and_ctrl_c_stops_an_answer_alone(tmp_path):
+def test_ctrl_c_stops_only_the_answer(tmp_path):
     """Without a prompt: a dialogue begins. Up brings the question back."""
     terminal = Terminal(tmp_path, "--ignore-eos", "--max-len", "4096")
     terminal.until(">>> ")
@@ -261,7 +266,7 @@ def test_a_history_file_with_zeros_is_read(tmp_path):
     assert terminal.end() == 0
 
 
-def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):
+def test_history_can_be_turned_off(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOBATCH_HISTORY", "off")
     terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
     terminal.until(">>> ")
@@ -273,13 +278,15 @@ def test_no_history_is_kept_where_it_is_turned_off(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pipe_can_hold_a_conversation_and_a_prompt_begins_it():
+def test_conversation_over_a_pipe():
+    """A prompt on the command line begins it."""
     prompt = "Count from 3 to 5."
     done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
     assert done.returncode == 0, done
     assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout
 
 
-def test_a_model_without_a_template_knows_no_turns(tmp_path):
+def test_chat_needs_a_template(tmp_path):
+    """Without a template there are no turns."""
     done = run("ask.py", "--chat", "--model", make_checkpoint(tmp_path))
     assert done.returncode == 2 and "no chat template" in done.stderr

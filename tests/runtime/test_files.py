@@ -55,14 +55,14 @@ def open_folder() -> Iterator[Path]:
 # --- write_whole --------------------------------------------------------------------------------
 
 
-def test_a_file_is_written_and_written_anew_and_nothing_else_stays(tmp_path):
+def test_write_leaves_no_other_file(tmp_path):
     file = tmp_path / "file"
     for text in ("one", "", "ü" * 100_000, "two"):
         write_whole(file, text)
         assert file.read_text() == text and [*tmp_path.iterdir()] == [file]
 
 
-def test_a_link_stays_a_link_and_the_file_behind_it_is_written(tmp_path):
+def test_write_follows_a_link(tmp_path):
     file, link, dangling = tmp_path / "a" / "file", tmp_path / "link", tmp_path / "dangling"
     file.parent.mkdir()
     file.write_text(OLD)
@@ -87,7 +87,7 @@ def test_a_new_file_has_the_usual_permissions(tmp_path):
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+def test_write_to_a_pipe(tmp_path):
     """`--json /dev/stdout`, and `--json >(jq .)`: a pipe whose reader waits for one writer."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -111,7 +111,7 @@ def test_what_cannot_be_written_is_refused_before(open_folder, name):
 
 
 @pytest.mark.parametrize("before", [None, OLD])
-def test_a_limit_that_is_met_in_the_middle_leaves_the_file_as_it_was(open_folder, before):
+def test_size_limit_keeps_the_old_file(open_folder, before):
     """It was empty or cut, and the exit code was 0."""
     folder = open_folder / "folder"
     folder.mkdir()
@@ -127,7 +127,7 @@ def test_a_limit_that_is_met_in_the_middle_leaves_the_file_as_it_was(open_folder
     assert len([*folder.iterdir()]) == (before is not None)
 
 
-def test_a_program_that_is_killed_in_the_middle_leaves_one_of_the_two(tmp_path):
+def test_kill_leaves_the_old_or_the_new_file(tmp_path):
     file = tmp_path / "file"
     texts = ("a" * 3_000_000, "b" * 2_000_000)
     write_whole(file, texts[0])
@@ -153,7 +153,7 @@ while True:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
-def test_a_server_goes_on_when_its_log_cannot_be_written():
+def test_server_survives_an_unwritable_log():
     with Server("--log-file", "/dev/full") as server:
         body = {"prompt": "Hello", "max_tokens": 2}
         assert [server.ask(COMPLETIONS, body).status for _ in range(3)] == [200, 200, 200]
@@ -165,7 +165,7 @@ def test_a_server_goes_on_when_its_log_cannot_be_written():
 # --- the programs -------------------------------------------------------------------------------
 
 
-def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_earlier_ones(
+def test_screen_on_a_full_disk(
     tmp_path,
 ):
     """It said that all was well, and 0, and the earlier files were gone."""
@@ -186,7 +186,7 @@ def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_ear
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
-def test_a_plain_log_on_a_full_disk_is_one_line_and_exit_code_1():
+def test_plain_log_on_a_full_disk():
     """It was a traceback."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -207,7 +207,7 @@ def test_a_plain_log_on_a_full_disk_is_one_line_and_exit_code_1():
 @pytest.mark.parametrize(
     "command", ["ask.py --list", "tui.py --version", "bench.py --from docs/bench-open.json"]
 )
-def test_output_that_cannot_be_written_ends_every_program_alike(command):
+def test_unwritable_output_ends_every_program(command):
     """Python flushes at exit, too, and then it was a traceback, with the exit code 120."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
@@ -251,7 +251,7 @@ def no_room(monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_page_that_finds_no_room_leaves_the_earlier_one(no_room, tmp_path, capsys):
+def test_page_on_a_full_disk(no_room, tmp_path, capsys):
     out = tmp_path / "out.html"
     out.write_text(OLD)
     assert page.main([str(ROOT / "docs" / "index.html"), str(out)]) == 1
@@ -260,7 +260,7 @@ def test_a_page_that_finds_no_room_leaves_the_earlier_one(no_room, tmp_path, cap
     assert out.read_text() == OLD and [*tmp_path.iterdir()] == [out]
 
 
-def test_tables_that_find_no_room_leave_the_earlier_ones(no_room, tmp_path, capsys, monkeypatch):
+def test_tables_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
     stale = tmp_path / "docs" / "page.md"
     stale.parent.mkdir()
     text = f"<!-- made: long -->\n| an | old |\n{OLD}"
@@ -276,9 +276,7 @@ def test_tables_that_find_no_room_leave_the_earlier_ones(no_room, tmp_path, caps
     assert capsys.readouterr().out == "docs/page.md\n"
 
 
-def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
-    no_room, tmp_path, capsys, monkeypatch
-):
+def test_benchmark_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
     record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
     record |= {"figures": {"decode tokens/s": 1.0}}
     measured = tmp_path / "run.json"
@@ -300,7 +298,7 @@ def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
     assert 0 < len(json.loads(measured.read_text())["records"]) < 100
 
 
-def test_curves_that_find_no_room_leave_the_earlier_picture(no_room, tmp_path, capsys, monkeypatch):
+def test_plot_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
     picture = tmp_path / "bench.svg"
     picture.write_text(OLD)
     monkeypatch.setattr(plot, "draw", lambda records: "x" * 5000)
@@ -309,7 +307,7 @@ def test_curves_that_find_no_room_leave_the_earlier_picture(no_room, tmp_path, c
     assert picture.read_text() == OLD
 
 
-def test_two_that_write_the_same_file_at_once_leave_one_of_the_two(tmp_path):
+def test_concurrent_writes(tmp_path):
     file = tmp_path / "file"
     texts = ("a" * 300_000, "b" * 200_000)
     threads = [

@@ -10,7 +10,7 @@ from runtime.snapshot import percentile
 
 
 @pytest.mark.parametrize("top, free", [(0, 0), (5, 0), (20, 20)])
-def test_log_probabilities_are_read_as_they_were_taken_and_take_little(top, free):
+def test_logprobs_are_compact(top, free):
     """As tuples those of 8,000 tokens took 25 MB, and half as much again under a grammar."""
     dice = random.Random(top)
 

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from harness import check
 
-import nanobatch
 from kernels.mlx import mx
+from models import memory
 from models.memory import slab_of
 from models.param_count import nbytes_of
 from nanobatch import Engine, ModelError, SamplingParams
@@ -59,25 +60,28 @@ def engine(folders):
 
 def answers(engine: Engine) -> list[list[int]]:
     results = engine.generate(PROMPTS, GREEDY)
-    engine.check()
+    check(engine)
     return [result.tokens for result in results]
 
 
 # --- release ------------------------------------------------------------------------------------
 
 
-def test_a_released_engine_holds_no_weights_and_the_next_request_reads_them_again(engine, alone):
+def test_unloaded_engine_reloads_on_request(engine, alone):
+    """Unloading frees the weights, and the next request reads them again."""
     assert answers(engine) == alone[0]
     gc.collect()
     held = mx.get_active_memory()
     ours = nbytes_of(engine.model) + slab_of(engine.model, engine._sizes)
     engine.release()
     assert engine.is_released and engine.model.config.layers == 2
-    assert held - mx.get_active_memory() >= ours > 300_000
+    released = mx.get_active_memory()
+    assert held - released >= ours > 300_000
     assert engine.step() is False and engine.is_released  # without work nothing is read
     engine.release()  # once more changes nothing
     assert answers(engine) == alone[0]
-    assert not engine.is_released and mx.get_active_memory() == pytest.approx(held, rel=0.05)
+    assert not engine.is_released
+    assert mx.get_active_memory() - released == pytest.approx(ours, rel=0.1)
 
 
 def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
@@ -90,7 +94,8 @@ def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
     engine.release()
 
 
-def test_a_handle_of_a_request_that_has_ended_can_be_read_after_the_model_has_gone(engine, folders):
+def test_handle_outlives_the_weights(engine, folders):
+    """A finished handle can be read after the model is gone."""
     handle = engine.submit("Once", SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True))
     before = handle.result()
     engine.release()
@@ -99,13 +104,13 @@ def test_a_handle_of_a_request_that_has_ended_can_be_read_after_the_model_has_go
     assert handle.result() == before and len(before.logprobs) == 5
 
 
-def test_steps_are_numbered_on_and_none_is_lost_when_the_weights_go(engine):
+def test_unloading_loses_no_step(engine):
     """A step may be in flight in which nothing but a ghost runs."""
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=4))
     for _ in range(3):
         engine.step()
     engine.snapshot().requests  # noqa: B018
-    engine.cancel(next(iter(engine._ledger.open.values())))
+    engine.cancel(next(iter(engine.registry.open.values())))
     seen = engine.snapshot()
     engine.release()
     engine.generate([PROMPTS[1]], GREEDY)
@@ -113,7 +118,8 @@ def test_steps_are_numbered_on_and_none_is_lost_when_the_weights_go(engine):
     assert steps == list(range(steps[0], engine.sched.steps + 1)) and engine.snapshot().missed == 0
 
 
-def test_what_cannot_be_read_again_is_not_let_go_of(folders, engine):
+def test_only_reloadable_models_are_unloaded(folders, engine):
+    """A model that was not read from a file cannot come back."""
     with (
         Engine(engine.model, engine.text, **SIZES) as given,
         pytest.raises(RuntimeError, match="without its files"),
@@ -126,7 +132,7 @@ def test_what_cannot_be_read_again_is_not_let_go_of(folders, engine):
         engine.reload()
 
 
-def test_weights_that_cannot_be_read_again_end_the_requests_with_the_reason(tmp_path, alone):
+def test_failed_reload_ends_the_requests(tmp_path, alone):
     """And those that come later find them, as soon as they are back."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     file = folder / "model.safetensors"
@@ -141,7 +147,7 @@ def test_weights_that_cannot_be_read_again_end_the_requests_with_the_reason(tmp_
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 1}, {"seed": 2}, {}])
-def test_weights_that_have_changed_meanwhile_are_not_served(tmp_path, alone, change):
+def test_changed_weights_are_not_served(tmp_path, alone, change):
     """Others of the same shape were, in silence. Sizes and times of the files tell; so weights that
     were written again are refused, even if they are the same."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
@@ -170,7 +176,8 @@ def test_ranks_keep_their_weights(engine, monkeypatch):
 # --- another model ------------------------------------------------------------------------------
 
 
-def test_another_model_takes_the_place_of_the_first_with_sizes_of_its_own(engine, folders, alone):
+def test_exchange_for_another_model(engine, folders, alone):
+    """The other model has sizes of its own."""
     engine.generate(PROMPTS[:1], GREEDY)
     before = engine.snapshot()
     engine.reload(folders[1], slots=3)
@@ -188,7 +195,8 @@ def test_another_model_takes_the_place_of_the_first_with_sizes_of_its_own(engine
 
 
 @pytest.mark.parametrize("harm", ["no folder", "no tensor", "too large", "a word"])
-def test_a_model_that_is_wrong_is_refused_before_the_first_one_goes(harm, engine, tmp_path, alone):
+def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
+    """Before the first one is unloaded."""
     runner = engine.runner
     options = {}
     folder = make_checkpoint(tmp_path / "wrong", seed=3)
@@ -207,7 +215,7 @@ def test_a_model_that_is_wrong_is_refused_before_the_first_one_goes(harm, engine
     assert engine.runner is runner and answers(engine) == alone[0]
 
 
-def test_if_another_model_fails_while_it_is_read_the_first_is_read_again(engine, tmp_path, alone):
+def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
     """Numbers are looked at when they are read: by then the first one has gone."""
     folder = make_checkpoint(tmp_path / "rotten", seed=3)
     file = folder / "model.safetensors"
@@ -225,14 +233,14 @@ def test_guesses_come_back_with_a_model_that_is_exact(engine, folders, monkeypat
     """A model whose bits may differ beside others makes none. Those after it made none, either."""
     assert engine.guesser.most is None
     with monkeypatch.context() as patch:
-        patch.setattr(nanobatch, "is_batch_invariant", lambda model: False)
+        patch.setattr(memory, "is_batch_invariant", lambda model: False)
         engine.reload(folders[1])
         assert engine.guesser.most == 0
     engine.reload(folders[0])
     assert engine.guesser.most is None
 
 
-def test_what_was_read_for_another_model_is_refused(engine, folders):
+def test_prompt_of_another_model_is_refused(engine, folders):
     """MLX checks no bounds: an id beyond the embedding would read other memory."""
     prompt = engine.text.read([5, 250])
     engine.text.vocabulary = 200
@@ -280,7 +288,7 @@ class Askers:
             thread.join()
 
 
-def test_models_are_exchanged_under_load_and_nothing_is_lost_or_wrong(others, folders, alone):
+def test_exchange_under_load(others, folders, alone):
     """In the middle of requests, and at the moment when the last of them ends. 200 exchanges:
     NANOBATCH_EXCHANGES=200."""
     rng = np.random.default_rng(7)
@@ -312,7 +320,7 @@ def test_models_are_exchanged_under_load_and_nothing_is_lost_or_wrong(others, fo
         askers.end()
         engine.release()
         left = mx.get_active_memory()
-        engine.check()
+        check(engine)
     print(
         f"{done} exchanges, {refused} refused; answers: {askers.counts}; {left:,} bytes at the end"
     )
@@ -331,7 +339,8 @@ class Clock:
         return self.now
 
 
-def test_an_engine_is_let_go_of_when_nothing_has_come_for_so_long(engine):
+def test_idle_engine_is_unloaded(engine):
+    """When no request has come for the given time."""
     clock = Clock()
     said: list[str] = []
     idle = Idle(engine, 10, said.append, clock)
@@ -356,7 +365,7 @@ def test_an_engine_is_let_go_of_when_nothing_has_come_for_so_long(engine):
     assert idle() == 10 and said[1:] == ["the weights are back"]
 
 
-def test_a_request_that_comes_just_when_the_weights_would_go_is_answered(engine, alone):
+def test_request_during_an_unload(engine, alone):
     """Between the look at the line and the lock, it was not there yet."""
     clock = Clock()
     said: list[str] = []

@@ -22,7 +22,7 @@ def loop(engine):
     assert loop.stop(patience=60)
 
 
-def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
+def test_paused_loop_takes_no_step(engine, loop):
     loop.pause()
     wait_for(lambda: loop.paused)
     handle = engine.submit([1], LONG)
@@ -33,7 +33,7 @@ def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_so_many_steps_by_hand_are_so_many_steps_that_can_be_seen(parts, run_ahead):
+def test_single_steps_are_counted(parts, run_ahead):
     """The engine runs ahead, so the first call after a rest starts a step and finishes none."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
         loop = Loop(engine).start()
@@ -49,7 +49,8 @@ def test_so_many_steps_by_hand_are_so_many_steps_that_can_be_seen(parts, run_ahe
         assert loop.stop(patience=60)
 
 
-def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
+def test_surplus_single_steps_are_dropped(engine, loop):
+    """They must not run when work comes later."""
     loop.pause()
     handle = engine.submit([1], SHORT)
     loop.step(100)
@@ -61,7 +62,7 @@ def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
     assert later.tokens == []
 
 
-def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, loop):
+def test_command_runs_between_steps(engine, loop):
     """Never while a step is being run, though the wish comes at any moment."""
     inside, seen = [], []
     begin = engine.runner.begin
@@ -83,7 +84,8 @@ def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, 
     assert set(seen) == {(0, "nanobatch")}
 
 
-def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop):
+def test_failing_command_is_logged(engine, loop):
+    """The next one is executed."""
     done = threading.Event()
     loop.wish(lambda: 1 / 0)
     loop.wish(lambda: exit(3))
@@ -95,7 +97,7 @@ def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop)
 
 
 @pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
-def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, how):
+def test_waiting_command_is_refused(engine, loop, how):
     """The loop's thread waited for a step that only itself could take, and so did everybody from
     then on."""
     acts = {
@@ -110,7 +112,8 @@ def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, 
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
+def test_between_is_called_as_often_as_it_asks(parts):
+    """After each step."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
         steps = []
         loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
@@ -128,7 +131,8 @@ def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
         assert loop.stop(patience=60)
 
 
-def test_a_between_that_raises_is_noted_and_the_engine_is_served_on(parts):
+def test_failing_between_is_logged(parts):
+    """The loop goes on."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         loop = Loop(engine, between=lambda: {}["nothing"]).start()
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
@@ -137,7 +141,7 @@ def test_a_between_that_raises_is_noted_and_the_engine_is_served_on(parts):
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_a_loop_stops_at_once_and_hands_the_engine_back(engine, paused):
+def test_stopped_loop_returns_the_engine(engine, paused):
     loop = Loop(engine).start()
     if paused:
         loop.pause()
@@ -147,7 +151,8 @@ def test_a_loop_stops_at_once_and_hands_the_engine_back(engine, paused):
     assert handle.result(timeout=60).finish_reason == "length"  # stepped here
 
 
-def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
+def test_waiter_steps_after_the_loop_stops(engine):
+    """`result()` waited for a loop that had ended."""
     loop, reasons = Loop(engine).start(), []
     loop.pause()
     handle = engine.submit([1], LONG)
@@ -161,7 +166,8 @@ def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
     assert reasons == ["length"]
 
 
-def test_a_loop_that_a_wish_stops_ends_without_waiting_for_itself(engine):
+def test_command_can_stop_the_loop(engine):
+    """The loop does not wait for itself."""
     loop = Loop(engine).start()
     stopped = []
     loop.wish(lambda: stopped.append(loop.stop()))
@@ -175,7 +181,7 @@ def test_an_engine_has_one_loop_at_a_time(engine, loop):
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-def test_a_stopwatch_stands_still_while_it_is_stopped():
+def test_stopped_stopwatch_stands_still():
     now = [10.0]
     watch = Stopwatch(lambda: now[0])
     readings = []
@@ -186,7 +192,7 @@ def test_a_stopwatch_stands_still_while_it_is_stopped():
     assert readings == [3.0, 3.0, 3.0, 5.0, 6.0]
 
 
-def test_a_stopwatch_that_never_stood_says_so_exactly():
+def test_stopwatch_without_a_stop_is_exact():
     """Its clock was read twice, and /metrics told of less than no pause."""
     watch = Stopwatch(iter(range(100)).__next__)
     assert watch.stood == 0
@@ -194,7 +200,7 @@ def test_a_stopwatch_that_never_stood_says_so_exactly():
     assert watch.stood > 0
 
 
-def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
+def test_stopwatch_is_monotonic():
     """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a
     moment of the past."""
     watch, wrong, readings = Stopwatch(), [], []
@@ -223,9 +229,10 @@ def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_w
     assert not wrong and readings == sorted(readings)
 
 
-def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(
+def test_slow_motion_rate(
     parts,
 ):
+    """So many steps a second; the engine's clock stands still in between."""
     watch = Stopwatch()
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         engine.submit([1], SHORT).result()  # warm
@@ -242,7 +249,7 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
         assert loop.stop(patience=60)
 
 
-def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(parts):
+def test_slow_motion_can_be_left_at_once(parts):
     """One step in a hundred seconds: whoever waits for the next step waits for ever."""
     watch = Stopwatch()
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
@@ -261,7 +268,8 @@ def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(par
         assert loop.stop(patience=60)
 
 
-def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
+def test_idle_slow_motion(parts):
+    """It takes no processor time and answers at once."""
     watch, turns = Stopwatch(), []
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
@@ -275,7 +283,8 @@ def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
 
 
 @pytest.mark.parametrize("who", ["between", "another thread"])
-def test_in_slow_motion_an_idle_loop_wakes_for_a_request_whose_step_is_not_due_yet(parts, who):
+def test_slow_motion_wakes_for_a_request(parts, who):
+    """Even when the next step is not due yet."""
     watch, turns, handles = Stopwatch(), [], []
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
 
@@ -297,7 +306,8 @@ def test_in_slow_motion_an_idle_loop_wakes_for_a_request_whose_step_is_not_due_y
         assert loop.stop(patience=60)
 
 
-def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
+def test_step_without_a_plan(parts):
+    """A step that only reads back loses nothing."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
         for i in range(1, 9):

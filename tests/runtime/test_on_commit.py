@@ -9,10 +9,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import harness
 import pytest
 from waiting import wait_for
 
-import nanobatch
+import runner
 from kernels.mlx import device_lock
 from nanobatch import Engine, Handle, SamplingParams
 from runtime.loop import Loop
@@ -55,7 +56,8 @@ class Hook:
         return self.calls[-1][1]
 
 
-def test_each_token_has_been_told_of_when_its_step_returns(parts):
+def test_hook_sees_each_token_within_its_step(parts):
+    """By the time `step` returns, `on_commit` has been called for each token."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=False) as engine:
         hook = Hook(engine)
         handles = [engine.submit([n], SHORT) for n in (1, 2)]
@@ -68,7 +70,7 @@ def test_each_token_has_been_told_of_when_its_step_returns(parts):
         assert hook.ended == [1, 2]
 
 
-def test_a_step_that_commits_nothing_calls_nothing(engine):
+def test_no_commit_no_call(engine):
     hook = Hook(engine)
     engine.step()
     engine.submit([1], LONG)
@@ -95,7 +97,7 @@ def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
     elif way == "cancel in a slot":
         first.cancel()
     elif way == "failed step":
-        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
         engine.step()
     else:
         engine.close()
@@ -107,7 +109,8 @@ def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
     engine.close()
 
 
-def test_the_thread_that_steps_or_ends_a_request_is_the_one_that_tells(engine):
+def test_hook_runs_in_the_committing_thread(engine):
+    """The one that steps, or that ends a request."""
     hook = Hook(engine)
     with engine.serving():
         handle = engine.submit([1], SHORT)
@@ -117,7 +120,8 @@ def test_the_thread_that_steps_or_ends_a_request_is_the_one_that_tells(engine):
     assert hook.threads[-1] == threading.current_thread().name
 
 
-def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, caplog):
+def test_failing_hook_is_logged(engine, caplog):
+    """With its line; nothing else is disturbed."""
     expected = engine.submit([1, 2], LONG).result().tokens
     before = engine.snapshot()
 
@@ -132,14 +136,16 @@ def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, capl
     assert f'{__file__}", line' in caplog.text and "in broken" in caplog.text
 
 
-def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
+def test_hook_that_exits(engine):
+    """SystemExit in a serving thread leaves it serving."""
     engine.on_commit = lambda handles: sys.exit(3)
     with engine.serving():
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
         assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engine):
+def test_slow_hook_blocks_no_other_thread(engine):
+    """Others submit, cancel and take snapshots meanwhile."""
     inside, go = threading.Event(), threading.Event()
 
     def slow(handles) -> None:
@@ -161,7 +167,7 @@ def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engin
         assert first.result(timeout=60).finish_reason == "length"
 
 
-def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
+def test_hook_may_submit_and_cancel(engine):
     expected, handles = engine.submit([5], LONG).result().tokens, []
 
     def more(_) -> None:
@@ -174,10 +180,11 @@ def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
     engine.submit([1], SHORT).result()
     assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
     assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
-    engine.check()
+    harness.check(engine)
 
 
-def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
+def test_hook_may_not_wait(engine):
+    """In the serving thread that would be a deadlock, so it is refused and logged."""
     before = engine.snapshot()
     with engine.serving():
         handle = engine.submit([1], LONG)
@@ -186,7 +193,8 @@ def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
     assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
 
 
-def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
+def test_hook_may_close_the_engine(parts):
+    """All requests end, and nobody hangs."""
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)
     engine.on_commit = lambda handles: engine.close()
     handles = [engine.submit([n], LONG) for n in range(4)]
@@ -259,7 +267,7 @@ def check(handle: Handle, expected: list[int], was_cancelled: bool) -> str | Non
     return None if result.tokens == whole else f"{result.tokens}, but alone {expected}"
 
 
-def test_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(parts):
+def test_storm(parts):
     """Each request gets what it gets alone, what hooks raise is noted, all slots become free, and
     both loops stop. NANOBATCH_STORM=5000 is the long form."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
@@ -299,7 +307,7 @@ def test_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(pa
     assert set(acts) == set(ACTS)
     faults = 0
     for engine in engines:
-        engine.check()
+        harness.check(engine)
         faults += engine.snapshot().seen.faults
     assert faults >= sum(acts[name] for name in FAILS if name != "serve")
 

@@ -9,7 +9,7 @@ from runtime.progress import PrefillClock, PrefillProgress, work_of
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
-def test_the_estimate_grows_with_the_depth_of_the_prompt():
+def test_estimate_grows_with_depth():
     """A prompt of 18,813 tokens whose tokens cost twice as much from row 3,500 on: from the mean
     rate so far, the estimate in its middle was half of what the rest then took."""
     total, far, speed = 18_813, 3_500, 1_000
@@ -33,20 +33,20 @@ def test_cached_tokens_are_in_no_rate():
     assert told == PrefillProgress(950, 1_000, 900, 1.0, 50.0, 1.0)
 
 
-def test_the_estimate_counts_down_while_a_chunk_is_under_way():
+def test_estimate_counts_down_within_a_chunk():
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 10.0)
     assert clock.look(100, 0, 2**63, 0.0, 14.0).left_s == pytest.approx(6.0)
     assert clock.look(100, 0, 2**63, 0.0, 99.0).left_s == 0.0
 
 
-def test_a_first_chunk_that_takes_long_is_shown_before_it_is_done():
+def test_slow_first_chunk_is_shown():
     told = PrefillClock().look(100, 0, 2**63, 5.0, 8.0)
     assert told.is_long and told.words == "0 of 100 tokens"
     assert not PrefillClock().look(100, 0, 2**63, 5.0, 6.0).is_long
 
 
-def test_a_prompt_that_begins_again_is_measured_again():
+def test_restarted_prompt_is_measured_again():
     """After a failed step the rows are gone."""
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 1.0)
@@ -67,7 +67,7 @@ def test_a_prompt_that_begins_again_is_measured_again():
         (None, ""),
     ],
 )
-def test_the_time_left_is_as_coarse_as_the_estimate(left, words):
+def test_time_left_is_rounded(left, words):
     assert PrefillProgress(1, 2, left_s=left).left == words
 
 
@@ -78,7 +78,7 @@ def test_words():
     assert PrefillProgress(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
 
 
-def test_a_snapshot_tells_how_far_a_long_prompt_is():
+def test_snapshot_has_prefill_progress():
     """A chunk takes 5 ms, so 1,000 chunks of 64 tokens take 5 s."""
     clock = Clock()
     with word_engine(clock, clock, slots=2, max_len=70_000) as engine:

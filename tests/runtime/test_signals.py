@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import interrupt
+from harness import check, interrupt
 from processes import python
 
-import nanobatch
+import runner
 from nanobatch import Engine, SamplingParams
 from runtime.signals import Held
 
@@ -35,7 +35,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
     """Nothing is left behind, and the next requests are right."""
     while engine.step():
         pass
-    engine.check()
+    check(engine)
     look = engine.snapshot()
     at_rest = look.submitted == look.finished and all(slot.request is None for slot in look.slots)
     return at_rest and [result.tokens for result in engine.generate(PROMPTS, FEW)] == expected
@@ -44,7 +44,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
 # --- the block ----------------------------------------------------------------------------------
 
 
-def test_ctrl_c_inside_of_a_block_takes_effect_behind_it():
+def test_ctrl_c_is_deferred_to_the_end_of_a_block():
     done = []
     with pytest.raises(KeyboardInterrupt), Held() as held:
         signal.raise_signal(signal.SIGINT)
@@ -53,7 +53,8 @@ def test_ctrl_c_inside_of_a_block_takes_effect_behind_it():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_blocks_may_stand_in_each_other_and_a_programs_own_handler_is_called_once():
+def test_nested_blocks_call_a_handler_once():
+    """The handler is the program's own."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
@@ -104,7 +105,7 @@ with Held():
     assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "")
 
 
-def test_a_second_ctrl_c_is_told_to_a_programs_own_handler_at_once():
+def test_second_ctrl_c_is_immediate():
     """A server that was hailed in the goodbye to its other ranks ended with 130, though its own
     handler lets it end in order."""
     calls, order = [], []
@@ -122,9 +123,10 @@ def test_a_second_ctrl_c_is_told_to_a_programs_own_handler_at_once():
 # --- a step -------------------------------------------------------------------------------------
 
 
-def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, monkeypatch):
+def test_ctrl_c_finishes_the_step(engine, monkeypatch):
+    """The step in which it comes is completed, and no request ends."""
     alone = engine.submit([4, 5], LONG).result().tokens
-    forward, steps = nanobatch.forward, []
+    forward, steps = runner.forward, []
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
@@ -133,14 +135,14 @@ def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, 
 
     handle = engine.submit([4, 5], LONG)
     with monkeypatch.context() as patched:
-        patched.setattr(nanobatch, "forward", pressed)
+        patched.setattr(runner, "forward", pressed)
         with pytest.raises(KeyboardInterrupt):
             handle.result()
     assert len(steps) == 1 and engine.steps == steps[0] + 1, "the step has been committed"
     assert handle.result(timeout=60).tokens == alone and handle.error is None
 
 
-def test_ctrl_c_at_any_line_of_a_step_changes_no_answer(engine, expected):
+def test_ctrl_c_at_any_line_of_a_step(engine, expected):
     """Three requests on two slots: admissions, prefill, decode and ends, interrupted at one line
     after another."""
     interrupted = 0
@@ -148,12 +150,12 @@ def test_ctrl_c_at_any_line_of_a_step_changes_no_answer(engine, expected):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
         interrupted += interrupt(lambda: [engine.step() for _ in range(9)], at)
         assert [handle.result(timeout=60).tokens for handle in handles] == expected, f"line {at}"
-        engine.check()
+        check(engine)
     assert interrupted > 60 and is_whole(engine, expected)
 
 
 @pytest.mark.parametrize("what", ["submit", "cancel", "close"])
-def test_ctrl_c_at_any_line_of_submit_cancel_and_close_leaks_no_slot(parts, expected, what):
+def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
     interrupted, at, within = 0, 0, True
     while within:  # up to the last line
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
@@ -187,9 +189,8 @@ def test_ctrl_c_at_any_line_of_submit_cancel_and_close_leaks_no_slot(parts, expe
 
 
 @pytest.mark.parametrize("what", ["generate", "result"])
-def test_ctrl_c_at_random_lines_of_generate_and_result_leaves_the_next_request_right(
-    engine, expected, what
-):
+def test_ctrl_c_at_random_lines_of_generate(engine, expected, what):
+    """The next request is right."""
     dice, interrupted = random.Random(what), 0
     for _ in range(10):
         at = dice.randrange(2_000)
@@ -221,7 +222,7 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ctrl_c_at_a_random_moment_while_a_thread_serves_is_ctrl_c(engine, expected, seed):
+def test_ctrl_c_while_serving(engine, expected, seed):
     """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead:
     exit code 1."""
     handles = []
@@ -244,7 +245,7 @@ def test_ctrl_c_at_a_random_moment_while_a_thread_serves_is_ctrl_c(engine, expec
     assert is_whole(engine, expected)
 
 
-def test_ctrl_c_at_any_line_of_a_wait_is_ctrl_c_and_comes_at_once(engine):
+def test_ctrl_c_at_any_line_of_a_wait(engine):
     """No thread steps meanwhile: whoever sleeps must be woken by the signal itself."""
     loop = engine.serving().start()
     loop.pause()

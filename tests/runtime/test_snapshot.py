@@ -22,7 +22,7 @@ def settle(engine: Engine) -> None:
 # --- steps --------------------------------------------------------------------------------------
 
 
-def test_between_two_looks_no_step_is_lost_or_seen_twice(engine):
+def test_each_step_is_seen_once(engine):
     seen, look = [], engine.snapshot()
     for n in range(40):
         engine.submit([n], SamplingParams(max_tokens=1 + n % 9, ignore_eos=True))
@@ -39,7 +39,8 @@ def test_between_two_looks_no_step_is_lost_or_seen_twice(engine):
     assert sum(step.tokens for step in seen) == look.output_tokens
 
 
-def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_what_is_missed_beyond():
+def test_rare_snapshots_count_missed_steps():
+    """One snapshot in some thousand steps still has them all, or says how many it missed."""
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
@@ -54,7 +55,7 @@ def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_
         assert engine.snapshot(look).missed == 0
 
 
-def test_a_step_says_who_did_what_and_what_it_cost(parts):
+def test_step_view(parts):
     """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
     the oldest, keeps 20. E waits in line."""
     with Engine(
@@ -79,7 +80,7 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
         assert e.result().finish_reason == "length"
 
 
-def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
+def test_ghost_is_shown_in_its_step(parts):
     with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
         token = engine.submit([1, 2], SHORT).result().tokens[1]
         before = engine.snapshot()
@@ -93,7 +94,7 @@ def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
 # --- requests that ended ------------------------------------------------------------------------
 
 
-def test_of_ended_requests_so_many_are_kept_as_their_texts_have_room(parts, monkeypatch):
+def test_kept_texts_are_bounded(parts, monkeypatch):
     """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
     monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
@@ -105,7 +106,8 @@ def test_of_ended_requests_so_many_are_kept_as_their_texts_have_room(parts, monk
         assert 500 < sum(view.size for view in look.ended) <= 1000
 
 
-def test_a_log_keeps_its_newest_entry_however_much_it_takes():
+def test_newest_log_entry_is_always_kept():
+    """However much memory it takes."""
     log = Log(3, room=10, size=len)
     for word in ("one", "two", "three", "four"):
         log.add(word)
@@ -117,7 +119,8 @@ def test_a_log_keeps_its_newest_entry_however_much_it_takes():
     assert log.since(0) == ("c", "d", "e") and log.since(9) == ("e",)
 
 
-def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engine):
+def test_ended_requests_are_seen_once(engine):
+    """With everything that their owners got."""
     start = engine.snapshot()
     origins = [{"client": n} for n in range(4)]
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
@@ -160,7 +163,7 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     assert engine.snapshot(look).ended == ()
 
 
-def test_ends_that_are_no_longer_kept_when_a_watcher_looks_are_counted(engine):
+def test_missed_ends_are_counted(engine):
     """The newest 500 are kept; those before were lost between two looks without a sign."""
     start = engine.snapshot()
     for n in range(501):
@@ -189,7 +192,7 @@ def test_two_watchers_do_not_take_from_each_other(engine):
 # --- the line -----------------------------------------------------------------------------------
 
 
-def test_with_five_thousand_in_line_a_look_shows_the_head_and_costs_little(parts, monkeypatch):
+def test_snapshot_of_a_long_queue(parts, monkeypatch):
     """Of those in line 32 are described; of those that came since the last look all, and each
     once."""
     described = []
@@ -218,7 +221,7 @@ def test_with_five_thousand_in_line_a_look_shows_the_head_and_costs_little(parts
             handle.cancel()
 
 
-def test_a_newcomer_in_line_is_seen_exactly_once_while_it_waits(parts):
+def test_waiting_request_is_new_once(parts):
     with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
         look, seen = engine.snapshot(), {}
         for n in range(60):
@@ -233,7 +236,7 @@ def test_a_newcomer_in_line_is_seen_exactly_once_while_it_waits(parts):
         assert len(seen) > 40 and set(seen.values()) == {1}
 
 
-def test_a_running_request_is_described_anew_in_each_look(engine):
+def test_running_request_is_updated(engine):
     handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
     look, texts = engine.snapshot(), []
     while handle.finish_reason is None:
@@ -251,7 +254,7 @@ def phases(engine: Engine) -> list[str]:
     return [slot.phase for slot in engine.snapshot().slots]
 
 
-def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
+def test_text_of_any_earlier_step(parts):
     """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
     may become a stop string, or are half a character, come later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
@@ -272,7 +275,7 @@ def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
         assert texts == seen[request.id] and len(texts) > 3, request
 
 
-def test_a_slot_is_blocked_only_as_long_as_somebody_waits(parts):
+def test_slot_is_blocked_only_while_others_wait(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static", run_ahead=False) as engine:
         engine.submit([2], SamplingParams(max_tokens=20, ignore_eos=True))
         engine.step()
@@ -284,7 +287,7 @@ def test_a_slot_is_blocked_only_as_long_as_somebody_waits(parts):
         assert phases(engine) == ["decode", "free"]
 
 
-def test_a_snapshot_says_which_policy_comes_when_all_that_runs_has_ended(parts):
+def test_snapshot_names_the_next_policy(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         running, waiting = engine.submit([1] * 40, SHORT), None
         engine.step()
@@ -305,7 +308,8 @@ def test_a_snapshot_says_which_policy_comes_when_all_that_runs_has_ended(parts):
             engine.drain("magic")
 
 
-def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
+def test_drain_wakes_the_engine(parts):
+    """Also while a thread serves."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine, engine.serving():
         handles = [
             engine.submit([n], SamplingParams(max_tokens=20, ignore_eos=True)) for n in range(5)
@@ -318,7 +322,7 @@ def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
 # --- what a snapshot is -------------------------------------------------------------------------
 
 
-def test_a_snapshot_does_not_change_while_the_engine_goes_on(engine):
+def test_snapshot_is_immutable(engine):
     handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
     for _ in range(5):
         engine.step()
@@ -330,7 +334,8 @@ def test_a_snapshot_does_not_change_while_the_engine_goes_on(engine):
         look.waiting = 7
 
 
-def test_looking_from_another_thread_while_the_engine_works_is_always_consistent(engine):
+def test_snapshot_from_another_thread(engine):
+    """While the engine works, each snapshot is consistent."""
     wrong, looks, done = [], 0, threading.Event()
 
     def watch():
@@ -356,9 +361,9 @@ def test_looking_from_another_thread_while_the_engine_works_is_always_consistent
     assert looks > 10 and not wrong
 
 
-def test_what_a_watcher_is_told_outside_of_any_request_is_told_once(engine):
+def test_engine_errors_are_seen_once(engine):
     start = engine.snapshot()
-    engine.note("a wish could not be fulfilled", KeyError("red"))
+    engine.registry.note("a wish could not be fulfilled", KeyError("red"))
     look = engine.snapshot(start)
     assert (
         look.faults == ("a wish could not be fulfilled: KeyError: 'red'",)

@@ -78,7 +78,7 @@ class Waiting:
         return PrefillProgress(100 * self.looks, 400, 0, 5.0 * self.looks, 20.0, 5.0)
 
 
-def test_while_a_long_prompt_is_read_a_line_says_how_far():
+def test_progress_line_of_a_long_prompt():
     terminal = Terminal()
     wait_for_text(Waiting(), StatusLine(terminal).show)
     *lines, last = terminal.getvalue().split("\r\x1b[K")[1:]

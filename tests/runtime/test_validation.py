@@ -9,7 +9,7 @@ from runtime.validation import one_line, printable, read_real, read_whole, real,
 HUGE = pytest.param(10**5000, id="more digits than Python prints")
 
 
-def test_a_number_within_its_limits_passes_with_the_right_type():
+def test_valid_number_has_the_right_type():
     assert whole("n", 1, 1) == 1 and whole("n", 10**30, 1) == 10**30
     assert [whole("n", n, -5, 5) for n in (-5, 5)] == [-5, 5]
     assert real("x", 1, 0, 1) == 1.0 and isinstance(real("x", 1, 0, 1), float)
@@ -18,19 +18,19 @@ def test_a_number_within_its_limits_passes_with_the_right_type():
 
 
 @pytest.mark.parametrize("value", [0, 11, 1.0, True, "5", None, math.nan, math.inf, [5], HUGE])
-def test_what_is_no_whole_number_within_the_limits_is_refused(value):
+def test_bad_whole_number_is_refused(value):
     with pytest.raises(ValueError, match=r"^n = .*, but it must be a whole number from 1 to 10$"):
         whole("n", value, 1, 10)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, True, "0.5", None, math.nan, -math.inf, HUGE])
-def test_what_is_no_number_within_the_limits_is_refused(value):
+def test_bad_number_is_refused(value):
     with pytest.raises(ValueError, match=r"^x = .*, but it must be a number from 0 to 1$"):
         real("x", value, 0, 1)
 
 
 @pytest.mark.parametrize("text", ["", "many", "1.5.0", "0", "11", "nan", "9" * 5000])
-def test_a_text_that_holds_no_such_number_is_quoted(text):
+def test_bad_text_is_quoted(text):
     for read in (read_whole, read_real):
         with pytest.raises(
             ValueError, match=f"^--n = '{text[:39]}.*, but it must be .*from 1 to 10$"
@@ -54,7 +54,7 @@ def test_a_text_that_holds_no_such_number_is_quoted(text):
         (read_real, "x", 0.01, 1000, "n = 'x', but it must be a number from 0.01 to 1,000"),
     ],
 )
-def test_a_refusal_names_the_setting_the_value_and_the_limits(check, value, least, most, line):
+def test_error_names_setting_value_and_limits(check, value, least, most, line):
     with pytest.raises(ValueError) as caught:
         check("n", value, least, most)
     assert str(caught.value) == line
@@ -69,7 +69,7 @@ def test_a_value_as_long_as_a_book_is_cut_short(check):
     )
 
 
-def test_a_message_is_one_line_that_keeps_its_beginning_and_its_end():
+def test_long_message_keeps_both_ends():
     """The file stands at the beginning, the remedy at the end, and what was read from the file
     between them."""
     line = one_line("config.json:\n\tkind = " + "x\x1b[31m\u202e " * 5000 + "; download it again.")

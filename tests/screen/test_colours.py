@@ -6,7 +6,7 @@ from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
 from screen.draw import style
-from screen.draw.canvas import Paper
+from screen.draw.canvas import Canvas
 from screen.draw.style import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.pages.requests import draw_parts
 
@@ -36,13 +36,13 @@ def test_words_can_be_read_in_every_theme(name):
         assert contrast(Color.parse(words), Color.parse(back)) >= least - 0.1, (name, words, back)
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
     for hue in style.HUES:
-        assert contrast(Color.parse(style.ink_on(hue)), Color.parse(hue)) > 4.4
+        assert contrast(Color.parse(style.text_color_on(hue)), Color.parse(hue)) > 4.4
 
 
 def test_thoughts_are_dim_and_calls_stand_out():
     p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
     text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
-    on = Paper(p, 80, 24)
+    on = Canvas(p, 80, 24)
     draw_parts(on, text, False)
     lines = on.lines
     ends = [line[-1].text.split()[-1] for line in lines]
@@ -55,7 +55,7 @@ def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
     """It became dim at its end, when the mark came."""
     p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
     for is_thinking, colour in ((True, p.muted), (False, p.text)):
-        on = Paper(p, 80, 24)
+        on = Canvas(p, 80, 24)
         draw_parts(on, "Hm, let me", is_thinking)
         (line,) = on.lines
         assert line[-1].style.color.name.lower() == Color.parse(colour).hex.lower()

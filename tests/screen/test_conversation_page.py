@@ -7,7 +7,7 @@ from word_engine import WordText
 
 from screen.draw import style
 from screen.draw.markdown import blocks, lines_of
-from screen.engine_client import Settings
+from screen.workload import Settings
 
 
 class TurnText(WordText):
@@ -72,7 +72,7 @@ def test_typing_leads_to_the_conversation_and_a_question_goes_on_with_what_was_s
 def test_on_the_panes_and_without_a_template_each_prompt_stands_alone():
     async def scenario(it):
         await it.press("i", *"one", "enter", *"two", "enter", turns=2)
-        assert len(it.stage.state.talks.all) == 2 and "Slots" in it.text()
+        assert len(it.stage.state.chats.all) == 2 and "Slots" in it.text()
         await ended(it)
         await it.press("escape", "o", "i", *"three", "enter", turns=2)
         assert it.stage.prompt(3) == "three"
@@ -99,9 +99,9 @@ def test_a_question_waits_for_the_answer_before_and_escape_stops_that_and_gives_
         await ended(it)
         assert it.stage.shown[-1].endswith(";u:last;"), "it is asked when its turn has come"
         await it.press("escape", turns=0)
-        assert it.app.focused is None and it.stage.state.talking
+        assert it.app.focused is None and it.stage.state.chatting
         await it.press("escape", turns=0)
-        assert not it.stage.state.talking
+        assert not it.stage.state.chatting
 
     show(scenario, Talking(), size=(120, 40))
 
@@ -145,7 +145,7 @@ def test_a_system_message_leads_and_stays_and_the_last_question_is_asked_again()
         await it.press("ctrl+r", turns=0)
         await ended(it)
         assert it.stage.shown == ['s:Be brief.;u:Say "x".;'] + 2 * ['s:Be brief.;u:Say "y".;']
-        assert len(it.stage.state.talks.open.turns) == 1 and "system: Be brief." in it.text()
+        assert len(it.stage.state.chats.open.turns) == 1 and "system: Be brief." in it.text()
         copied = []
         it.app.copy_to_clipboard = copied.append
         await it.press("escape", "y", turns=0)
@@ -166,7 +166,7 @@ def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
         assert "tokens are left: /drop and /new make room" in seen(it)
         await ask(it, "c" + filler)
         assert "a slot holds 256, answer included: /drop forgets" in seen(it)
-        assert it.app.prompt.value == "" and it.stage.state.talks.open.waiting == "c" + filler
+        assert it.app.prompt.value == "" and it.stage.state.chats.open.waiting == "c" + filler
         await it.press(*"/drop", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
@@ -177,7 +177,7 @@ def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
         it.app.prompt.put("d" + filler)
         await it.press("enter", *"more", "enter", turns=0)
         await ended(it)
-        assert it.stage.state.talks.open.waiting == f"d{filler}\nmore", "no question is lost"
+        assert it.stage.state.chats.open.waiting == f"d{filler}\nmore", "no question is lost"
         await it.press(*"/new", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1] == f"u:d{filler}\nmore;" and "2 of 2: dxx" in it.text()
@@ -188,10 +188,10 @@ def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
 def test_what_is_typed_while_the_model_loads_begins_the_conversation():
     async def scenario(it):
         await it.pilot.press("i", "ctrl+u", *"one", "enter", *"two", "enter")
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await ended(it)
-        assert it.stage.shown[0] == "u:one;" and it.stage.state.talking
+        assert it.stage.shown[0] == "u:one;" and it.stage.state.chatting
 
     show(scenario, Talking(), size=(120, 40), load=False)
 
@@ -246,15 +246,15 @@ def test_the_conversation_goes_back_in_time_and_is_scrolled():
         await it.press(*["pageup"] * 9, turns=0)
         assert "❯ one" in it.text() and " 0 lines above, " in it.text()
         await it.press(*["pagedown"] * 9, "escape", "left", turns=0)
-        assert it.stage.state.cursor and it.stage.state.talking
+        assert it.stage.state.cursor and it.stage.state.chatting
         for _ in range(300):
             it.stage.state.move(-1)
         it.app.paint()
         await it.pilot.pause()
-        now = it.stage.state.talks.open.turns[-1].request.text
+        now = it.stage.state.chats.open.turns[-1].request.text
         assert now[-40:] not in " ".join(it.text().split())
         await it.press("escape", turns=0)
-        assert it.stage.state.cursor is None and it.stage.state.talking
+        assert it.stage.state.cursor is None and it.stage.state.chatting
 
     show(scenario, Talking(), size=(80, 24))
 

@@ -6,8 +6,8 @@ import pytest
 from screen_stage import Stage, drawn, guess_at_random, plain
 
 from nanobatch import SamplingParams
-from screen.draw.panes import draw_timeline
 from screen.draw.step import draw_step
+from screen.draw.timeline import draw_timeline
 from screen.pages.requests import figures_of
 from screen.pages.step_cost import asked_of, parts_of
 from screen.recording import record

@@ -1,6 +1,6 @@
-"""The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing
-runs."""
+"""Engine clients: commands run between two steps, and the clock stops while nothing runs."""
 
+import inspect
 import random
 import re
 from collections import Counter
@@ -10,10 +10,11 @@ import pytest
 from screen_stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
-from screen import commands, engine_client, keys
-from screen.draw import panes
-from screen.experiment import Trial
+from screen import commands, keys, workload
+from screen.engine_client import EngineClient, LocalEngineClient
+from screen.experiment import Experiment
 from screen.pages import race
+from screen.remote_client import RemoteEngineClient
 
 
 @pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
@@ -48,7 +49,7 @@ def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_
             slot: "decode" for slot, _ in step.decode
         }
         did |= {slot: "held" for slot, _ in step.held}
-        lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))[2:-1]
+        lines = plain(drawn(slots.draw_slots, stage.state, 80, 11))[2:-1]
         for slot, line in zip(slots, lines, strict=True):
             if slot.request is not None:
                 assert line[4:12].strip() == did[slot.slot], (line, step)
@@ -81,14 +82,14 @@ def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake
     stage.turns()
     stage.session.obey("/pause")
     stage.turns()
-    assert stage.room.loop.turn() is None
+    assert stage.client.loop.turn() is None
     stage.session.obey("/resume")
     stage.turns()
-    assert stage.room.loop.turn() is not None
+    assert stage.client.loop.turn() is not None
     stage.session.obey("a request")
     stage.session.obey("/slow 4")
     stage.turns()
-    assert 0 < stage.room.loop.turn() <= 0.25
+    assert 0 < stage.client.loop.turn() <= 0.25
 
 
 def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_ones_do_not():
@@ -99,7 +100,7 @@ def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_
         assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
         assert "0 Full speed" in it.text().splitlines()[-1]
         while not it.stage.session.settled:
-            it.stage.time.now += it.stage.room.loop.turn() or 0
+            it.stage.time.now += it.stage.client.loop.turn() or 0
             it.stage.session.look()
         assert it.stage.state.view.slow == 0
         await it.press("b", turns=3)
@@ -152,7 +153,7 @@ def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then()
 def test_a_steady_load_comes_at_its_rate_and_stops():
     stage = Stage().load()
     stage.session.obey("/load 5")
-    stage.room.loop.turn()
+    stage.client.loop.turn()
     for _ in range(400):  # 20 seconds
         stage.time.now += 0.05
         stage.turns()
@@ -188,8 +189,8 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
     async def scenario(it):
         it.stage.session.obey("/set max=30")
         it.stage.session.obey(evil)
-        it.stage.room.loop.turn()
-        it.stage.room.fault("fault " + evil)
+        it.stage.client.loop.turn()
+        it.stage.client.fault("fault " + evil)
         await it.turns(60)
         texts = [it.text()]
         await it.press("f")
@@ -204,19 +205,19 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
             assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text), repr(text)
         assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
 
-    show(scenario, Stage(prompts=engine_client.BURST), size=(120, 40))
+    show(scenario, Stage(prompts=workload.BURST), size=(120, 40))
 
 
 class Seen(NamedTuple):
-    """What a trial of the tests finds: how many of its requests have ended."""
+    """What an experiment of the tests finds: how many of its requests have ended."""
 
     ended: int
     lines: tuple[str, ...] = ()
     name: str = "seen"
 
 
-class Tried(Trial):
-    """A trial of the tests, from its steps."""
+class Tried(Experiment):
+    """An experiment of the tests, from its steps."""
 
     def __init__(self, run):
         super().__init__(Seen(0))
@@ -226,21 +227,21 @@ class Tried(Trial):
 def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_none():
     stage, asks = Stage().load(), stage_asks(3)
 
-    def trial(engine_room):
-        handles = [engine_room.submit(ask) for ask in asks]
+    def experiment(client):
+        handles = [client.submit(ask) for ask in asks]
         while not all(handle.finish_reason for handle in handles):
             yield Seen(sum(handle.finish_reason is not None for handle in handles))
         yield Seen(len(handles))
 
-    stage.session.try_out("trial", Tried(trial))
+    stage.session.run_experiment("experiment", Tried(experiment))
     found = []
     for _ in range(300):
         stage.turns()
-        if (view := stage.state.view).trial and view.trial not in found:
-            found.append(view.trial)
-        if not view.trying and found:
+        if (view := stage.state.view).finding and view.finding not in found:
+            found.append(view.finding)
+        if not view.experimenting and found:
             break
-    assert found[0] == Seen(0) and found[-1] == Seen(3) and not view.trying and not view.busy
+    assert found[0] == Seen(0) and found[-1] == Seen(3) and not view.experimenting and not view.busy
 
 
 @pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
@@ -248,28 +249,28 @@ def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
     stage = Stage().load()
     budget = stage.engine.sched.budget
 
-    def trial(engine_room):
-        engine_room.engine.sched.budget = 1
+    def experiment(client):
+        client.engine.sched.budget = 1
         try:
             yield Seen(0)
             if end == "wrong":
                 raise ValueError("this model has no room for it")
             if end == "mistake":
-                raise KeyError("a mistake in a trial")
+                raise KeyError("a mistake in an experiment")
             while True:
                 yield Seen(1)
         finally:
-            engine_room.engine.sched.budget = budget
+            client.engine.sched.budget = budget
 
-    stage.session.try_out("trial", Tried(trial))
+    stage.session.run_experiment("experiment", Tried(experiment))
     stage.turns(2)
     if end == "cancel":
-        assert stage.engine.sched.budget == 1 and stage.state.view.trying
+        assert stage.engine.sched.budget == 1 and stage.state.view.experimenting
         stage.session.obey("/cancel all")
     stage.turns(3)
-    assert stage.engine.sched.budget == budget and not stage.state.view.trying
+    assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
     faults = " ".join(fault.message for fault in stage.state.faults)
-    assert {"cancel": "", "wrong": "no room for it", "mistake": "a mistake in a trial"}[
+    assert {"cancel": "", "wrong": "no room for it", "mistake": "a mistake in an experiment"}[
         end
     ] in faults
     stage.session.obey("/burst 2")
@@ -279,19 +280,19 @@ def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
 def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
     stage = Stage().load()
 
-    def trial(engine_room):
+    def experiment(client):
         while True:
             yield Seen(0)
 
-    stage.session.try_out("trial", Tried(trial))
+    stage.session.run_experiment("experiment", Tried(experiment))
     stage.turns(2)
-    stage.session.try_out("trial", Tried(trial))
+    stage.session.run_experiment("experiment", Tried(experiment))
     stage.turns(2)
-    assert "a trial runs already" in stage.state.faults[-1].message
+    assert "another experiment is running" in stage.state.faults[-1].message
     for view in (stage.state.view._replace(watches=True), stage.state.view._replace(door=object())):
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
-            stage.session.try_out("trial", Tried(trial))
+            stage.session.run_experiment("experiment", Tried(experiment))
 
 
 def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
@@ -299,8 +300,8 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
     log = commands.PlainLog(stage.session, written.append)
     asks = [ask._replace(mute=True) for ask in stage_asks(20)]
 
-    def trial(engine_room):
-        handles = [engine_room.submit(ask) for ask in asks]
+    def experiment(client):
+        handles = [client.submit(ask) for ask in asks]
         yield Seen(0, ("20 are fired",))
         while not all(handle.finish_reason for handle in handles):
             yield Seen(0, ("20 are fired",))
@@ -308,9 +309,9 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
 
     for _ in range(2):
         log.obey("something of a user's")
-        stage.session.try_out("trial", Tried(trial))
+        stage.session.run_experiment("experiment", Tried(experiment))
         while not stage.session.settled:
-            stage.room.loop.turn()
+            stage.client.loop.turn()
             log.look()
     log.flush()
     words = ("waits: something of a user's", "20 are fired", "all have ended")
@@ -320,8 +321,8 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
     assert sum("admitted" in line for line in written) == 2
 
 
-def stage_asks(count: int) -> list[engine_client.Ask]:
-    return [engine_client.Settings().ask(f"prompt {i}", 8) for i in range(count)]
+def stage_asks(count: int) -> list[workload.Ask]:
+    return [workload.Settings().ask(f"prompt {i}", 8) for i in range(count)]
 
 
 def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
@@ -333,7 +334,7 @@ def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
         stage.time.now += 0.05
         stage.turns()
     assert [fault.message for fault in stage.state.faults] == [
-        "the steady load is off: the line is full (20)"
+        "the steady load is off: the queue is full (20)"
     ]
     assert stage.state.view.load == 0 and len(stage.state.requests) == 20
     stage.finish()
@@ -341,14 +342,14 @@ def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
 def test_a_steady_load_rests_while_a_trial_runs_and_makes_up_for_nothing(order):
-    """Some trials were refused under a load. And behind a race came all that would have come
+    """Some experiments were refused under a load. And behind a race came all that would have come
     meanwhile, at once."""
     stage = Stage().load()
     stage.session.obey("/load 2")
     stage.turns()
     stage.session.obey(order)
     stage.turns(2)
-    while stage.state.view.trying:
+    while stage.state.view.experimenting:
         stage.time.now += 1
         stage.turns()
     assert not stage.state.faults and stage.state.view.load == 2
@@ -370,16 +371,16 @@ def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
     for turn in range(400):
         stage.turns()
         if turn % 20 == 10:
-            stage.session.obey(f"/cancel {dice.choice(list(stage.room.own))}")
+            stage.session.obey(f"/cancel {dice.choice(list(stage.client.own))}")
         if turn == 200:
             stage.engine.runner.fail = RuntimeError("the device is on fire")
         open_ = {r.id for r in stage.state.requests.values() if r.reason is None}
         waiting = set(stage.engine.sched.waiting)
-        assert set(stage.room.own) == open_ | waiting, turn
+        assert set(stage.client.own) == open_ | waiting, turn
         ended = len(stage.state.ended)
     assert 40 < ended < 300
     stage.finish()
-    assert not stage.room.own
+    assert not stage.client.own
 
 
 def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
@@ -401,4 +402,21 @@ def test_a_race_whose_prompts_cannot_be_read_is_refused_at_once():
     stage.engine.text.ask = refuse
     with pytest.raises(ValueError, match="knows no character"):
         stage.session.obey("/race 4")
-    assert stage.session.heard and race.shown_in(stage.state).contest is race.NO_RACE
+    assert stage.session.handled and race.shown_in(stage.state).contest is race.NO_RACE
+
+
+@pytest.mark.parametrize("kind", [LocalEngineClient, RemoteEngineClient])
+def test_both_clients_have_every_method_of_the_protocol(kind):
+    """A command without a method of its own was an attribute error on a watched engine."""
+    methods = [name for name, each in vars(EngineClient).items() if inspect.isfunction(each)]
+    for name in [name for name in methods if not name.startswith("_")]:
+        wanted = inspect.signature(getattr(EngineClient, name)).parameters
+        assert [*inspect.signature(getattr(kind, name)).parameters] == [*wanted], name
+    assert isinstance(kind.news, property)
+
+
+def test_a_remote_client_refuses_what_would_change_the_engine_for_others():
+    client = RemoteEngineClient("http://127.0.0.1:1")
+    for command, *arguments in (("pause", True), ("set_budget", None), ("switch", "")):
+        with pytest.raises(ValueError, match="only watches"):
+            getattr(client, command)(*arguments)

@@ -9,7 +9,7 @@ from screen_stage import Stage, at_every_size, drawn, plain, show
 
 from nanobatch import SamplingParams
 from runtime.errors import show_fault
-from screen import app, engine_client
+from screen import app, view
 from screen.pages import error_log
 from screen.state import State
 
@@ -39,10 +39,10 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
     """Each was a toast of its own, and with some thousand of them Textual stood still."""
 
     async def scenario(it):
-        it.stage.room.fault("the first")
+        it.stage.client.fault("the first")
         await it.turns()
         await it.sees("the first")
-        it.stage.state.faults += [engine_client.Fault(f"r{i} failed") for i in range(10_000)]
+        it.stage.state.faults += [view.Fault(f"r{i} failed") for i in range(10_000)]
         await it.turns()
         await it.sees("other faults)")
         assert 1 <= len(it.app._notifications) <= app.WARNINGS

@@ -9,27 +9,28 @@ from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_compa
 from word_engine import WordRunner
 
 import kv
-from nanobatch import Engine, Runner
+from nanobatch import Engine
+from runner import Runner
 from screen import commands, keys
-from screen.draw import panes, step, style
+from screen.draw import step, style, timeline
 from screen.pages import step_cost
-from screen.pages.fault_injection import BREAKS, Breakage
+from screen.pages.fault_injection import BREAKS, FaultInjection
 
 
-def broken(stage: Stage, what: str) -> Breakage:
+def broken(stage: Stage, what: str) -> FaultInjection:
     stage.session.obey(f"/break {what}")
     stage.turns()
     stage.finish()
-    found = stage.state.view.trial
+    found = stage.state.view.finding
     assert found.stage == "over" and found.what == what, stage.state.faults
-    assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
+    assert not stage.state.view.busy and stage.engine.reuse and not stage.client.own
     return found
 
 
 @cache
 def demo_stage() -> Stage:
     stage = Stage()
-    stage.room._load = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
+    stage.client._load = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
     return stage.load()
 
 
@@ -149,11 +150,11 @@ def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
     runner = stage.engine.runner
     stage.session.obey(f"/break {what}")
     stage.turns(turns)
-    assert stage.state.view.trying
+    assert stage.state.view.experimenting
     stage.session.obey("/cancel all")
     stage.turns(3)
     assert not stage.engine.has_work and stage.engine.runner is runner
-    assert not stage.state.view.trying
+    assert not stage.state.view.experimenting
     stage.session.obey("a request")
     stage.finish()
     assert stage.state.ended[-1].reason == "length"
@@ -203,7 +204,7 @@ def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
         log.obey(order)
         stage.turns(30)
     said = " ".join([*lines, *(fault.message for fault in stage.state.faults)])
-    assert words in said and not stage.state.view.trying
+    assert words in said and not stage.state.view.experimenting
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -237,12 +238,12 @@ def test_before_anything_was_broken_the_page_says_what_it_does():
         row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
         await it.pilot.click("#sheet", offset=(8, row))
         await it.turns(30)
-        assert it.stage.state.view.trial.what == "client"
+        assert it.stage.state.view.finding.what == "client"
         await it.press("K")
-        assert "Slots" in it.text(), "its own key closes it, and does not end the trial"
-        assert it.stage.state.view.trying
+        assert "Slots" in it.text(), "its own key closes it, and does not end the experiment"
+        assert it.stage.state.view.experimenting
         await it.press("K", "2", turns=2)
-        assert "a trial runs already" in it.stage.state.faults[-1].message
+        assert "another experiment is running" in it.stage.state.faults[-1].message
         await it.press("X", turns=3)
         assert not it.stage.state.view.busy
 
@@ -269,7 +270,7 @@ def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
     log = commands.PlainLog(stage.session, lines.append)
     log.obey("/break client")
     while not stage.session.settled:
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     log.flush()
     told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
@@ -289,7 +290,7 @@ def test_a_failed_step_stands_in_all_lanes_of_the_timeline_and_says_so():
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)
     stage.state.look_at(stage.state.index_of(failed[0].step))
-    text = "\n".join(plain(drawn(panes.draw_timeline, stage.state, 100, 10)))
+    text = "\n".join(plain(drawn(timeline.draw_timeline, stage.state, 100, 10)))
     assert sum("✗" in line for line in text.splitlines()[1:-1]) == 8 and "✗failed" in text
     assert "This step failed" in "".join(plain(drawn(step.draw_step, stage.state, 80, 10)))
     assert "This step failed" in "".join(plain(drawn(step_cost.draw, stage.state, 80, 24)))

@@ -10,14 +10,14 @@ from textual import events
 
 import tui
 from policies import POLICIES
-from screen import app, engine_client, keys, state
+from screen import app, commands, keys, state, workload
 from screen import policy_runs as runs
-from screen.draw import charts, layout, panes, style
+from screen.draw import charts, layout, slots, status, style
 from screen.draw import step as steps
 from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
-from screen.engine_client import Settings
 from screen.pages import race, requests
 from screen.state import State
+from screen.workload import Settings
 
 
 @at_every_size
@@ -37,7 +37,7 @@ def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
 def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
     async def scenario(it):
         await it.press("enter", turns=2)
-        assert it.stage.prompt(1) == engine_client.BURST[0][0]
+        assert it.stage.prompt(1) == workload.BURST[0][0]
         await it.press("enter", *"again", "enter", turns=2)
         assert it.stage.prompt(2) == "again"
         assert it.app.focused is it.app.prompt
@@ -72,7 +72,7 @@ def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
         await it.sees("from 1 to 1,000")
         assert it.app.query_one(app.PromptBox).value == "/burst 0"
         await it.press("ctrl+u", *"/nonsense", "enter")
-        await it.sees("no command")
+        await it.sees("not a command")
         await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
         await it.sees("nothing has run yet")
         await it.press("ctrl+u", *"//5", "enter", turns=2)
@@ -224,7 +224,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
         assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
         # They stayed at now, beside "back at step"
-        (figures,) = plain(drawn(panes.draw_status, state, 200, 1))
+        (figures,) = plain(drawn(status.draw_status, state, 200, 1))
         assert "  now: ■ idle  " in figures, (
             "beside a step in which 8 slots worked stood that the engine is idle"
         )
@@ -262,7 +262,7 @@ def test_back_in_time_an_answer_shows_just_the_letters_that_had_come():
             seen[request.metrics.output_tokens] = request.text
     stage.session.obey("/burst 1")
     for _ in range(100):
-        stage.room.loop.turn()
+        stage.client.loop.turn()
     stage.session.look()  # once, when all is over
     assert stage.session.settled
     said = []
@@ -286,7 +286,7 @@ def test_the_step_pane_says_newest_only_if_it_is():
         it.stage.session.obey("/slow 8")
         await it.turns()
         for _ in range(3):
-            it.stage.room.loop._next = 0.0
+            it.stage.client.loop._next = 0.0
             await it.turns()
             newest = it.stage.state.history[-1].step
             assert (
@@ -866,12 +866,12 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.session.obey("/set max=1500")
     stage.session.obey("x" * 2000)
     stage.finish()
-    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, panes.draw_slots)]
+    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, slots.draw_slots)]
     stage.state.look_at(1)
     texts += [
-        plain(drawn(draw, stage.state, 100, 30)) for draw in (panes.draw_slots, steps.draw_step)
+        plain(drawn(draw, stage.state, 100, 30)) for draw in (slots.draw_slots, steps.draw_step)
     ]
-    texts += [plain(drawn(panes.draw_settings, stage.state, 60, 1))]
+    texts += [plain(drawn(status.draw_settings, stage.state, 60, 1))]
     said = "\n".join(line for lines in texts for line in lines)
     assert {"2,000 prompt tokens", "1,500 new tokens", "max 1,500 tok"} <= set(
         re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)
@@ -921,7 +921,7 @@ def test_on_a_fresh_screen_the_keys_of_pages_open_them(key):
         assert it.app.page.key == key and it.app.focused is None
         await it.press("escape", turns=0)
         await it.press("o", turns=0)
-        assert it.stage.state.talking and it.app.focused is None
+        assert it.stage.state.chatting and it.app.focused is None
 
     show(scenario)
 
@@ -950,7 +950,7 @@ def test_tab_completes_commands_and_what_may_stand_behind_them():
 
 def test_the_help_names_every_command():
     stage = Stage().load()
-    obeyed = {name.removeprefix("_do_") for name in dir(stage.session) if name.startswith("_do_")}
+    obeyed = set(commands.RUN)
     assert obeyed | {"quit", *keys.PAGES} == set(keys.COMMANDS)
     assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
     for name, rest in keys.COMMANDS.items():
@@ -1017,7 +1017,7 @@ def test_json_begins_paused_where_a_user_looks_on_and_nothing_else_runs(
     if runs:
         stage.session.obey("/burst 2")
         stage.turns(2)
-    monkeypatch.setattr(stage.room, "fire", asked.extend)  # an engine of words has no grammars
+    monkeypatch.setattr(stage.client, "fire", asked.extend)  # an engine of words has no grammars
     stage.session.stays = looks_on
     stage.session.obey("/json")
     stage.turns(1)

@@ -11,7 +11,7 @@ from word_engine import Clock, WordRunner
 
 from nanobatch import SamplingParams
 from screen import step_columns, widgets
-from screen.draw import charts, panes, style
+from screen.draw import charts, slots, style, timeline
 from screen.draw import step as steps
 from screen.draw.style import PREFILL
 
@@ -23,7 +23,7 @@ def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
         stage.session.obey(letter * length)
     stage.turns(20)
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "┈▒▒▒▒▒█", "▒██████"]
-    lines = plain(drawn(panes.draw_timeline, stage.state, 73, 5))
+    lines = plain(drawn(timeline.draw_timeline, stage.state, 73, 5))
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ┈2▒▒▒▒█", "  2 ▒3█████"]
     assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
 
@@ -35,7 +35,7 @@ def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():
         stage.session.obey("/set max=3")
         stage.session.obey("x")
     stage.finish()
-    line = plain(drawn(panes.draw_timeline, stage.state, 160, 3))[1]
+    line = plain(drawn(timeline.draw_timeline, stage.state, 160, 3))[1]
     assert "▒18▒19▒20" in line.replace("█", "").replace("·", ""), line
     assert not re.search(r"\d{3}", line[4:]), line
 
@@ -61,13 +61,13 @@ def test_why_requests_wait_is_told():
     stage = Stage(policy="static").load()
     stage.session.obey("/burst 20")
     stage.turns(2)
-    assert "every slot is taken" in plain(drawn(panes.draw_slots, stage.state, 80, 11))[-1]
+    assert "every slot is taken" in plain(drawn(slots.draw_slots, stage.state, 80, 11))[-1]
     stage.session.obey("/pause")
     stage.turns()
-    assert "paused" in plain(drawn(panes.draw_slots, stage.state, 80, 11))[-1]
+    assert "paused" in plain(drawn(slots.draw_slots, stage.state, 80, 11))[-1]
     stage.session.obey("/resume")
     stage.turns(60)
-    lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))
+    lines = plain(drawn(slots.draw_slots, stage.state, 80, 11))
     assert "free slots are shut (static)" in lines[-1] and any("blocked" in line for line in lines)
 
 
@@ -78,11 +78,11 @@ def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
     stage.finish()
     # And 59 of the answer: its last token has no row
     for width, words in ((80, "(123 remembered)"), (60, "(123)")):
-        (line,) = plain(drawn(panes.draw_slots, stage.state, width, 4))[2:3]
+        (line,) = plain(drawn(slots.draw_slots, stage.state, width, 4))[2:3]
         assert "░░░" in line and "free" in line and words in line and "/256" not in line
     stage.session.obey("a" * 64 + "b" * 60)
     stage.turns(20)
-    (line,) = plain(drawn(panes.draw_slots, stage.state, 80, 4))[2:3]
+    (line,) = plain(drawn(slots.draw_slots, stage.state, 80, 4))[2:3]
     bar = re.sub(r"(.)\1*", r"\1", re.search("[▓▒█░·]+", line)[0])
     assert bar == "▓▒█·", line
     assert stage.state.owner(0).metrics.cached_tokens == 64
@@ -210,7 +210,7 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     assert delivered == stage.state.view.engine.output_tokens == 9 + 4500
     stage.state.cursor = stage.state.edge = gap.step
     stage.state.zoom = 1
-    lines = plain(drawn(panes.draw_timeline, stage.state, 80, 4))
+    lines = plain(drawn(timeline.draw_timeline, stage.state, 80, 4))
     assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
     assert (
         f"{missed:,} steps up to this one went by"
@@ -229,7 +229,7 @@ def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second
     stage = Stage()
 
     async def scenario(it):
-        loop = stage.room.loop.start()
+        loop = stage.client.loop.start()
         stage.session.obey("/set max=300")
         stage.session.obey("/burst 90")
         it.app.set_interval(0.1, it.app.look)

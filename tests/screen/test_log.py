@@ -10,7 +10,7 @@ import tui
 from policies import POLICIES
 from screen import app, commands, keys
 from screen.draw.style import clean
-from server.access_log import Call, DoorView
+from server.access_log import RequestRecord, ServerView
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_script_may_be_written_in_capitals(capsys):
     assert commands.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--script", "Hurst24"])
-    assert "'hurst24' is no command" in capsys.readouterr().err
+    assert "'hurst24' is not a command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_a_script_may_be_written_in_capitals(capsys):
         ("burst-3", "burst = '-3', but it must be a whole number from 1 to 1,000"),
         ("burst5x", "burst = '5x'"),
         ("burst0", "burst = '0'"),
-        ("burst 5", "'5' is no command"),
-        ("set max=5 burst2", "'set' is no command"),
-        ("static4", "'static4' is no command"),
-        ("bogus", "'bogus' is no command; there are continuous static"),
+        ("burst 5", "'5' is not a command"),
+        ("set max=5 burst2", "'set' is not a command"),
+        ("static4", "'static4' is not a command"),
+        ("bogus", "'bogus' is not a command; there are continuous static"),
     ],
 )
 def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, words, capsys):
@@ -82,7 +82,7 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
         tui.parse_arguments(["--plain", "--script", script])
     assert (
         left.value.code == 2
-        and "is no command without a screen; there are " in capsys.readouterr().err
+        and "is not a command without a screen; there are " in capsys.readouterr().err
     )
     assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
 
@@ -138,18 +138,18 @@ def is_plain(text: str) -> bool:
 def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
     """A path over HTTP is percent-decoded, and stood in the log as it was."""
     stage = Stage(slots=2).load()
-    call = Call(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
+    call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]
-    stage.room.door = SimpleNamespace(
-        look=lambda since: DoorView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
-        journal=SimpleNamespace(changes=1),
+    stage.client.server = SimpleNamespace(
+        look=lambda since: ServerView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
+        request_log=SimpleNamespace(changes=1),
     )
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
     log.obey(HOSTILE.strip())
     log.obey(f"/{HOSTILE.strip()}")
     for _ in range(60):
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     told = [line for line in lines if "GET /" in line]
     assert len(told) == 1 and "<U+202E>" in told[0]
@@ -169,16 +169,16 @@ def test_a_plain_log_has_a_line_for_each_event():
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
     log.look()
-    stage.room.load()
+    stage.client.load()
     log.look()
     for order in ('"hello"', "third", "/nonsense", "second"):
         log.obey(order)
     for _ in range(400):
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     log.obey("/race 6")
     while not stage.session.settled:
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     text = "\n".join(lines)
     for part in (
@@ -190,7 +190,7 @@ def test_a_plain_log_has_a_line_for_each_event():
         "r1 ends (length): 320 tokens, TTFT ",
         "in all (static): 3 requests, 960 tokens, ",
         ": hello",
-        "no command",
+        "not a command",
         "static, measured: steps ",
         "continuous takes",
     ):
@@ -215,7 +215,7 @@ def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
     log = commands.PlainLog(stage.session, lines.append)
     stage.session.obey("/burst 2")
     for _ in range(3):
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     before = len(lines)
     log.flush()
@@ -234,7 +234,7 @@ def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
     stage.turns(5)
     stage.session.obey("/policy static")
     for _ in range(900):
-        stage.room.loop.turn()  # and nobody looks
+        stage.client.loop.turn()  # and nobody looks
     log.look()
     first = next(column for column in stage.state.history if column.view.policy == "static")
     assert first.step > 1 and f"{first.view.began:8.3f} s  policy static" in lines
@@ -270,5 +270,5 @@ def test_no_page_in_a_log_names_a_key_that_a_log_does_not_have():
     for name in ("requests", "totals", "clients", "errors"):
         said = "\n".join(keys.PAGES[name].told(stage.state))
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
-    stage.state.view = stage.state.view._replace(door=DoorView("", False, 0, 0, (), (), 0, 0))
+    stage.state.view = stage.state.view._replace(door=ServerView("", False, 0, 0, (), (), 0, 0))
     assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]

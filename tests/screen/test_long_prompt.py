@@ -6,7 +6,7 @@ import pytest
 from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from runtime.progress import PrefillProgress
-from screen.draw import charts, panes
+from screen.draw import charts, slots, status
 from screen.pages import conversation
 
 LONG = [97] * 60_000  # a chunk of 16 tokens takes 5 ms
@@ -35,7 +35,7 @@ def test_beside_a_long_prompt_both_rates_are_told():
     stage.engine.submit(LONG)
     stage.session.obey("a short one")
     stage.turns(60)
-    (line,) = plain(drawn(panes.draw_status, stage.state, 200, 1))
+    (line,) = plain(drawn(status.draw_status, stage.state, 200, 1))
     assert " tok/s" in line and " prompt tok/s" in line
     assert "0.00" not in line
 
@@ -68,15 +68,15 @@ def test_the_chart_returns_to_the_tokens_of_answers():
     ],
 )
 def test_the_figures_of_a_slot_find_room(prefill, wide, narrow):
-    text = panes.prefill_figures(prefill, (11, 9, 7))
+    text = slots.prefill_figures(prefill, (11, 9, 7))
     assert text.strip() == wide and len(text) == 27
-    text = panes.prefill_figures(prefill, (11,))
+    text = slots.prefill_figures(prefill, (11,))
     assert text.strip() == narrow and len(text) == 11
 
 
 def test_a_conversation_tells_how_far_its_question_is():
     stage = a_stage().load()
-    stage.session.talks = True
+    stage.session.has_chats = True
     stage.session.obey("a" * 60_000)
     stage.turns(40)
     said = "\n".join(plain(drawn(conversation.draw, stage.state, 100, 20)))

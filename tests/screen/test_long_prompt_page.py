@@ -173,16 +173,16 @@ def like_a_cpu(stage: Stage) -> Stage:
 
 
 def finish(stage: Stage) -> Stage:
-    """Until the trial is over."""
+    """Until the experiment is over."""
     for _ in range(3000):
         stage.turns()
         if stage.session.settled:
             return stage
-    raise AssertionError("this trial never ends")
+    raise AssertionError("this experiment never ends")
 
 
 def until_read(stage: Stage) -> None:
-    while not (stage.state.view.trial and stage.state.view.trial.newest):
+    while not (stage.state.view.finding and stage.state.view.finding.newest):
         stage.turns()
     stage.turns(2)
 
@@ -246,7 +246,7 @@ def test_the_steps_of_a_short_prompt_next_to_the_elephant_are_counted(first):
     assert short.steps == {"shortest": 3, "oldest": 13}[first]
     ends = f"r{drop.request}'s after {short.elephant_steps}."
     said = f"its first token came after {short.steps} steps, {ends}"
-    assert said in stage.state.view.trial.lines[-1] and said in " ".join(page(stage).split())
+    assert said in stage.state.view.finding.lines[-1] and said in " ".join(page(stage).split())
     (lane,) = [line for line in page(stage).splitlines() if line.endswith(" short")]
     assert f"r{short.request} " in lane and lane.count("▒") == short.steps
 
@@ -286,7 +286,7 @@ def test_chats_that_run_already_are_used_and_go_on_after_it():
     stage.turns(8)
     stage.session.obey("/elephant")
     stage.turns(60)
-    assert not stage.state.view.trying and chats(stage, drops(stage)[0]) == 3
+    assert not stage.state.view.experimenting and chats(stage, drops(stage)[0]) == 3
     assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 5
     finish(stage)
     assert [request.reason for request in stage.state.ended[-3:]] == ["length"] * 3
@@ -322,7 +322,7 @@ def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_t
     until_read(stage)
     stage.session.obey("/budget 200")
     stage.turns(3)
-    assert stage.engine.sched.budget == 200 and stage.state.view.trying
+    assert stage.engine.sched.budget == 200 and stage.state.view.experimenting
     if end == "cancel":
         stage.session.obey("/cancel all")
     if end == "page":
@@ -365,15 +365,15 @@ def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_c
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/elephant 24")
     finish(stage)
-    first = stage.state.view.trial.lines[-1]
+    first = stage.state.view.finding.lines[-1]
     assert first.startswith(
         "budget 24 (16 of the elephant's tokens in a step): a chat's gap was 11.6 ms"
     )
     assert "instead of 10.0 ms" in first and "and drop another" in first
     stage.session.obey("/elephant 264")
     finish(stage)
-    assert drops(stage)[0].budget == "24"  # the drop of the trial before is kept
-    second = stage.state.view.trial.lines[-1]
+    assert drops(stage)[0].budget == "24"  # the drop of the experiment before is kept
+    second = stage.state.view.finding.lines[-1]
     for width, height in ((60, 20), (80, 24), (200, 50)):
         page(stage, width, height)
     assert second.startswith(
@@ -389,7 +389,7 @@ def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
     for budget in ("24", "104"):
         log.obey(f"/elephant {budget}")
         for _ in range(300):
-            stage.room.loop.turn()
+            stage.client.loop.turn()
             log.look()
     log.flush()
     told = [line for line in written if "the elephant's first token came after" in line]
@@ -414,14 +414,14 @@ def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
         assert len(drops(it.stage)) == 3
         like_golden(f"elephants-{size[0]}x{size[1]}", it.text())
         await it.press("escape", turns=3)
-        assert it.stage.engine.sched.budget == 104 and not it.stage.state.view.trying
+        assert it.stage.engine.sched.budget == 104 and not it.stage.state.view.experimenting
         assert "Slots" in it.text()
 
     show(scenario, size=size)
 
 
 def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
-    """It was dropped into the trial that was about to end."""
+    """It was dropped into the experiment that was about to end."""
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
     stage.session.obey("/elephant")
@@ -429,7 +429,7 @@ def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
     long_prompt.PAGE.leave(stage.session)
     stage.session.obey("/elephant")
     stage.turns(80)
-    assert len(drops(stage)) == 2 and stage.state.view.trying
+    assert len(drops(stage)) == 2 and stage.state.view.experimenting
 
 
 def test_the_picture_stands_still_behind_the_newest_elephant():
@@ -483,13 +483,13 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
     found = drops(stage)
     calmest = min(drop.gap for drop in found)
     assert len(found) == 4 and calmest < found[-1].gap
-    (said,) = stage.state.view.trial.lines[-1:]
+    (said,) = stage.state.view.finding.lines[-1:]
     assert f"the calmest of 4 drops): a chat's gap was {span(calmest)}, the longest" in said
     assert "Noisy" not in page(stage) and "; with" not in said
 
 
 def test_two_keys_before_the_engine_has_heard_one_drop_two_elephants_into_one_trial():
-    """The screen guessed whether the trial ran; now the engine's thread knows."""
+    """The screen guessed whether the experiment ran; now the engine's thread knows."""
     stage = like_a_cpu(Stage().load())
     for order in ("/elephant 24", "/elephant 264"):
         stage.session.obey(order)
@@ -503,9 +503,9 @@ def test_leaving_the_page_ends_no_other_trial():
     stage.turns(2)
     long_prompt.PAGE.leave(stage.session)
     stage.turns(2)
-    assert stage.state.view.trying
+    assert stage.state.view.experimenting
     stage.session.obey("/elephant")
     stage.turns(2)
-    assert "a trial runs already" in stage.state.faults[-1].message
+    assert "another experiment is running" in stage.state.faults[-1].message
     stage.session.obey("/cancel all")
     stage.finish()

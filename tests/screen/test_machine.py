@@ -6,7 +6,7 @@ import pytest
 from screen_stage import Stage, at_every_size, drawn, plain
 
 from analysis.contention import IDLE, LEAST, Others, Worked, counted, my_cores
-from screen.draw import panes
+from screen.draw import status
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
 cpu0 100 20 30 800 50 4 3 2 0 0
@@ -84,9 +84,9 @@ def test_the_header_says_that_other_programs_take_the_cores(size):
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(70)
-    before = plain(drawn(panes.draw_status, stage.state, size[0], 1))
+    before = plain(drawn(status.draw_status, stage.state, size[0], 1))
     stage.state.view = stage.state.view._replace(others=1.58, cores=2)
-    (line,) = plain(drawn(panes.draw_status, stage.state, size[0], 1))
+    (line,) = plain(drawn(status.draw_status, stage.state, size[0], 1))
     assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
     stage.finish()
-    assert "others" not in plain(drawn(panes.draw_status, stage.state, 200, 1))[0]
+    assert "others" not in plain(drawn(status.draw_status, stage.state, 200, 1))[0]

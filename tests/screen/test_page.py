@@ -102,6 +102,6 @@ def test_every_page_can_be_read_in_a_log():
             log.look()
             before = len(said)
             log.obey(f"/{page.name}")
-            stage.room.loop.turn()
+            stage.client.loop.turn()
             log.look()
             assert len(said) > before, page.name

@@ -15,7 +15,7 @@ from screen_stage import GOLDEN, Stage, drawn, like_golden, plain, show
 from textual import events
 from textual.geometry import Region
 
-from screen import app, engine_client, keys
+from screen import app, keys, workload
 from screen.draw import layout, style
 from screen.pages import race, requests
 
@@ -92,7 +92,7 @@ def test_each_golden_file_is_compared_by_a_test():
 def test_loading_tells_its_stages_and_what_a_library_prints():
     async def scenario(it):
         assert "starting" in it.text()
-        it.stage.room._report("finding owner/name")
+        it.stage.client._report("finding owner/name")
         it.app.look()
         it.app.post_message(
             events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True)
@@ -104,24 +104,24 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
             and "2.9MB/s" in it.text()
         )
         assert "Slots" not in it.text()
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.pilot.pause()
         assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(app.PromptBox).value == engine_client.BURST[0][0]
+        assert it.app.query_one(app.PromptBox).value == workload.BURST[0][0]
 
     show(scenario, load=False)
 
 
 def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
     stage = Stage()
-    stage.room._load = lambda report, clock: (report("finding x"), 1 / 0)
+    stage.client._load = lambda report, clock: (report("finding x"), 1 / 0)
 
     async def scenario(it):
-        stage.room._load = lambda report, clock: exec(
+        stage.client._load = lambda report, clock: exec(
             "raise ValueError('x is cut off; download it again \\x1b[31m')"
         )
-        stage.room.load()
+        stage.client.load()
         it.app.look()
         await it.pilot.pause()
         assert "x is cut off; download it again ␛[31m" in it.text()
@@ -139,8 +139,8 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
         for lower, door in product(layout.LOWER, (False, True)):
             found = layout.arrange(width, height, slots, lower, door)
             if lower == "streams":
-                talks = layout.arrange_talk(width, height, slots)
-                check_places(talks, width, height)
+                chats = layout.arrange_chat(width, height, slots)
+                check_places(chats, width, height)
             assert {"status", "slots", "prompt", "keys"} <= found.keys()
             drawn = layout.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110, (
@@ -171,7 +171,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     """A line that is cut would tell a lie: 179 of 1799."""
     stage = Stage(slots=slots, policy="static").load()
     stage.session.obey("/burst 30")
-    stage.session.talks = True
+    stage.session.has_chats = True
     stage.session.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
@@ -182,7 +182,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
             layout.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
         ):
             found = layout.arrange(width, height, slots, lower, True)
-            found |= layout.arrange_talk(width, height, slots)
+            found |= layout.arrange_chat(width, height, slots)
             for name, region in found.items():
                 if name != "prompt":
                     check_lines(

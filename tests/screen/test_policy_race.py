@@ -14,7 +14,7 @@ from nanobatch import SamplingParams
 from policies import POLICIES
 from screen import keys, state, step_columns
 from screen import policy_runs as runs
-from screen.draw import charts, panes, style
+from screen.draw import charts, slots, status, style, timeline
 from screen.draw.style import DECODE
 from screen.pages import race
 
@@ -54,7 +54,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
     stage.engine.sched.far = 20
-    stage.engine.hurries = hurry
+    stage.engine.eager_first_token = hurry
     stage.session.obey("/burst 20")
     stage.turns(30)
     for prompt in ("late", "and later " * 20):
@@ -219,9 +219,9 @@ def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
     for order in ("/pause", "/policy static"):
         stage.session.obey(order)
         stage.turns()
-    status = plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
-    assert "▮▮ paused, draining → static" in status
-    assert "space: go on" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
+    line = plain(drawn(status.draw_status, stage.state, 80, 1))[0]
+    assert "▮▮ paused, draining → static" in line
+    assert "space: go on" in plain(drawn(status.draw_status, stage.state, 120, 1))[0]
     assert "space Go on s Step" in plain(drawn(keys.draw_keys, stage.state, 80, 1))[0]
     stage.session.obey("/race 12")
     stage.finish()
@@ -368,12 +368,12 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     for _ in range(len(POLICIES) - 1):
         stage.session.obey("/policy")  # the next one, again and again
         stage.turns()
-    assert "shy" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
+    assert "shy" in plain(drawn(status.draw_status, stage.state, 80, 1))[0]
     stage.session.obey("/burst 20")
     stage.turns(4)
-    slots = plain(drawn(panes.draw_slots, stage.state, 80, 11))
-    assert any("blocked" in line for line in slots) and "(shy)" in slots[-1]
-    assert "╳" in "".join(plain(drawn(panes.draw_timeline, stage.state, 73, 10))[1:-1])
+    rows = plain(drawn(slots.draw_slots, stage.state, 80, 11))
+    assert any("blocked" in line for line in rows) and "(shy)" in rows[-1]
+    assert "╳" in "".join(plain(drawn(timeline.draw_timeline, stage.state, 73, 10))[1:-1])
     stage.finish()
     assert "shy" in plain(drawn(charts.draw_ttft, stage.state, 40, 9))[1]
     stage.session.obey("/compare")
@@ -509,8 +509,10 @@ def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins()
     async def scenario(it):
         await it.press("K", "3", turns=3)
         await it.press("r", turns=2)
-        assert "a trial runs already" in it.stage.state.faults[-1].message
-        assert "No race while a trial runs" in it.text() and "The race begins" not in it.text()
+        assert "another experiment is running" in it.stage.state.faults[-1].message
+        assert (
+            "No race while an experiment runs" in it.text() and "The race begins" not in it.text()
+        )
 
     show(scenario, size=(120, 40))
 

@@ -109,7 +109,7 @@ def test_after_a_race_the_burst_that_ran_last_is_recorded():
 def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
     """Nothing of a plan is made up, and nothing is left out that the scheduler needs."""
     stage = Stage(policy=policy).load()
-    stage.engine.hurries = hurry
+    stage.engine.eager_first_token = hurry
     stage.engine.sched.budget = 70
     stage.session.obey("/burst 20")
     recording = recorded(stage.finish())

@@ -14,7 +14,7 @@ from screen import latency_breakdown as life
 from screen.commands import PlainLog, orders_of
 from screen.draw import style
 from screen.pages import request_latency
-from screen.state import State, life_in, prices
+from screen.state import State, breakdown_in, prices
 
 REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
 
@@ -31,7 +31,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
     engine.sched.far = dice.choice([20, 2**40])
-    engine.hurries = dice.random() < 0.5
+    engine.eager_first_token = dice.random() < 0.5
     if guesses:
         guess_at_random(engine, dice)
     clients = "abc"[: dice.randint(1, 3)]
@@ -57,9 +57,9 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     return stage
 
 
-def lives(stage: Stage) -> dict[int, life.Life]:
+def lives(stage: Stage) -> dict[int, life.LatencyBreakdown]:
     state = stage.state
-    return {r.id: life_in(state, r) for r in state.requests.values()}
+    return {r.id: breakdown_in(state, r) for r in state.requests.values()}
 
 
 def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():

@@ -18,11 +18,11 @@ from screen_stage import (
 import llama
 from analysis.compare import Bits
 from nanobatch import Engine
-from screen import commands, engine_client, keys
+from screen import commands, keys, workload
 from screen.draw import style
-from screen.engine_client import BURST
 from screen.pages import same_answer
 from screen.pages.same_answer import Company
+from screen.workload import BURST
 
 SHORT = "Tell me a story about a fox."
 
@@ -32,7 +32,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
     stage.turns()
     stage.finish()
     assert stage.state.faults == []
-    return stage.state.view.trial
+    return stage.state.view.finding
 
 
 def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
@@ -139,7 +139,7 @@ def test_a_difference_says_where_and_by_how_much_up_to_the_first_other_token():
 @cache
 def demo_stage() -> Stage:
     stage = Stage()
-    stage.room._load = lambda report, clock: Engine.load("demo", slots=8, max_len=400, chunk=64)
+    stage.client._load = lambda report, clock: Engine.load("demo", slots=8, max_len=400, chunk=64)
     return stage.load()
 
 
@@ -173,14 +173,14 @@ def test_it_begins_when_all_that_runs_has_ended_and_is_alone_again_if_somebody_c
     stage.turns(5)
     stage.session.obey(f"/same 10 {SHORT}")
     stage.turns(3)
-    assert stage.state.view.trial.stage == "waits"
-    while stage.state.view.trial.stage == "waits":
+    assert stage.state.view.finding.stage == "waits"
+    while stage.state.view.finding.stage == "waits":
         stage.turns()
     turned = turned_by_company(stage, 2, "token")
     stage.session.obey("an intruder")
-    while stage.state.view.trial.stage == "alone":
+    while stage.state.view.finding.stage == "alone":
         stage.turns()
-    assert len(turned) == 1 and "wolf" not in stage.state.view.trial.alone.text
+    assert len(turned) == 1 and "wolf" not in stage.state.view.finding.alone.text
     stage.session.obey("/cancel all")
     stage.finish()
 
@@ -192,13 +192,13 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     stage.turns(5)
     stage.session.obey(f"/same 50 {SHORT}")
     stage.turns()
-    while stage.state.view.trial is None or stage.state.view.trial.stage != when:
+    while stage.state.view.finding is None or stage.state.view.finding.stage != when:
         stage.turns()
     stage.turns(20 if when == "runs" else 2)
     stage.session.obey("/cancel all")
     stage.turns(3)
-    assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
-    assert stage.state.view.trial.stage == when
+    assert not stage.state.view.busy and stage.engine.reuse and not stage.client.own
+    assert stage.state.view.finding.stage == when
     assert gathered(stage).so_far == "30 runs, 1 answer"
 
 
@@ -211,7 +211,7 @@ def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
     assert stage.state.view.slow
     stage.session.obey(f"/same 5 {SHORT}")
     stage.turns(2)
-    assert stage.state.view.slow == 0 and stage.state.view.trying
+    assert stage.state.view.slow == 0 and stage.state.view.experimenting
 
 
 def test_a_trial_is_one_busy_period_of_the_totals():
@@ -234,12 +234,12 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
     cancelled = 0
     while cancelled < 5:
         stage.turns()
-        runs = [h for h in stage.room.own.values() if h.origin.prompt == SHORT]
-        if stage.state.view.trial.stage == "runs" and runs:
+        runs = [h for h in stage.client.own.values() if h.origin.prompt == SHORT]
+        if stage.state.view.finding.stage == "runs" and runs:
             stage.session.obey(f"/cancel {runs[0].id}")
             cancelled += 1
     stage.finish()
-    assert stage.state.view.trial.so_far == "10 runs, 1 answer"
+    assert stage.state.view.finding.so_far == "10 runs, 1 answer"
 
 
 def test_a_run_that_fails_ends_the_trial_with_a_reason():
@@ -249,13 +249,13 @@ def test_a_run_that_fails_ends_the_trial_with_a_reason():
     while len(sched.running) < sched.slots or not sched.waiting:
         stage.turns()
     stage.engine.runner.fail = RuntimeError("the device is on fire")
-    while stage.state.view.trying:
+    while stage.state.view.experimenting:
         stage.turns()
     stage.turns()
     assert not sched.waiting and not sched.running
     faults = " ".join(fault.message for fault in stage.state.faults)
     assert "a run failed: RuntimeError: the device is on fire" in faults
-    assert not stage.state.view.trying and stage.engine.reuse
+    assert not stage.state.view.experimenting and stage.engine.reuse
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_where_there_can_be_no_company_it_is_refused_in_a_line(options, words):
     stage = Stage(**options).load()
     stage.session.obey("/same 5")
     stage.turns(2)
-    assert words in stage.state.faults[-1].message and not stage.state.view.trying
+    assert words in stage.state.faults[-1].message and not stage.state.view.experimenting
 
 
 @pytest.mark.parametrize("order", ["/same 0", "/same 1001", "/same 5x"])
@@ -302,7 +302,7 @@ def test_the_page_is_as_drawn(wrong, others):
         if wrong:
             turned_by_company(it.stage, 7, wrong)
         await it.press("a")
-        while not it.stage.state.view.trial or len(it.stage.state.view.trial.runs) < 120:
+        while not it.stage.state.view.finding or len(it.stage.state.view.finding.runs) < 120:
             it.stage.turns()
         await it.turns(1)
         like_golden(f"same-{others}-120x40", it.text())
@@ -317,11 +317,11 @@ def test_a_opens_the_page_comes_back_to_it_and_X_ends_the_trial_there():
         assert "The same answer in company" in it.text() and "X ends it" in it.text()
         await it.turns(300)
         assert " of 200 runs, 1 answer" in it.text()
-        runs = len(it.stage.state.view.trial.runs)
+        runs = len(it.stage.state.view.finding.runs)
         await it.press("escape", turns=100)
         assert "Slots" in it.text()
         await it.press("a", turns=30)
-        assert "The same answer" in it.text() and len(it.stage.state.view.trial.runs) > runs
+        assert "The same answer" in it.text() and len(it.stage.state.view.finding.runs) > runs
         await it.press("X", turns=3)
         assert "and then it was ended" in it.text() and not it.stage.state.view.busy
         await it.press("escape")
@@ -357,7 +357,7 @@ def test_the_plain_log_tells_the_result_and_not_a_thousand_requests():
     turned_by_company(stage, 7, "token")
     log.obey(f"/same 60 {SHORT}")
     while not stage.session.settled:
-        stage.room.loop.turn()
+        stage.client.loop.turn()
         log.look()
     log.flush()
     told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
@@ -367,4 +367,4 @@ def test_the_plain_log_tells_the_result_and_not_a_thousand_requests():
     assert told[4].startswith("a hash covers 24 tokens")
     assert "token 6 is “ wolf”, alone it is “ was”" in told[6]
     assert not any("waits:" in line or "admitted" in line for line in lines)
-    assert engine_client.Settings().ask("x").mute is False
+    assert workload.Settings().ask("x").mute is False

@@ -12,7 +12,7 @@ from runtime.snapshot import ExpertsView, ModelView, RanksView, Roof
 from screen.commands import PlainLog, orders_of
 from screen.draw.style import UNSEEN
 from screen.pages import step_cost
-from screen.remote_client import RemoteRoom
+from screen.remote_client import RemoteEngineClient
 from screen.step_columns import gap
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
@@ -34,7 +34,7 @@ EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=1
 def ready(**options) -> Stage:
     """A stage whose machine has been measured."""
     stage = Stage(**options).load()
-    stage.engine.measure_roof = lambda others: setattr(stage.engine._ledger, "roof", ROOF)
+    stage.client._measure_roofline = lambda others: setattr(stage.engine.registry, "roof", ROOF)
     return stage
 
 
@@ -251,15 +251,15 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
     measured = []
 
     def measure(others: float) -> None:
-        assert not stage.engine._flights
+        assert not stage.engine._in_flight
         stage.time.now += 5.0
         measured.append(stage.time.now)
-        stage.engine._ledger.roof = ROOF
+        stage.engine.registry.roof = ROOF
 
-    stage.engine.measure_roof = measure
+    stage.client._measure_roofline = measure
     stage.session.obey("/burst 9")
     stage.turns(5)
-    assert stage.engine._flights, "the engine runs ahead"
+    assert stage.engine._in_flight, "the engine runs ahead"
     stage.session.obey("/bill")
     stage.turns(1)
     stage.session.obey("/bill")
@@ -276,9 +276,9 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
 
 def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
     stage = ready()
-    stage.room.others.look = lambda: 1.4
-    stage.engine.measure_roof = lambda others: setattr(
-        stage.engine._ledger, "roof", ROOF._replace(reading=5e9, others=others)
+    stage.client.others.look = lambda: 1.4
+    stage.client._measure_roofline = lambda others: setattr(
+        stage.engine.registry, "roof", ROOF._replace(reading=5e9, others=others)
     )
     stage.session.obey("alone")
     stage.session.obey("/bill")
@@ -288,7 +288,7 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
     roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
     assert f"{roof} then: /bill again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
-    stage.room.others.look = lambda: 0.0
+    stage.client.others.look = lambda: 0.0
     stage.session.obey("/bill again")
     stage.turns()
     text = page(stage)
@@ -299,7 +299,7 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
 def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
     """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
     stage = ready()
-    stage.engine._ledger.model = VIEW._replace(window=30, windowed=3)
+    stage.engine.registry.model = VIEW._replace(window=30, windowed=3)
     stage.engine.ranks = SimpleNamespace(view=RanksView("ring", (3, 4)), size=1, leave=lambda: None)
     stage.session.obey("a" * 20)
     stage.turns(5)
@@ -336,7 +336,7 @@ def expert_stage() -> Stage:
     """An engine of words whose tokens take experts 0 and 1, or 1 and 2, in turn."""
     stage = ready()
     model = VIEW._replace(experts=8, taken=2, expert_nbytes=500_000, expert_products=125_000)
-    stage.engine._ledger.model = model
+    stage.engine.registry.model = model
     stage.asked = []
 
     def chosen() -> ExpertsView:
@@ -412,7 +412,7 @@ def test_experts_of_a_pass_that_was_not_the_steps_only_one_are_not_taken_for_all
     stage.turns(20)
     stage.session.obey("/pause")
     stage.turns(3)
-    stage.room.ask_experts()
+    stage.client.ask_experts()
     stage.turns()
     step = stage.state.step.step
     assert step_cost.seen_experts(stage.state, stage.state.here)
@@ -427,7 +427,7 @@ def test_only_the_newest_hundred_answers_are_kept():
     stage.session.obey("/burst 9")
     for _ in range(130):
         stage.turns()
-        stage.room.ask_experts()
+        stage.client.ask_experts()
     stage.turns()
     assert len({*stage.asked}) > 105 and len(step_cost.experts_in(stage.state)) == 100
     assert max(step_cost.experts_in(stage.state)) == max(stage.asked)
@@ -440,7 +440,7 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
-    stage.session.room = RemoteRoom("127.0.0.1:1")
+    stage.session.client = RemoteEngineClient("127.0.0.1:1")
     stage.session.obey("/bill")
     stage.state.view = stage.state.view._replace(watches=True)
     text = page(stage)
@@ -455,7 +455,7 @@ def test_the_plain_log_tells_a_bill_in_a_line_when_the_roof_is_known():
     log = PlainLog(stage.session, lines.append)
     log.obey("/bill")
     assert not any("roof" in line for line in lines), "it waits for the measurement"
-    stage.room.loop.turn()
+    stage.client.loop.turn()
     log.look()
     assert lines[-1:] == ["no step has run yet; the roof: memory 10.0 GB/s, arithmetic 100 GFLOP/s"]
     stage.session.obey("alone")

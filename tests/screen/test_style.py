@@ -7,7 +7,7 @@ import pytest
 
 from screen.draw.style import clean
 
-# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `ink.py` has it from
+# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `color.py` has it from
 # categories and names; this is the table that it is held against.
 IGNORABLE = (
     (0xAD, 0xAD),

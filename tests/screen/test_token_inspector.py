@@ -8,9 +8,9 @@ from screen_stage import plain
 
 from nanobatch import Engine, SamplingParams
 from runtime.snapshot import Metrics, RequestView
-from screen.draw import panes, style
-from screen.draw.canvas import Paper
-from screen.engine_client import SCHEMA, SEEN
+from screen.draw import answers, style
+from screen.draw.canvas import Canvas
+from screen.workload import CANDIDATES, SCHEMA
 
 METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 
@@ -18,7 +18,7 @@ METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
-    (line,) = panes.draw_glass(request, Paper(style.DARK, 32, 1))
+    (line,) = answers.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
     assert plain([line]) == ['✓" 100%  │ ✗␣go 79%  ✓\\n 6%  ']
     struck = [
         segment.text
@@ -26,13 +26,13 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
         if isinstance(segment.style, Style) and segment.style.strike
     ]
     assert struck == ["✗␣go 79%"]
-    assert panes.draw_glass(request, Paper(style.DARK, 5, 1)) == []
+    assert answers.draw_token_inspector(request, Canvas(style.DARK, 5, 1)) == []
 
 
 def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
     with Engine.load("demo", slots=1, max_len=256, guesses=0) as engine:
-        wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=SEEN)
+        wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
         handle = engine.submit(engine.text.ask("Tell me a story about a fox."), wish)
         said, forbidden = "", 0
         while handle.finish_reason is None:
@@ -40,7 +40,7 @@ def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
             engine.step()
             glass = handle.view().glass
             if handle.finish_reason is None and len(handle.tokens) == before + 1:
-                assert glass[0][2] and SEEN <= len(glass) <= SEEN + 1
+                assert glass[0][2] and CANDIDATES <= len(glass) <= CANDIDATES + 1
                 said += glass[0][0]
                 forbidden += not all(allowed for _, _, allowed in glass)
         assert handle.finish_reason == "stop" and handle.text.startswith(said) and len(said) > 20

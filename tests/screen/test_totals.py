@@ -11,7 +11,7 @@ from screen_stage import Stage, drawn, like_golden, plain, show
 from nanobatch import SamplingParams
 from runtime.snapshot import RanksView, percentile
 from screen import step_columns
-from screen.draw import panes, step
+from screen.draw import status, step
 from screen.pages import race, requests, totals
 
 
@@ -177,7 +177,7 @@ def test_counts_go_on_beyond_what_is_remembered():
         for _ in range(100):
             stage.engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True))
         stage.finish()
-    assert "600 ended" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
+    assert "600 ended" in plain(drawn(status.draw_status, stage.state, 80, 1))[0]
     assert (
         sum(period.requests for period in stage.state.periods) == 600
         and len(stage.state.ended) == 50
@@ -242,7 +242,7 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     )
     text = "\n".join(plain(drawn(step.draw_step, stage.state, 90, 14)))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
-    assert "2 ranks" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
+    assert "2 ranks" in plain(drawn(status.draw_status, stage.state, 120, 1))[0]
 
 
 def test_what_stays_after_the_end_fits_a_terminal_of_any_width():

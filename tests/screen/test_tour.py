@@ -25,10 +25,10 @@ from nanobatch import Engine
 from screen import keys
 from screen.draw import style
 from screen.draw.layout import LOWER, arrange_tour
-from screen.engine_client import Settings
 from screen.pages import tour, tour_scenes
 from screen.pages.tour_scenes import SCENES
-from screen.state import State, Telling
+from screen.state import State, TourText
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 TITLES = [scene.title for scene in SCENES]
@@ -219,7 +219,7 @@ def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
     assert said in told.text and short.steps < short.elephant_steps / 3
     stage.tour.leave()
     stage.turns(3)
-    assert stage.engine.sched.budget == budget and not stage.state.view.trying
+    assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
 
 
 def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
@@ -230,7 +230,7 @@ def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
     assert 2 < ended <= 8, "those in slots; one whose prompt had no chunk in that step begins again"
     assert f"A step raised (✗): {ended} ended, {12 - ended} went on" in told.text
     assert "A client hung up: 1 ended, 11 went on" in told.text and "No bit changed" in told.text
-    assert not stage.state.view.trying
+    assert not stage.state.view.experimenting
     assert {cell.kind for cell in stage.state.here.cells} == {style.FAILED}, "the cursor is there"
 
 
@@ -349,7 +349,7 @@ def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
 
 
 def test_after_a_tour_the_stage_is_as_fresh_as_before():
-    """260 requests of the tour stood in the histogram, and its trials on the pages."""
+    """260 requests of the tour stood in the histogram, and its experiments on the pages."""
     stage = staged(BREAK).until("ask")
     stage.tour.go_on()
     for _ in range(60):
@@ -655,10 +655,10 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
-    told = Telling(3, 8, "a title", "word " * 60, ("an answer " * 3,) * 4, True, 2)
+    told = TourText(3, 8, "a title", "word " * 60, ("an answer " * 3,) * 4, True, 2)
     told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
     told = told._replace(place="sched.py:123  Scheduler._room")
-    for each in (told, told._replace(text="short?"), Telling(1, 8, "t" * 90, "x", hint="h")):
+    for each in (told, told._replace(text="short?"), TourText(1, 8, "t" * 90, "x", hint="h")):
         lines = plain(drawn(tour.draw, State(tour=each), width, 7))
         assert len(lines) <= 7 and lines[-1].strip() == each.hint
         assert all(cell_len(line) <= width for line in lines), lines
@@ -686,7 +686,7 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
     assert sum(line.startswith("  3 ") for line in lines) == 1
     asked = [line for line in lines if line.endswith("?")]
     assert len(asked) == 1, "without a guess the question was printed once more"
-    assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
+    assert re.search(r"^runner\.py:\d+  Runner\._forward$", done.stdout, re.M)
 
 
 def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):

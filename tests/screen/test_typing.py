@@ -8,7 +8,7 @@ from screen_stage import show
 from textual import events
 
 from policies import POLICIES
-from screen import engine_client
+from screen import workload
 
 # Pieces of what people type: a key by its name, or several letters that belong together.
 LETTERS = [*"abcdefgijlqx XK./019", "é", "文", "hello ", "there", "What is 3 + 4?"]
@@ -69,7 +69,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
                 await it.pilot.pause()
         await it.pilot.pause()
         if not loaded:
-            it.stage.room.load()
+            it.stage.client.load()
         it.app.look()
         await it.turns()
         view, sched = it.stage.state.view, it.stage.engine.sched
@@ -85,12 +85,12 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
                 view.slow,
                 view.load,
                 view.racing,
-                view.trying,
+                view.experimenting,
             ),
-            trial=view.trial and view.trial.name,
-            race=view.trial,
+            finding=view.finding and view.finding.name,
+            race=view.finding,
             faults=[fault.message for fault in state.faults],
-            wishes=it.stage.room.posted,
+            wishes=it.stage.client.posted,
             settings=state.settings,
             chosen=(state.selected, state.zoom, state.lower, it.app.theme),
             page=it.app.page and it.app.page.name,
@@ -129,13 +129,13 @@ def test_what_is_typed_while_the_model_loads_stands_in_the_box_at_once():
         await it.pilot.press(*"/set max=7", "enter", *"second", "enter", "escape", "b", "space")
         assert "12 prompts fired" in it.text() and "max=7" not in it.text()
         await it.pilot.press("i", *"a draft")
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.turns(3)
         first, second, third = [it.stage.state.requests[i].origin for i in (1, 2, 3)]
         assert (first.prompt, first.max_tokens) == ("Hello there", 320)
         assert (second.prompt, second.max_tokens) == ("second", 7)
-        assert third.prompt == engine_client.BURST[0][0] and it.stage.engine.sched.submitted == 14
+        assert third.prompt == workload.BURST[0][0] and it.stage.engine.sched.submitted == 14
         assert it.stage.state.view.paused and it.app.prompt.value == "a draft"
         assert it.app.focused is it.app.prompt and "waits for the model" not in it.text()
 
@@ -151,7 +151,7 @@ def test_keys_that_turn_something_on_and_off_do_so_before_the_engine_has_heard_t
         async def type_them(it):
             await it.pilot.press(*keys)
             if load:
-                it.stage.room.load()
+                it.stage.client.load()
                 it.app.look()
             await it.turns(2)
             view, sched = it.stage.state.view, it.stage.engine.sched
@@ -169,7 +169,7 @@ def test_a_budget_that_the_model_turns_out_not_to_have_comes_back_with_its_reaso
     async def scenario(it):
         await it.pilot.press("slash", *"budget 5", "enter")
         assert it.app.prompt.value == ""
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.turns()
         await it.sees("but here it is")
@@ -185,7 +185,7 @@ def test_a_tour_that_is_wished_for_while_the_model_loads_begins_when_it_is_there
         await it.pilot.press("T", "b", "i")
         assert "the tour has the engine" in it.text() and it.app.focused is None
         await it.pilot.press("escape", "T")
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.turns(3)
         assert (
@@ -200,7 +200,7 @@ def test_a_tour_that_is_wished_for_while_the_model_loads_begins_when_it_is_there
 def test_a_tour_that_is_wished_for_and_left_while_the_model_loads_does_not_begin():
     async def scenario(it):
         await it.pilot.press("T", "escape", *"b")
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.turns(3)
         assert it.stage.state.tour is None and it.stage.engine.sched.submitted == 12
@@ -216,7 +216,7 @@ def test_a_page_that_is_opened_while_the_model_loads_shows_how_far_it_is(page):
         assert "✗ sheet" not in it.text() and (
             "starting" in it.text() or page in ("question_mark", "E")
         )
-        it.stage.room.load()
+        it.stage.client.load()
         it.app.look()
         await it.turns(2)
         assert it.app.page and "starting" not in it.text()
@@ -230,8 +230,8 @@ def test_when_no_model_can_be_loaded_the_reason_is_seen_and_q_is_a_key_again():
 
     async def scenario(it):
         await it.pilot.press("i", *"hello")
-        it.stage.room._load = lambda report, clock: os.stat("/no/such/model")
-        it.stage.room.load()
+        it.stage.client._load = lambda report, clock: os.stat("/no/such/model")
+        it.stage.client.load()
         it.app.look()
         await it.pilot.pause()
         assert "No such file" in it.text() and "❯" not in it.text()
@@ -248,4 +248,4 @@ def test_a_key_behind_the_one_that_leaves_does_nothing():
         await it.pilot.pause()
 
     stage = show(scenario)
-    assert stage.room.posted == 0
+    assert stage.client.posted == 0

@@ -26,13 +26,14 @@ import tui
 from nanobatch import SamplingParams
 from screen.app import PANES
 from screen.commands import PlainLog, Session
-from screen.draw import panes, style
-from screen.engine_client import EngineRoom, View
+from screen.draw import status, style
+from screen.engine_client import LocalEngineClient
 from screen.pages import clients, requests
-from screen.remote_client import RemoteRoom, base_of
+from screen.remote_client import RemoteEngineClient, base_of
 from screen.state import State
+from screen.view import View
 from server import watch_frames
-from server.access_log import Call, DoorView
+from server.access_log import RequestRecord, ServerView
 from server.app import APIServer
 from server.http import Options
 
@@ -43,7 +44,7 @@ class Watched(Server):
     """A session that looks at a door, and a client of that door."""
 
     def __init__(self, room, address: str):
-        self.room, self.session = room, Session(room, State("small"))
+        self.client, self.session = room, Session(room, State("small"))
         self.host, port = address.removeprefix("http://").split(":")
         self.port = int(port)
 
@@ -71,7 +72,7 @@ class Watched(Server):
 def serving(engine):
     """A room with a door, as `tui.py --serve` opens it."""
     door = APIServer(Options(port=0)).start()
-    room = EngineRoom(lambda report, clock: engine, door, "small")
+    room = LocalEngineClient(lambda report, clock: engine, door, "small")
     room.start()
     try:
         yield Watched(room, door.address)
@@ -82,7 +83,7 @@ def serving(engine):
 
 @contextmanager
 def watching(server: Server, *keys: str):
-    room = RemoteRoom(server.address, *keys)
+    room = RemoteEngineClient(server.address, *keys)
     room.start()
     try:
         yield Watched(room, server.address)
@@ -188,7 +189,7 @@ def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
         it.sees(lambda state: state.view.engine.waiting == 1)
         it.session.obey("/step 3")
         it.sees(lambda state: len(state.history) == 3 and not state.view.stepping)
-        it.room.drain()
+        it.client.drain()
         assert line.reply().json["choices"][0]["finish_reason"] == "length"
         with pytest.raises(OSError):
             it.complete()
@@ -197,10 +198,10 @@ def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
 def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
     door = APIServer(Options(port=0)).start()
     try:
-        room = EngineRoom(lambda report, clock: None, door)
+        room = LocalEngineClient(lambda report, clock: None, door)
         state = State()
         state.absorb(room.look())
-        text = "\n".join(plain(drawn(panes.draw_loading, state, 100, 30)))
+        text = "\n".join(plain(drawn(status.draw_loading, state, 100, 30)))
         assert f"{door.address}/v1 is open, and answers 503 until then" in text
         it = Watched(room, door.address)
         it.complete()
@@ -287,9 +288,9 @@ def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(se
 def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch):
     """The stream of a prompt could end before the frame that tells of it: a script then left
     without the answer."""
-    take = RemoteRoom._take
+    take = RemoteEngineClient._take
     monkeypatch.setattr(
-        RemoteRoom, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame))
+        RemoteEngineClient, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame))
     )
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
@@ -301,7 +302,7 @@ def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch)
 def test_a_prompt_for_a_server_that_loads_its_model_waits_for_it(engine):
     """It came back, refused with 503."""
     door = APIServer(Options(port=0)).start()
-    room = RemoteRoom(door.address)
+    room = RemoteEngineClient(door.address)
     room.start()
     it = Watched(room, door.address)
     it.session.obey("Hello")
@@ -350,7 +351,7 @@ def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with
         it.sees(lambda state: state.ended and state.history)
         first.process.kill()
         it.sees(lambda state: (state.view.gone_s or 0) > 1)
-        assert re.search(r"✗ gone for \d+ s", plain(drawn(panes.draw_status, it.state, 80, 1))[0])
+        assert re.search(r"✗ gone for \d+ s", plain(drawn(status.draw_status, it.state, 80, 1))[0])
         assert (
             "is gone" in it.state.faults[-1].message
             and len(it.state.faults) == 1
@@ -450,7 +451,7 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
 def test_the_name_of_a_folder_moves_no_cursor():
     state = State("/models/\x1b[2Jx\u202e")
     state.absorb(View(stage="ready", engine=Stage().load().engine.snapshot()))
-    line = plain(drawn(panes.draw_status, state, 120, 1))[0]
+    line = plain(drawn(status.draw_status, state, 120, 1))[0]
     assert "␛[2Jx<U+202E>" in line
 
 
@@ -524,11 +525,11 @@ def test_watching_needs_no_mlx(server, tmp_path):
 # --- the pane -----------------------------------------------------------------------------------
 
 
-def canned_door() -> tuple[DoorView, list[Call]]:
-    asked = Call(
+def canned_door() -> tuple[ServerView, list[RequestRecord]]:
+    asked = RequestRecord(
         7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200
     )
-    wrong = Call(
+    wrong = RequestRecord(
         3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value"
     )
     figures = {
@@ -538,7 +539,7 @@ def canned_door() -> tuple[DoorView, list[Call]]:
         "ttft_s": 0.0312,
         "generation_tps": 58.2,
     }
-    done = Call(
+    done = RequestRecord(
         2,
         0.0,
         "127.0.0.1",
@@ -553,21 +554,23 @@ def canned_door() -> tuple[DoorView, list[Call]]:
     message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
     ended = [
         done.__class__(**vars(done) | {"latency_s": 1.13}),
-        Call(**vars(wrong) | {"message": message, "latency_s": 0.002}),
-        Call(
+        RequestRecord(**vars(wrong) | {"message": message, "latency_s": 0.002}),
+        RequestRecord(
             **vars(asked)
             | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}
         ),
     ]
-    calls = (asked, Call(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
-    return DoorView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
+    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
+    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
 
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        it.stage.room.door = type("APIServer", (), {"journal": type("Journal", (), {"changes": 0})})
-        views = [canned_door()[0], DoorView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
-        it.stage.room.door.look = lambda since: views[bool(since)]
+        it.stage.client.server = type(
+            "APIServer", (), {"request_log": type("RequestLog", (), {"changes": 0})}
+        )
+        views = [canned_door()[0], ServerView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
+        it.stage.client.server.look = lambda since: views[bool(since)]
         it.stage.session.obey("/burst 3")
         await it.turns(30)
         it.app.paint()
@@ -593,7 +596,7 @@ def test_no_line_of_the_clients_is_longer_than_its_pane(width):
 def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
     """17 were open where 16 asked."""
     door, _ = canned_door()
-    watch = Call(9, 0.0, "127.0.0.1", "GET /watch", status=200)
+    watch = RequestRecord(9, 0.0, "127.0.0.1", "GET /watch", status=200)
     state = State()
     state.absorb(View(door=replace(door, open=(*door.open, watch))))
     lines = plain(drawn(clients.draw_clients, state, 120, 30))
@@ -607,17 +610,17 @@ def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
     door = canned_door()[0]
-    seen = heard = None
+    seen = handled = None
     for number in range(6):
         for _ in range(3):
             engine.submit([number], SamplingParams(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
-        heard = watch_frames.joined(heard, watch_frames.Frame(False, 0, 0.0, seen, door))
-    assert [step.step for step in heard.engine.steps][-1] == engine.steps
-    assert len(heard.engine.steps) == 20 and heard.engine.missed == engine.steps - 20
-    assert [view.id for view in heard.engine.ended] == list(range(14, 19))
-    assert heard.engine.missed_ends == 13 and len(heard.door.ended) == 5
-    assert heard.door.missed == 6 * len(door.ended) - 5
+        handled = watch_frames.joined(handled, watch_frames.Frame(False, 0, 0.0, seen, door))
+    assert [step.step for step in handled.engine.steps][-1] == engine.steps
+    assert len(handled.engine.steps) == 20 and handled.engine.missed == engine.steps - 20
+    assert [view.id for view in handled.engine.ended] == list(range(14, 19))
+    assert handled.engine.missed_ends == 13 and len(handled.door.ended) == 5
+    assert handled.door.missed == 6 * len(door.ended) - 5
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
@@ -670,8 +673,8 @@ def test_a_conversation_goes_over_the_public_routes_and_its_answers_are_seen(key
     sizes = ("--model", "demo", "--slots", "2", "--max-len", "96")
     with Server(*sizes, *keys) as server, watching(server, *keys[1:2]) as watched:
         watched.sees(lambda state: state.view.stage == "ready")
-        session, talk = watched.session, watched.state.talks.open
-        session.talks = watched.state.talking = True
+        session, talk = watched.session, watched.state.chats.open
+        session.has_chats = watched.state.chatting = True
         for question in ("Count from 3 to 5.", "Count from 7 to 9."):
             session.obey(question)
             watched.sees(lambda state: not (talk.runs or talk.waiting))

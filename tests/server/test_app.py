@@ -29,20 +29,21 @@ from runtime import progress
 from runtime.handle import TokenLogprob
 from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
-from server import adapter, completion, http, openai
+from server import adapter, auth, completion, http, openai
 from server.access_log import AccessLog
-from server.adapter import Wish
+from server.adapter import ParsedRequest
 from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
-from server.completion import Answer, Served
-from server.http import LONG, Options
+from server.completion import Answer, ServedModel
+from server.http import LONG_BODY_BYTES, Options
 from server.openai import ChatCompletion
 from server.responses import Response
 from text.grammar import Grammars
-from text.sandbox import BusyError, Trials
+from text.sandbox import BusyError, Sandbox
 from text.tokenizer import Tokenizer
-from text.tool_parser import FORMATS, Parser, Speech
+from text.tool_formats import FORMATS, OutputFormat
+from text.tool_parser import OutputParser
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -51,14 +52,14 @@ class Here(Server):
     """A door in this process, spoken to like a server in another."""
 
     def __init__(self, engine, **options):
-        self.door = APIServer(Options(port=0, **options)).start()
+        self.api = APIServer(Options(port=0, **options)).start()
         self.loop = Loop(engine, watch=Stopwatch()).start()
-        self.door.open(engine, self.loop, "small")
-        host, port = self.door.address.removeprefix("http://").split(":")
+        self.api.open(engine, self.loop, "small")
+        host, port = self.api.address.removeprefix("http://").split(":")
         self.host, self.port = host, int(port)
 
     def __exit__(self, *exception) -> None:
-        self.door.close()
+        self.api.close()
         self.loop.stop()
 
 
@@ -72,7 +73,7 @@ def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
     """Its only line came at its end: for ten minutes nobody knew what the server did."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
     lines = queue.Queue()
-    here.door.log = lines.put
+    here.api.log = lines.put
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True})
     told = lines.get(timeout=60)
@@ -88,25 +89,25 @@ def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
 def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, monkeypatch):
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     hints = []
-    here.door.hint = hints.append
+    here.api.hint = hints.append
     here.loop.pause()
     for count, prompt in enumerate(("Hello", "Other", "Hello", "Hello"), 1):
         line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
         line.until(b": prompt 0/")
         line.hang_up()
-        wait_for(lambda: not here.door.look().open)
+        wait_for(lambda: not here.api.look().open)
         assert len(hints) == (count > 2), hints
     assert re.match(r"127.0.0.1 hung up twice on the same prompt, after \d+ s, with 0 of", hints[0])
     here.loop.resume()
 
 
 def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
-    here.door.hint = pytest.fail
+    here.api.hint = pytest.fail
     for _ in range(2):
         line = here.line().post(COMPLETIONS, BODY | {"stream": True})
         line.until(b'"text"')
         line.hang_up()
-        wait_for(lambda: not here.door.look().open)
+        wait_for(lambda: not here.api.look().open)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -132,7 +133,7 @@ def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     wait_for(lambda: here.gauge("paused_seconds") >= 0.1)
-    here.door.drain(10)
+    here.api.drain(10)
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
 
@@ -142,7 +143,7 @@ def test_slow_motion_ends_when_the_server_does(here):
     here.loop.slow = 0.2
     line = here.line().post(COMPLETIONS, BODY)
     wait_for(lambda: here.loop.engine.steps)
-    here.door.drain(10)
+    here.api.drain(10)
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
 
@@ -167,7 +168,7 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
         "message"
     ]
     assert here.complete(seed=1).json["choices"][0]["text"] == expected
-    assert here.door.look().ended[1].reason == "failed"
+    assert here.api.look().ended[1].reason == "failed"
 
 
 def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here):
@@ -190,20 +191,20 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
 
     thread = threading.Thread(target=strike)
     thread.start()
-    give_up = threading.Timer(60, here.door._ended.set)
+    give_up = threading.Timer(60, here.api._ended.set)
     give_up.start()
     with pytest.raises(KeyboardInterrupt):
-        here.door.wait(queue.SimpleQueue())
+        here.api.wait(queue.SimpleQueue())
     give_up.cancel()
     thread.join()
-    assert not here.door._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
+    assert not here.api._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
 
 
 def test_between_two_looks_at_metrics_no_texts_and_steps_are_kept_for_them(here):
     """Nobody may ever look again."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
-    kept = here.door._scraped
+    kept = here.api._scraped
     assert kept.steps == kept.ended == kept.requests == () and kept.seen.ended == 1
     assert b'quantile="0.5"' not in here.ask("/metrics").body, "no step since the last look"
     here.complete()
@@ -265,7 +266,7 @@ def test_a_door_that_is_shut_leaves_no_connection_open(engine):
             line = Line(here.host, here.port, receive=4096)
             line.post(COMPLETIONS, BODY | {"stream": True, "n": 16, "logprobs": 20})
             line.until(b"\r\n\r\n")
-            (connection,) = here.door._connections
+            (connection,) = here.api._connections
             deadline = time.monotonic() + 60
             while not connection.is_blocked:
                 assert time.monotonic() < deadline
@@ -282,7 +283,7 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
     (request,) = submitted(here)
-    engine.cancel(engine._ledger.open[request])
+    engine.cancel(engine.registry.open[request])
     said = line.until(b'"code":"cancelled"') if stream else line.reply()
     assert (
         b"finish_reason" not in said
@@ -292,25 +293,25 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
 
 
 def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
-    monkeypatch.setattr(http, "STUCK_S", 0.3)
+    monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.3)
     line = Line(here.host, here.port, receive=4096)
     line.post(
         COMPLETIONS,
         BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1},
     )
-    ended = wait_for(lambda: here.door.look().ended)
-    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.door.look().open
+    ended = wait_for(lambda: here.api.look().ended)
+    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.api.look().open
     line.hang_up()
 
 
 def submitted(here) -> tuple[int, ...]:
     """The requests of the one call that is open, as soon as they are in line."""
-    return wait_for(lambda: [call.requests for call in here.door.look().open if call.requests])[0]
+    return wait_for(lambda: [call.requests for call in here.api.look().open if call.requests])[0]
 
 
 def narrow(here) -> None:
     """From here on nothing piles up on the way to a client, and each write waits for it."""
-    for connection in here.door._connections:
+    for connection in here.api._connections:
         connection.transport.set_write_buffer_limits(0)
         own = connection.transport.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
@@ -321,7 +322,7 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
     body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     monkeypatch.setattr(http, "SWEEP_S", 0.05)
-    monkeypatch.setattr(http, "SLOW_S", 0.1)
+    monkeypatch.setattr(http, "SLOW_AFTER_S", 0.1)
     here.loop.pause()
     lines = []
     for top in (10, 1):
@@ -330,17 +331,17 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
         line.until(b"\r\n\r\n")
     narrow(here)
     here.loop.resume()
-    answers = list(here.door._answers)
+    answers = list(here.api._answers)
     deadline = time.monotonic() + 60
     while not all(choice.handle.finish_reason for each in answers for choice in each.choices):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     most, least = sorted(answer.lag for answer in answers)[::-1]
     assert most > 1.2 * least > 1_000
-    monkeypatch.setattr(http, "LAG", most + least // 2)
-    ended = wait_for(lambda: [call for call in here.door.look().ended if call.reason == "too_slow"])
+    monkeypatch.setattr(http, "MAX_UNSENT_BYTES", most + least // 2)
+    ended = wait_for(lambda: [call for call in here.api.look().ended if call.reason == "too_slow"])
     time.sleep(0.2)  # some sweeps later
-    assert len(ended) == 1 and len(here.door.look().open) == 1
+    assert len(ended) == 1 and len(here.api.look().open) == 1
     said = lines[1].until(b"[DONE]")
     texts = [json.loads(text) for text in re.findall(rb"data: (\{.*\})", said)]
     assert "".join(text["choices"][0]["text"] for text in texts) == expected
@@ -354,7 +355,7 @@ def test_a_large_answer_is_sent_as_it_is_taken(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
-    while not (connections := here.door._connections):
+    while not (connections := here.api._connections):
         time.sleep(0.005)
     (connection,) = connections
     narrow(here)
@@ -362,11 +363,11 @@ def test_a_large_answer_is_sent_as_it_is_taken(here):
     size = int(re.search(rb"Content-Length: (\d+)", line.until(b"\r\n\r\n"))[1])
     moments = set()
     while size > len(line.rest):
-        if connection.is_blocked and connection.visit:
-            assert connection.transport.get_write_buffer_size() <= http.PART
+        if connection.is_blocked and connection.request:
+            assert connection.transport.get_write_buffer_size() <= http.CHUNK_BYTES
             moments.add(connection.blocked_since)
         line.rest += line.socket.recv(2**12)
-    assert len(moments) > 5 and size > 10 * http.PART, (len(moments), size)
+    assert len(moments) > 5 and size > 10 * http.CHUNK_BYTES, (len(moments), size)
     assert len(json.loads(line.rest)["choices"]) == 8
     line.hang_up()
 
@@ -376,12 +377,12 @@ def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
-    wait_for(lambda: here.door.look().open)
+    wait_for(lambda: here.api.look().open)
     narrow(here)
     here.loop.resume()
     line.until(b"\r\n\r\n")
     line.hang_up()
-    ended = wait_for(lambda: here.door.look().ended)
+    ended = wait_for(lambda: here.api.look().ended)
     assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
 
 
@@ -392,7 +393,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048).post(COMPLETIONS, body | {"stream": True})
     line.until(b"\r\n\r\n")
-    (connection,) = here.door._connections
+    (connection,) = here.api._connections
     narrow(here)
     here.loop.resume()
     wait_for(lambda: connection.is_blocked)  # a write waits
@@ -405,7 +406,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
 
 
 def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
-    monkeypatch.setattr(http, "BODY_S", 0.2)
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.2)
     line = here.line().send(
         f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
     )
@@ -414,7 +415,7 @@ def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
 
 def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
     """512 of them would be all that the door lets in."""
-    monkeypatch.setattr(http, "HEAD_S", 1.0)
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
     assert kept.reply().status == 200
@@ -425,28 +426,28 @@ def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
 
 def fill(here, line: Line, requests: int) -> None:
     """Ask for more than the buffers between here and there hold, and read nothing."""
-    while not here.door._connections:
+    while not here.api._connections:
         time.sleep(0.01)
-    (connection,) = here.door._connections
+    (connection,) = here.api._connections
     connection.transport.get_extra_info("socket").setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
     )
     line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
-    wait_for(lambda: not here.door.look().connections)
+    wait_for(lambda: not here.api.look().connections)
     line.hang_up()
 
 
 def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatch):
     """Only streams were watched: the next answer on a full line waited for ever."""
-    monkeypatch.setattr(http, "STUCK_S", 0.2)
+    monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), 100)
 
 
 def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
     """A connection that has been idle for long is closed; but a close waits until all has been
     sent, for ever."""
-    monkeypatch.setattr(http, "HEAD_S", 1.0)
-    monkeypatch.setattr(http, "IDLE_S", 1)
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 1)
     with Here(engine) as here:
         fill(here, Line(here.host, here.port, receive=2048), 5)
 
@@ -458,10 +459,10 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
     line = here.line().post(COMPLETIONS, BODY)
     submitted(here)
     line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
-    (connection,) = here.door._connections
+    (connection,) = here.api._connections
     wait_for(lambda: connection._http.trailing_data[0])
     line.hang_up()
-    wait_for(lambda: not here.door.look().open)
+    wait_for(lambda: not here.api.look().open)
 
 
 def test_a_hang_up_behind_a_long_body_is_noticed(here):
@@ -469,10 +470,10 @@ def test_a_hang_up_behind_a_long_body_is_noticed(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000})
     deadline = time.monotonic() + 20
-    while not (found := here.door.look().open) or not found[0].requests:
+    while not (found := here.api.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
     line.hang_up()
-    while here.door.look().open:
+    while here.api.look().open:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -482,15 +483,15 @@ def test_a_flood_of_requests_before_their_turn_waits_outside(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     deadline = time.monotonic() + 60
-    while not (found := here.door.look().open) or not found[0].requests:
+    while not (found := here.api.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
-    (connection,) = here.door._connections
+    (connection,) = here.api._connections
     flood = "HEAD /health HTTP/1.1\nHost: localhost\n\n" * 500
     line.send(flood)
     while connection.transport.is_reading():
         assert time.monotonic() < deadline
     line.send(flood * 3)
-    assert len(connection._http.trailing_data[0]) <= http.AHEAD + len(flood)
+    assert len(connection._http.trailing_data[0]) <= http.READ_AHEAD_BYTES + len(flood)
     here.loop.resume()
     assert line.reply().status == 200
     for _ in range(2000):
@@ -499,15 +500,15 @@ def test_a_flood_of_requests_before_their_turn_waits_outside(here):
 
 def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch):
     """512 connections with 4 MiB each, none of which ends, were two gigabytes."""
-    monkeypatch.setattr(http, "BODIES", 10 * LONG)
+    monkeypatch.setattr(http, "MAX_BODIES_BYTES", 10 * LONG_BODY_BYTES)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
-    lines = [here.line().send(head).send(b"x" * 4 * LONG) for _ in range(4)]
-    wait_for(lambda: any(call.status == 429 for call in here.door.look().ended))
+    lines = [here.line().send(head).send(b"x" * 4 * LONG_BODY_BYTES) for _ in range(4)]
+    wait_for(lambda: any(call.status == 429 for call in here.api.look().ended))
     assert here.complete(max_tokens=1).status == 200
     for line in lines:
         line.hang_up()
-    wait_for(lambda: not here.door.look().open)
-    assert here.complete(user="x" * 5 * LONG, max_tokens=1).status == 200
+    wait_for(lambda: not here.api.look().open)
+    assert here.complete(user="x" * 5 * LONG_BODY_BYTES, max_tokens=1).status == 200
 
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
@@ -517,10 +518,10 @@ def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what
 
     def look() -> None:
         """In each turn of the door's thread: how much has been taken?"""
-        for connection in here.door._connections:
+        for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
-            here.door._events.call_soon(look)
+            here.api._events.call_soon(look)
 
     is_over = False
     path = COMPLETIONS if what == "chunks of a body" else "/nowhere"
@@ -529,7 +530,7 @@ def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what
     if what == "requests":
         flood = "GET /health HTTP/1.1\nHost: localhost\n\n" * 500
     line = here.line()
-    here.door._events.call_soon_threadsafe(look)
+    here.api._events.call_soon_threadsafe(look)
     assert line.send(flood).reply().status in (200, 400, 404)
     if what == "requests":
         for _ in range(499):
@@ -609,10 +610,10 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
     """A stream's events are written around their texts. A text that looks like the pattern's hole
     would tear them."""
     speaks = openai.ChatCompletion if chat else openai.Completion
-    shape = speaks(adapter.Wish([], usage=True), "7-ab", 'a "model"')
+    shape = speaks(adapter.ParsedRequest([], usage=True), "7-ab", 'a "model"')
 
     def tell(index: int, words: list | None) -> bytes:
-        return shape.changed(index, Change("delta", Item("answer"), text, words))
+        return shape.changed(index, Change("delta", Item("content"), text, words))
 
     for index in (0, 3, 0):
         (choice,) = json.loads(tell(index, None).removeprefix(b"data: "))["choices"]
@@ -626,7 +627,7 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
 def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server
     that ends."""
-    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
     assert [line.reply().status for line in kept] == [200, 200]
     reply = here.ask("/v1/models")
@@ -643,9 +644,9 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
 
 def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monkeypatch):
     """A refused client that had not yet hung up was counted on, and all the others were refused."""
-    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     lines = [here.line() for _ in range(3)]
-    wait_for(lambda: here.door.look().connections == 3)
+    wait_for(lambda: here.api.look().connections == 3)
     said = [line.post(COMPLETIONS, BODY).reply().status for line in lines]
     assert said == [200, 200, 429]  # a connection without a request does not count
 
@@ -657,13 +658,17 @@ def test_silent_connections_keep_nobody_out(here, silent):
         for _ in range(silent):
             stack.callback(here.line().hang_up)
         assert here.complete().status == 200
-        wait_for(lambda: here.door.look().connections <= http.CONNECTIONS + http.SPARE)
+        wait_for(
+            lambda: (
+                here.api.look().connections <= http.MAX_CONNECTIONS + http.MAX_SILENT_CONNECTIONS
+            )
+        )
         assert here.complete().status == 200
 
 
 def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
-    monkeypatch.setattr(http, "CONNECTIONS", 1)
-    monkeypatch.setattr(http, "SPARE", 1)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http, "MAX_SILENT_CONNECTIONS", 1)
     kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
     assert [line.reply().status for line in kept] == [200, 429]
     line = here.line()
@@ -705,9 +710,9 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
             here.line().post(COMPLETIONS, BODY | {"stream": True}).until(b"data: ")
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt):
-                here.door.wait(queue.SimpleQueue())
-            here.door.close()
-            wait_for(lambda: "door" not in [thread.name for thread in threading.enumerate()])
+                here.api.wait(queue.SimpleQueue())
+            here.api.close()
+            wait_for(lambda: "server" not in [thread.name for thread in threading.enumerate()])
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not faults
@@ -781,12 +786,14 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     read, goes_on = openai.read_prompts, threading.Event()
 
     def slow(asked):
-        if len(asked.fields.get("user", "")) >= LONG:
+        if len(asked.fields.get("user", "")) >= LONG_BODY_BYTES:
             assert goes_on.wait(20)
         return read(asked)
 
     monkeypatch.setattr(openai, "read_prompts", slow)
-    lines = [here.line().post(COMPLETIONS, BODY | {"user": "x" * LONG}) for _ in range(6)]
+    lines = [
+        here.line().post(COMPLETIONS, BODY | {"user": "x" * LONG_BODY_BYTES}) for _ in range(6)
+    ]
     assert here.complete(max_tokens=1).status == 200
     goes_on.set()
     assert [line.reply().status for line in lines] == [200] * 6
@@ -795,12 +802,12 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.8.7", "::1", "::ffff:127.0.0.2"])
 def test_an_address_of_this_machine_is_known_as_such(address):
     """A server on [::] sees 127.0.0.1 as ::ffff:127.0.0.1."""
-    assert http.is_loopback(address)
+    assert auth.is_loopback(address)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.2", "::ffff:10.0.0.2", "2001:db8::1", "", "a socket"])
 def test_another_address_is_not_this_machines(address):
-    assert not http.is_loopback(address)
+    assert not auth.is_loopback(address)
 
 
 @pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}], ids=["plain", "grammar"])
@@ -808,8 +815,8 @@ def test_the_engine_is_told_the_clients_address(here, more):
     line = here.line("127.0.0.2")
     line.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 9} | more)
     assert line.reply().status == 200
-    assert here.door.served.engine.snapshot().ended[-1].client == "127.0.0.2"
-    assert wait_for(lambda: here.door.look().ended)[-1].client == "127.0.0.2"
+    assert here.api.served.engine.snapshot().ended[-1].client == "127.0.0.2"
+    assert wait_for(lambda: here.api.look().ended)[-1].client == "127.0.0.2"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -833,7 +840,7 @@ def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, seed):
         assert cached <= max(known, default=0)
         said[client].append(prompt)
         told += cached > 0
-        reused += here.door.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+        reused += here.api.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
     assert told and reused
 
 
@@ -848,18 +855,18 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
 
     monkeypatch.setattr(Answer, "submit", slow)
     body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
-    at_once = here.door._grammar_pool._max_workers
+    at_once = here.api._grammar_pool._max_workers
     lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
     wait_for(lambda: len(asked) == at_once)
     lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
-    wait_for(lambda: here.door.look().connections == at_once + 5)
-    wait_for(lambda: all(v.is_news and not v.size for v in list(here.door._visits)))
+    wait_for(lambda: here.api.look().connections == at_once + 5)
+    wait_for(lambda: all(v.is_logged and not v.size for v in list(here.api._requests)))
     time.sleep(0.2)
     for line in lines[at_once:]:
         line.hang_up()
-    wait_for(lambda: here.door.look().connections <= at_once)
+    wait_for(lambda: here.api.look().connections <= at_once)
     goes_on.set()
-    wait_for(lambda: not here.door.look().open)
+    wait_for(lambda: not here.api.look().open)
     assert len(asked) == at_once
 
 
@@ -873,8 +880,8 @@ def test_all_choices_of_a_request_share_a_grammar_that_is_made_once(here, monkey
         return make(self, source)
 
     monkeypatch.setattr(Grammars, "grammar", counted)
-    wish = {"prompt": "A", "guided_regex": "[a-z]{9}", "n": 5, "temperature": 1, "max_tokens": 60}
-    said = [choice["text"] for choice in here.ask(COMPLETIONS, wish).json["choices"]]
+    parsed = {"prompt": "A", "guided_regex": "[a-z]{9}", "n": 5, "temperature": 1, "max_tokens": 60}
+    said = [choice["text"] for choice in here.ask(COMPLETIONS, parsed).json["choices"]]
     assert len({*said}) == 5 and len(made) == 1
     assert all(re.fullmatch("[a-z]{9}", text) for text in said)
 
@@ -886,12 +893,12 @@ def test_an_answer_whose_grammar_takes_too_long_is_its_clients_mistake(
     monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
-    wish = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
-    reply = here.ask(COMPLETIONS, wish | {"max_tokens": 110})
+    parsed = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
+    reply = here.ask(COMPLETIONS, parsed | {"max_tokens": 110})
     error = reply.json["error"]
     assert reply.status == 400 and error["param"] == "guided_grammar"
     assert error["message"].startswith("grammar: it ")
-    streamed = here.ask(COMPLETIONS, wish | {"stream": True, "max_tokens": 110})
+    streamed = here.ask(COMPLETIONS, parsed | {"stream": True, "max_tokens": 110})
     failure = next(event["error"] for event in streamed.events if "error" in event)
     assert streamed.status == 200 and failure["message"].startswith("grammar: it ")
     assert here.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 3}).status == 200
@@ -902,7 +909,7 @@ def test_where_no_grammar_can_be_tried_the_client_is_asked_to_come_again(here, m
     def busy(self, job):
         raise BusyError("too many others are being tried; try again")
 
-    monkeypatch.setattr(Trials, "run", busy)
+    monkeypatch.setattr(Sandbox, "run", busy)
     reply = here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"})
     assert reply.status == 503 and reply.headers["retry-after"] == "1"
     assert (
@@ -922,19 +929,22 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
         (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(adapter.APIError):
-            Answer(Served(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
+            Answer(ServedModel(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
 
 def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
     the door did nothing else."""
-    for tops, n, most in ((20, 16, adapter.SCORES // (16 * 21)), (0, 16, adapter.SCORES // 16)):
-        wish = openai.understand(
+    for tops, n, most in (
+        (20, 16, adapter.MAX_LOGPROBS // (16 * 21)),
+        (0, 16, adapter.MAX_LOGPROBS // 16),
+    ):
+        parsed = openai.parse_request(
             json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), ("small",), False
         )
-        assert wish.most_tokens == most
-    plain = openai.understand(b'{"prompt": "x", "n": 16}', ("small",), False)
+        assert parsed.most_tokens == most
+    plain = openai.parse_request(b'{"prompt": "x", "n": 16}', ("small",), False)
     assert plain.most_tokens > 10**9
     asked = {"n": 16, "logprobs": 20, "max_tokens": 1}
     assert len(here.complete(**asked).json["choices"]) == 16
@@ -950,7 +960,7 @@ def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
 
     monkeypatch.setattr(completion, "dump_politely", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
-    assert said["tokens"] and wrote and wrote[0] not in ("door", "MainThread")
+    assert said["tokens"] and wrote and wrote[0] not in ("server", "MainThread")
     assert adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
@@ -969,7 +979,7 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
     line = here.line().post(COMPLETIONS, body)
     line.until(b"\r\n\r\n")
-    (answer,) = here.door._answers
+    (answer,) = here.api._answers
     deadline = time.monotonic() + 20
     while not all(choice.handle.finish_reason for choice in answer.choices):
         assert time.monotonic() < deadline
@@ -1012,7 +1022,7 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
 def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
     """The events of an answer that comes a character at a time."""
     handle = SimpleNamespace(finish_reason="stop", text=text)
-    choice = Choice(handle, Parser(Speech(None, FORMATS[0]), {"add": {}}), None)
+    choice = Choice(handle, OutputParser(OutputFormat(None, FORMATS[0]), {"add": {}}), None)
     watch(choice)
     said = b""
     for piece in [*text, None]:
@@ -1030,7 +1040,7 @@ def test_a_piece_costs_the_same_however_much_of_its_item_has_come(shape, text, m
     minute of the thread that serves all clients."""
     joined = []
     monkeypatch.setattr(Item, "text", property(lambda item: joined.append(1) or ""))
-    said = streamed(text, shape(Wish(["x"]), "1-x", "small"))
+    said = streamed(text, shape(ParsedRequest(["x"]), "1-x", "small"))
     assert said.count(b"data: ") >= 300 and len(joined) < 10
 
 
@@ -1052,7 +1062,7 @@ def test_a_call_costs_the_same_however_many_there_are():
         choice.items = Watched()
 
     text = 'So.<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 200
-    said = streamed(text, ChatCompletion(Wish(["x"]), "1-x", "small"), watch)
+    said = streamed(text, ChatCompletion(ParsedRequest(["x"]), "1-x", "small"), watch)
     assert b'"index":199,"id"' in said and sum(looked) < 2000
 
 

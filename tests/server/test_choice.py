@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from server.choice import Choice
-from text.tool_parser import FORMATS, THOUGHTS, Parser, Speech
+from text.tool_formats import FORMATS, REASONING_MARKS, OutputFormat
+from text.tool_parser import OutputParser
 
 PIECES = [
     *["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "{", "fox", "den"],
@@ -18,7 +19,7 @@ PIECES = [
 
 def choice_of(reason: str) -> tuple[Choice, list]:
     handle = SimpleNamespace(finish_reason=reason, lengths=[], stop=None)
-    parser = Parser(Speech(THOUGHTS[0], FORMATS[0]), {"add": {}})
+    parser = OutputParser(OutputFormat(REASONING_MARKS[0], FORMATS[0]), {"add": {}})
     return Choice(handle, parser, None), []
 
 
@@ -45,7 +46,7 @@ def test_each_item_starts_grows_and_stops_before_the_next_one(reason):
             : len(told)
         ]
         kinds |= {item.kind for item in told}
-    assert kinds == {"thought", "answer", "call"}
+    assert kinds == {"reasoning", "content", "tool_call"}
 
 
 def test_calls_are_numbered_among_themselves():
@@ -54,9 +55,9 @@ def test_calls_are_numbered_among_themselves():
     changes += choice.grow(f"<think>Hm.</think>I look.{call}{call}")
     changes += choice.grow(None)
     assert [(item.kind, item.place, item.nth) for item in choice.items] == [
-        ("thought", 0, 0),
-        ("answer", 1, 0),
-        ("call", 2, 0),
-        ("call", 3, 1),
+        ("reasoning", 0, 0),
+        ("content", 1, 0),
+        ("tool_call", 2, 0),
+        ("tool_call", 3, 1),
     ]
-    assert choice.reason == "tool_calls" and choice.text("answer") == "I look."
+    assert choice.reason == "tool_calls" and choice.text("content") == "I look."

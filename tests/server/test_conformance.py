@@ -132,8 +132,8 @@ def test_a_stream_tells_what_the_whole_answer_tells(server):
     whole = choice(chat(server, text))["message"]
     found = deltas(chat(server, text, stream=True))
     assert "".join(d.get("content") or "" for d in found) == whole["content"] == "I look."
-    thought = "".join(d.get("reasoning_content") or "" for d in found)
-    assert thought == whole["reasoning_content"] == "It is easy."
+    reasoning = "".join(d.get("reasoning_content") or "" for d in found)
+    assert reasoning == whole["reasoning_content"] == "It is easy."
 
 
 def conversation(**changes) -> list[dict]:
@@ -519,8 +519,8 @@ def test_a_streamed_function_call_is_added_filled_and_done(server):
 
 def test_a_streamed_thought_is_a_reasoning_item(server):
     events = respond(server, f"{THOUGHT}Yes.", stream=True).events
-    thought = "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta")
-    assert thought == "It is easy."
+    reasoning = "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta")
+    assert reasoning == "It is easy."
     assert [i["type"] for i in events[-1]["response"]["output"]] == ["reasoning", "message"]
     places = [e["output_index"] for e in events if e["type"] == "response.output_item.added"]
     assert places == [0, 1]
@@ -910,11 +910,11 @@ def test_a_text_in_tags_comes_as_it_is_written(tagged):
 
 def test_a_call_in_tags_is_an_item_of_a_response_and_its_output_goes_back_in(tagged):
     tools = [{"type": "function", **WRITES}]
-    thought, call = output(respond(tagged, THOUGHT + IN_TAGS, tools=tools))
-    assert (thought["type"], call["type"]) == ("reasoning", "function_call")
+    reasoning, call = output(respond(tagged, THOUGHT + IN_TAGS, tools=tools))
+    assert (reasoning["type"], call["type"]) == ("reasoning", "function_call")
     assert json.loads(call["arguments"]) == WRITTEN
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
-    reply = items(tagged, said(IN_TAGS), thought, call, result, tools=tools)
+    reply = items(tagged, said(IN_TAGS), reasoning, call, result, tools=tools)
     assert output(reply)[0]["content"][0]["text"] == "The tool says: done"
 
 

@@ -39,14 +39,14 @@ class Here(Server):
     """A server in this process, so that its threads can be watched."""
 
     def __init__(self, engine: Engine):
-        self.door = APIServer(Options(port=0)).start()
+        self.api = APIServer(Options(port=0)).start()
         self.loop = Loop(engine, watch=Stopwatch()).start()
-        self.door.open(engine, self.loop, "demo")
-        self.host, port = self.door.address.removeprefix("http://").split(":")
+        self.api.open(engine, self.loop, "demo")
+        self.host, port = self.api.address.removeprefix("http://").split(":")
         self.port = int(port)
 
     def __exit__(self, *exception) -> None:
-        self.door.close()
+        self.api.close()
         self.loop.stop()
 
 
@@ -115,9 +115,9 @@ def test_one_wake_up_a_step_and_one_for_a_whole_answer(demo, monkeypatch, stream
     wakes = []
     wake = APIServer._wake
 
-    def counted(door, answers) -> None:
+    def counted(api, answers) -> None:
         wakes.append(demo.steps)
-        wake(door, answers)
+        wake(api, answers)
 
     monkeypatch.setattr(APIServer, "_wake", counted)
     asked = {"messages": QUESTION, "max_tokens": 30, "ignore_eos": True, "n": 3, "stream": stream}

@@ -20,9 +20,9 @@ from waiting import wait_for
 from runtime import errors
 from text.grammar import Grammar
 
-OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "h11.")
+OURS = ("server.", "text.", "runtime.", "nanobatch", "sched", "sampling", "h11.")
 # Those who watch are told of these later, as many as are kept
-KEPT = ("Call", "Counter", "Metrics", "RequestView", "StepView")
+KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
 # Of each slot the last text, for guesses in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 6))
@@ -90,8 +90,8 @@ def census(taught) -> Iterator[Callable[[], None]]:
 
 
 def is_quiet(taught: Taught) -> bool:
-    door = taught.parrot.door
-    return not (door._visits or door._connections or taught.parrot.engine.has_work)
+    api = taught.parrot.api
+    return not (api._requests or api._connections or taught.parrot.engine.has_work)
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -110,10 +110,10 @@ def test_nothing_is_left_of_vectors(taught, census):
         assert taught.ask(*VECTORS).status == 200
     taught.parrot.loop.pause()
     lines = [taught.line().post(*VECTORS) for _ in range(MANY)]
-    wait_for(lambda: sum(bool(call.requests) for call in taught.parrot.door.journal.look()[0]))
+    wait_for(lambda: sum(bool(call.requests) for call in taught.parrot.api.request_log.look()[0]))
     for line in lines:
         line.hang_up()
-    wait_for(lambda: not taught.parrot.door.journal.look()[0])
+    wait_for(lambda: not taught.parrot.api.request_log.look()[0])
     taught.parrot.loop.resume()
     census()
 
@@ -133,7 +133,7 @@ def test_nothing_is_left_of_those_who_hang_up(taught, census, kind):
     generator referred to each other."""
     path, body = BODIES[kind]
     body = body | {"max_output_tokens" if kind == "responses" else "max_tokens": 100}
-    journal, loop = taught.parrot.door.journal, taught.parrot.loop
+    request_log, loop = taught.parrot.api.request_log, taught.parrot.loop
     for phase in ("free", "prefill", "decode"):
         loop.pause()
         lines = []
@@ -141,11 +141,11 @@ def test_nothing_is_left_of_those_who_hang_up(taught, census, kind):
             asked = json.dumps(body | {"stream": bool(number % 2)})
             asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # no slot remembers such a prompt
             lines.append(taught.line().post(path, asked.encode()))
-        wait_for(lambda: sum(bool(call.requests) for call in journal.look()[0]) == MANY)
+        wait_for(lambda: sum(bool(call.requests) for call in request_log.look()[0]) == MANY)
         reach(taught, phase)
         for line in lines:
             line.hang_up()
-        wait_for(lambda: not journal.look()[0])
+        wait_for(lambda: not request_log.look()[0])
         loop.resume()
     census()
 

@@ -20,7 +20,7 @@ from processes import run
 from servers import CHAT, COMPLETIONS, ROOT, Server, free_ports, hail
 from waiting import wait_for
 
-from server.http import HEAD_S
+from server.http import HEAD_TIMEOUT_S
 
 COUNT = "3, 4, 5, 6, 7."
 LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
@@ -829,7 +829,7 @@ def test_64_streams_at_once_get_what_each_would_get_alone(server):
 @pytest.fixture(scope="module")
 def everywhere(tmp_path_factory):
     """A server on all addresses of this machine, without a key."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("door"), seed=1)
+    folder = make_checkpoint(tmp_path_factory.mktemp("server"), seed=1)
     with Server(
         "--model", str(folder), "--host", "0.0.0.0", "--allow-host", "llm.example"
     ) as server:
@@ -925,7 +925,7 @@ def guarded(tmp_path_factory):
     """A server with keys and another name, one slot, and a line of two; its model is small and
     random."""
     folder = make_checkpoint(
-        tmp_path_factory.mktemp("door"), seed=1, max_position_embeddings=16_384
+        tmp_path_factory.mktemp("server"), seed=1, max_position_embeddings=16_384
     )
     arguments = [
         "--slots",
@@ -992,7 +992,7 @@ def test_a_template_that_does_not_end_is_said_at_the_start_and_text_is_served(tm
     folder = make_checkpoint(tmp_path, seed=1)
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loops)
-    words = "the chat template takes more than 1 s for a trial conversation"
+    words = "the chat template takes more than 1 s for a sample conversation"
     with Server("--model", str(folder), "--max-len", "64") as server:
         server.says(rf"nanobatch: {folder}/chat_template.jinja: {words}")
         chat = server.chat()
@@ -1197,31 +1197,31 @@ from pathlib import Path
 sys.path[:0] = [os.getcwd(), "tests/lib"]
 import serve
 from checkpoints import make_checkpoint
-from server import app as rooms
+from server import app
 from nanobatch import Engine, Tokenizer
 from models.load import read_model
 
 folder = make_checkpoint(Path(sys.argv[1]), seed=1)
 parts = read_model(folder), Tokenizer(folder, 272)
 serve.load = lambda args, **how: Engine(*parts, slots=2, max_len=128)
-WATCHED = {module.__file__ for module in (threading, serve, rooms)}
+WATCHED = {module.__file__ for module in (threading, serve, app)}
 ended = 0
 for at in map(int, sys.argv[2:]):
-    door = serve.APIServer(serve.Options(port=0))
+    server = serve.APIServer(serve.Options(port=0))
     lines = iter(range(10**9))
     second = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
 
     def trace(frame, event, _):
         if frame.f_code.co_filename not in WATCHED:
             return None
-        if event == "line" and door.served and next(lines) == at:
+        if event == "line" and server.served and next(lines) == at:
             sys.settrace(None)
             second.start()
             signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)
-    code = serve.serve(door, serve.parse_arguments(["--port", "0"]))
+    code = serve.serve(server, serve.parse_arguments(["--port", "0"]))
     second.cancel()
     ended += code == 0
 print(ended)
@@ -1276,5 +1276,7 @@ def test_an_idle_server_ends_at_once():
         idle = server.line()
         began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < HEAD_S / 2, "it has waited for the idle connection"
+        assert time.monotonic() - began < HEAD_TIMEOUT_S / 2, (
+            "it has waited for the idle connection"
+        )
         idle.hang_up()

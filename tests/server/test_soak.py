@@ -299,9 +299,13 @@ def make_response(dice: random.Random, text: str) -> dict:
     elif kind == 4:
         call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
         result = {"type": "function_call_output", "call_id": "1", "output": "A fox."}
-        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+        reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
         said = {"type": "message", "role": "user", "content": text}
-        body = {"input": [said, thought, call, result], "tools": FLAT, "instructions": "Be terse."}
+        body = {
+            "input": [said, reasoning, call, result],
+            "tools": FLAT,
+            "instructions": "Be terse.",
+        }
     return body
 
 

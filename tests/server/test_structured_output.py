@@ -56,8 +56,8 @@ def test_an_answer_keeps_to_its_schema_strict_or_not(server, strict, temperature
 
 def test_json_object_is_any_object(server):
     for seed in range(4):
-        wish = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
-        (choice,) = server.ask(CHAT, wish).json["choices"]
+        parsed = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
+        (choice,) = server.ask(CHAT, parsed).json["choices"]
         assert choice["finish_reason"] in ("stop", "length")
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
@@ -149,8 +149,8 @@ def test_others_are_served_as_ever_beside_clients_with_hostile_grammars(server, 
         number = client
         while not is_over.is_set():
             number += 10
-            wish = {"prompt": "A story", "max_tokens": 85, **asked(name, number)}
-            answers[server.ask(COMPLETIONS, wish).status] += 1
+            parsed = {"prompt": "A story", "max_tokens": 85, **asked(name, number)}
+            answers[server.ask(COMPLETIONS, parsed).status] += 1
 
     attackers = [threading.Thread(target=attack, args=(client,)) for client in range(3)]
     for thread in attackers:

@@ -12,7 +12,7 @@ from servers import CHAT, COUNT, MESSAGES, RESPONSES
 from streams import ask
 from tooluse import PATHS, check, random_ask
 
-from text.tool_parser import FORMATS, Speech
+from text.tool_formats import FORMATS, OutputFormat
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +433,9 @@ def test_a_call_of_one_of_many_tools_may_be_required():
         tools.append({"type": "function", "function": function})
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 9}
     with Taught(template=TURNS + "{# is_called #}", is_taught=False) as server:
-        server.parrot.engine.text.speech = Speech(None, FORMATS[0])  # whose prompt is short
+        server.parrot.engine.text.output_format = OutputFormat(
+            None, FORMATS[0]
+        )  # whose prompt is short
         reply = server.ask(CHAT, body | {"parallel_tool_calls": False})
         assert reply.status == 200, reply
 
@@ -465,7 +467,7 @@ def test_a_model_that_thinks_thinks_before_it_has_to_call_or_to_answer_in_json()
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
-        assert text.speech.thought and text.read([said("x")]).is_thinking
+        assert text.output_format.reasoning and text.read([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
         # Its thought never ends, and is no JSON
         message = server.ask(CHAT, ask | {"response_format": form}).json["choices"][0]["message"]

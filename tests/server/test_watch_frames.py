@@ -11,7 +11,7 @@ from nanobatch import SamplingParams
 from runtime.snapshot import RequestView, Snapshot
 from server import watch as watch_module
 from server import watch_frames
-from server.access_log import Call, DoorView, Journal
+from server.access_log import RequestLog, RequestRecord, ServerView
 from server.app import APIServer
 from server.http import Options
 
@@ -24,25 +24,25 @@ def over_the_wire(
     return receiver.take(json.loads(sender.pack(frame)))
 
 
-def door(journal: Journal, since: int = 0) -> DoorView:
-    opened, ended, count = journal.look(since)
-    return DoorView(
+def server_view(request_log: RequestLog, since: int = 0) -> ServerView:
+    opened, ended, count = request_log.look(since)
+    return ServerView(
         "http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count
     )
 
 
 def test_every_frame_is_the_same_at_the_other_end(engine):
     """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
-    journal, sender, receiver = Journal(), watch_frames.Sender(True), watch_frames.Receiver()
-    number = journal.begin("127.0.0.1", "POST /v1/completions")
-    journal.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
-    journal.end(number)
-    journal.begin("10.0.0.1", "POST /v1/chat/completions")
+    request_log, sender, receiver = RequestLog(), watch_frames.Sender(True), watch_frames.Receiver()
+    number = request_log.begin("127.0.0.1", "POST /v1/completions")
+    request_log.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
+    request_log.end(number)
+    request_log.begin("10.0.0.1", "POST /v1/chat/completions")
     handles = [engine.submit(f"prompt {n}", LONG, client="10.0.0.1") for n in range(5)]
     seen, grew = None, 0
     for step in range(300):
         seen = engine.snapshot(seen)
-        frame = watch_frames.Frame(False, 0, 0.0, seen, door(journal))
+        frame = watch_frames.Frame(False, 0, 0.0, seen, server_view(request_log))
         assert over_the_wire(sender, receiver, frame) == frame
         grew += any(request.text for request in seen.requests)
         if step == 20:
@@ -61,29 +61,31 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
             len(
                 json.dumps(
                     json.loads(
-                        sender.pack(watch_frames.Frame(False, 0, 0.0, seen, door(Journal())))
+                        sender.pack(
+                            watch_frames.Frame(False, 0, 0.0, seen, server_view(RequestLog()))
+                        )
                     )[3][7]
                 )
             )
         )
     assert sizes[0] > 50 and max(sizes[5:-2]) < sizes[0] + 200
     assert "of some length" not in sender.pack(
-        watch_frames.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal()))
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(seen), server_view(RequestLog()))
     )
 
 
 def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
-    journal = Journal()
-    journal.note(journal.begin("10.9.8.7", "POST /x"), message="a secret message")
+    request_log = RequestLog()
+    request_log.note(request_log.begin("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
-    engine.note("a secret fault", ValueError("of a text"))
+    engine.registry.note("a secret fault", ValueError("of a text"))
     engine.step()
     told = watch_frames.Sender(False).pack(
-        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(journal))
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), server_view(request_log))
     )
     assert "secret" not in told and "10.9.8.7" not in told
     assert "secret" in watch_frames.Sender(True).pack(
-        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(journal))
+        watch_frames.Frame(False, 0, 0.0, engine.snapshot(), server_view(request_log))
     )
 
 
@@ -92,7 +94,7 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
 )
 def test_an_origin_may_be_anything(engine, origin):
     engine.submit("a prompt", LONG, origin=origin)
-    frame = watch_frames.Frame(False, 0, 0.0, engine.snapshot(), door(Journal()))
+    frame = watch_frames.Frame(False, 0, 0.0, engine.snapshot(), server_view(RequestLog()))
     (request,) = over_the_wire(
         watch_frames.Sender(True), watch_frames.Receiver(), frame
     ).engine.requests
@@ -105,33 +107,33 @@ def test_another_version_is_noticed():
         watch_frames._shape(Snapshot)
     )
     with pytest.raises(ValueError):
-        watch_frames.unpack(Call, [1, 2, 3])
+        watch_frames.unpack(RequestRecord, [1, 2, 3])
 
 
 def test_the_journal_is_bounded_and_tells_what_was_missed():
-    journal = Journal()
+    request_log = RequestLog()
     for n in range(3000):
-        journal.note(journal.begin("x", "GET /"), status=404)
-        journal.end(n + 1)
-    view = door(journal, 10)
+        request_log.note(request_log.begin("x", "GET /"), status=404)
+        request_log.end(n + 1)
+    view = server_view(request_log, 10)
     assert (view.seen, len(view.ended), view.missed) == (3000, 1000, 1990)
-    assert [call.number for call in door(journal, 2998).ended] == [2999, 3000]
+    assert [call.number for call in server_view(request_log, 2998).ended] == [2999, 3000]
 
 
 def test_a_journal_may_be_looked_at_while_it_is_written():
-    journal, faults, done = Journal(), [], threading.Event()
+    request_log, faults, done = RequestLog(), [], threading.Event()
 
     def look() -> None:
         while not done.is_set():
             try:
-                journal.look(0)
+                request_log.look(0)
             except RuntimeError as error:  # a collection changed during iteration
                 faults.append(error)
 
     thread = threading.Thread(target=look)
     thread.start()
     for _ in range(3000):
-        journal.end(journal.begin("x", "GET /"))
+        request_log.end(request_log.begin("x", "GET /"))
     done.set()
     thread.join()
     assert not faults
@@ -202,17 +204,17 @@ USUAL_NGINX = [
     ],
 )
 def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
-    door = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     with engine.serving() as loop:
-        door.open(engine, loop, "small")
-        host, port = door.address.removeprefix("http://").split(":")
+        api.open(engine, loop, "small")
+        host, port = api.address.removeprefix("http://").split(":")
         line = Line(host, int(port))
         head = [*head, f"Authorization: Bearer {key}"] if key else head
         line.send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
         line.until(b"event: hello\ndata: ")
         assert json.loads(line.until(b"\n\n"))["texts"] is texts
         line.hang_up()
-        door.close()
+        api.close()
 
 
 OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
@@ -242,11 +244,11 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 )
 def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
     """Any page of this machine, on whatever port, read everybody's prompts and answers."""
-    door = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     loop = engine.serving()
     with loop:
-        door.open(engine, loop, "small")
-        host, port = door.address.removeprefix("http://").split(":")
+        api.open(engine, loop, "small")
+        host, port = api.address.removeprefix("http://").split(":")
         head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
         head += [f"Origin: {origin}"] if origin else []
         head += [f"Authorization: Bearer {key}"] if key else []
@@ -258,28 +260,28 @@ def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin,
             line.until(b"event: hello\ndata: ")
             assert json.loads(line.until(b"\n\n"))["texts"] is (told == "texts")
         line.hang_up()
-        door.close()
+        api.close()
 
 
 def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
     """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
     in this process."""
-    monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
-    door = APIServer(Options(port=0)).start()
+    monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
+    api = APIServer(Options(port=0)).start()
     loop = engine.serving()
     with loop:
-        door.open(engine, loop, "small")
+        api.open(engine, loop, "small")
         try:
-            host, port = door.address.removeprefix("http://").split(":")
+            host, port = api.address.removeprefix("http://").split(":")
             line = Line(host, int(port), receive=4096).send(
                 "GET /watch HTTP/1.1\nHost: localhost\n\n"
             )
             line.until(b"event: hello")
             deadline, most = time.monotonic() + 60, 0
-            while time.monotonic() < deadline and not (most and door.look().watchers == 0):
-                most = max(most, door.look().watchers)
+            while time.monotonic() < deadline and not (most and api.look().watchers == 0):
+                most = max(most, api.look().watchers)
                 engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
-            assert most == 1 and door.look().watchers == 0
+            assert most == 1 and api.look().watchers == 0
         finally:
-            door.close()
+            api.close()
     line.hang_up()

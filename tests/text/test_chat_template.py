@@ -34,7 +34,7 @@ from prefix import SEGMENT
 from runtime.files import ModelError
 from sched import Request, Scheduler
 from text import template_check
-from text.tool_parser import PROBE, TOOLS
+from text.tool_formats import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
 LLAMA2 = """\
@@ -375,7 +375,7 @@ def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, plac
         named["template"] = FOR_TOOLS
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     text = Tokenizer(tmp_path, 300)
-    assert text.speech.format.name == "Hermes"
+    assert text.output_format.tools.name == "Hermes"
     for tools in (TOOLS, []):
         for messages in (turns("x"), PROBE):
             theirs = transformers_of(tmp_path).apply_chat_template(
@@ -391,7 +391,7 @@ def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
     text = Tokenizer(tmp_path, 300)
     assert text.has_template and text.render(turns("x")) == "<|user|>x<|end|>"
-    assert text.speech.why == "this model's chat template takes no tools"
+    assert text.output_format.why == "this model's chat template takes no tools"
 
 
 def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
@@ -700,7 +700,7 @@ def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
     """It was found by the first client, whose conversation then held a thread of the server."""
     monkeypatch.setattr(template_check, "LIMITS", template_check.LIMITS._replace(seconds=0.3))
     line = unfit(make_model(tmp_path, source))
-    assert "takes more than 0.3 s for a trial conversation" in line
+    assert "takes more than 0.3 s for a sample conversation" in line
 
 
 @no_limit_of_memory
@@ -709,7 +709,7 @@ def test_a_template_that_wants_gigabytes_is_found_when_the_model_is_loaded(tmp_p
     """Where memory runs out, the process dies with all its requests. A machine that is slow to hand
     out memory meets the limit of time first, which is as good a reason: there the test failed."""
     line = unfit(make_model(tmp_path, source))
-    assert re.search(r"takes more than (512 MB|\d+ s) for a trial conversation", line), line
+    assert re.search(r"takes more than (512 MB|\d+ s) for a sample conversation", line), line
 
 
 def executable(path: Path, script: str) -> str:
@@ -747,7 +747,7 @@ def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp
         asked.append(source)
         return "", []
 
-    monkeypatch.setattr(template_check.TryOut, "template", note)
+    monkeypatch.setattr(template_check.TemplateChecker, "template", note)
     ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
     assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
     assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template
@@ -801,7 +801,7 @@ def interrupted(tmp_path, monkeypatch):
 
     def run(source: str, how: str) -> tuple[str, int]:
         with monkeypatch.context() as patch:
-            patch.setattr(template_check.TryOut, "template", lambda *_: ("", []))
+            patch.setattr(template_check.TemplateChecker, "template", lambda *_: ("", []))
             make_model(tmp_path, source)
         program = subprocess.Popen(
             [sys.executable, "-c", LOADS, str(tmp_path), how],

@@ -17,7 +17,7 @@ from runtime.sampling_params import GRAMMAR, SamplingParams
 from runtime.validation import GrammarError
 from text import grammar as grammar_file
 from text.grammar import Grammars
-from text.sandbox import Trials
+from text.sandbox import Sandbox
 from text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ def test_what_cannot_be_made_is_ended_in_a_process_of_its_own_and_remembered(nam
             ValueError, match=r"^grammar: it takes more than (1 s|64 MB) .*simplify"
         ):
             make(grammars, **HOSTILE[name])
-        monkeypatch.setattr(Trials, "run", None)  # the second time nothing is tried
+        monkeypatch.setattr(Sandbox, "run", None)  # the second time nothing is tried
     monkeypatch.undo()
     assert make(grammars, choice=["yes", "no"]).mask()
     assert len(threading.enumerate()) == before[0] and peak() - before[1] < 32 * 2**20
@@ -408,8 +408,8 @@ def test_a_grammar_is_tried_once_and_the_verdicts_that_are_kept_are_not_many(mon
     grammars = Grammars(make_tokenizer(), V, ENDS)
     monkeypatch.setattr(grammar_file, "KNOWN", 3)
     tried = []
-    run = Trials.run
-    monkeypatch.setattr(Trials, "run", lambda self, job: tried.append(job) or run(self, job))
+    run = Sandbox.run
+    monkeypatch.setattr(Sandbox, "run", lambda self, job: tried.append(job) or run(self, job))
     for word in ("a", "b", "a", "c", "a", "d", "a", "b"):
         make(grammars, choice=[word])
     assert "".join(job["choice"][0] for job in tried) == "abcdab"

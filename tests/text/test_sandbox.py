@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from text.sandbox import Allowance, BusyError, LimitError, Trials
+from text.sandbox import BusyError, LimitError, Sandbox, SandboxLimits
 
 ROOT = Path(__file__).parents[2]
-LIMITS = Allowance(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
+LIMITS = SandboxLimits(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
 
 
 @pytest.fixture
-def trials():
-    trials = Trials("sandbox_jobs", "from its parent", LIMITS)
-    yield trials
-    trials.close()
+def sandbox():
+    sandbox = Sandbox("sandbox_jobs", "from its parent", LIMITS)
+    yield sandbox
+    sandbox.close()
 
 
 def is_alive(process: int) -> bool:
@@ -33,10 +33,10 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(trials):
-    assert trials.run(["given"]) == "from its parent"
-    assert trials.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
-    nurseries, workers = zip(*(trials.run(["processes"]) for _ in range(5)), strict=True)
+def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(sandbox):
+    assert sandbox.run(["given"]) == "from its parent"
+    assert sandbox.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
+    nurseries, workers = zip(*(sandbox.run(["processes"]) for _ in range(5)), strict=True)
     assert len({*nurseries}) == 1 and len({*workers}) == 5 and os.getpid() not in nurseries
 
 
@@ -50,77 +50,77 @@ def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(trials):
         (["fail", "some\nwords"], "ended the process that tried it (exit code some words)"),
     ],
 )
-def test_a_job_that_takes_too_much_is_ended_and_the_next_one_is_done(trials, job, words):
+def test_a_job_that_takes_too_much_is_ended_and_the_next_one_is_done(sandbox, job, words):
     with pytest.raises(LimitError) as refusal:
-        trials.run(job)
+        sandbox.run(job)
     assert str(refusal.value) == words
-    assert trials.run(["double", "x"]) == "xx"
+    assert sandbox.run(["double", "x"]) == "xx"
 
 
-def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(trials):
-    assert trials.run(["eat", 32 * 2**20]) == 32 * 2**20
-    assert trials.run(["nest", 900]) == 900
+def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(sandbox):
+    assert sandbox.run(["eat", 32 * 2**20]) == 32 * 2**20
+    assert sandbox.run(["nest", 900]) == 900
 
 
 def test_a_job_that_only_waits_is_ended_by_the_clock():
     """On a busy machine a trial does not get its turn. That is not the job's fault."""
-    trials = Trials("sandbox_jobs", None, LIMITS._replace(patience=0.5))
+    sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
-        trials.run(["sleep", 60])
-    assert trials.run(["double", "x"]) == "xx"
-    trials.close()
+        sandbox.run(["sleep", 60])
+    assert sandbox.run(["double", "x"]) == "xx"
+    sandbox.close()
 
 
 def test_those_who_find_all_places_taken_are_told_so():
-    trials = Trials("sandbox_jobs", None, Allowance(30.0, 2.0, 2**26, at_once=1))
-    trials.run(["given"])
+    sandbox = Sandbox("sandbox_jobs", None, SandboxLimits(30.0, 2.0, 2**26, at_once=1))
+    sandbox.run(["given"])
 
     def wait(_: int) -> str:
         with pytest.raises(BusyError) as busy:
-            trials.run(["sleep", 60])
+            sandbox.run(["sleep", 60])
         return str(busy.value)
 
     with ThreadPoolExecutor(3) as pool:
         assert all("try again" in said for said in pool.map(wait, range(3)))
-    assert trials.run(["double", "x"]) == "xx"
-    trials.close()
+    assert sandbox.run(["double", "x"]) == "xx"
+    sandbox.close()
 
 
 def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
     """It looked like a busy machine, and each request with a grammar started another process."""
-    trials = Trials("sandbox_jobs", "broken", LIMITS)
+    sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):
-            trials.run(["given"])
+            sandbox.run(["given"])
         monkeypatch.setattr(sys, "executable", "/no/such/python")
 
 
-def test_a_nursery_that_was_killed_is_replaced(trials):
-    nursery, _ = trials.run(["processes"])
+def test_a_nursery_that_was_killed_is_replaced(sandbox):
+    fork_server_pid, _ = sandbox.run(["processes"])
     with pytest.raises(BusyError):
-        trials.run(["kill the nursery"])
-    another, _ = trials.run(["processes"])
-    assert another != nursery
+        sandbox.run(["kill the nursery"])
+    another, _ = sandbox.run(["processes"])
+    assert another != fork_server_pid
     os.kill(another, signal.SIGKILL)  # between two jobs
     wait_for(lambda: not is_alive(another))
-    assert trials.run(["double", "x"]) == "xx"
+    assert sandbox.run(["double", "x"]) == "xx"
 
 
-def test_nothing_of_a_nursery_stays(trials):
+def test_nothing_of_a_nursery_stays(sandbox):
     """Neither the nursery nor its trials outlive the process that has started them, however it
     ends."""
-    nursery, _ = trials.run(["processes"])
+    fork_server_pid, _ = sandbox.run(["processes"])
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        trials.run(["double", "x"])
+        sandbox.run(["double", "x"])
     assert len(os.listdir("/proc/self/fd")) == before
-    trials.close()
-    assert not is_alive(nursery)
+    sandbox.close()
+    assert not is_alive(fork_server_pid)
     program = (
         "import os, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from text.sandbox import Allowance, Trials\n"
-        "trials = Trials('sandbox_jobs', None, Allowance(0.3, 20.0, 2**26))\n"
-        "print(*trials.run(['processes']), flush=True)\n"
+        "from text.sandbox import SandboxLimits, Sandbox\n"
+        "sandbox = Sandbox('sandbox_jobs', None, SandboxLimits(0.3, 20.0, 2**26))\n"
+        "print(*sandbox.run(['processes']), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "lib")]
@@ -129,7 +129,7 @@ def test_nothing_of_a_nursery_stays(trials):
     wait_for(lambda: not is_alive(int(said.stdout.split()[0])))
 
 
-def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
+def test_many_jobs_at_once_from_many_threads_find_each_its_own(sandbox):
     """Hostile ones among them: 60 jobs in a random order, seed 1."""
     dice = random.Random(1)
     jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(50)]
@@ -138,7 +138,7 @@ def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
 
     def is_right(job: list, expected: str | None) -> bool:
         try:
-            return trials.run(job) == expected
+            return sandbox.run(job) == expected
         except LimitError:
             return expected is None
 
@@ -149,10 +149,10 @@ def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
 def test_where_no_process_can_be_started_that_is_said(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(BusyError, match="no process can be started"):
-        Trials("sandbox_jobs", None, LIMITS).run(["given"])
+        Sandbox("sandbox_jobs", None, LIMITS).run(["given"])
 
 
-def test_where_no_file_can_be_opened_that_is_said(monkeypatch, trials):
+def test_where_no_file_can_be_opened_that_is_said(monkeypatch, sandbox):
     """A server with too many connections answered with a fault of its own."""
 
     def refuse() -> None:
@@ -160,4 +160,4 @@ def test_where_no_file_can_be_opened_that_is_said(monkeypatch, trials):
 
     monkeypatch.setattr("text.sandbox.socket.socketpair", refuse)
     with pytest.raises(BusyError, match=r"no process can be started .*Too many open files"):
-        trials.run(["given"])
+        sandbox.run(["given"])

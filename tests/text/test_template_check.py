@@ -75,7 +75,7 @@ def test_a_template_that_makes_too_much_is_refused_at_load(tmp_path):
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
     text = Tokenizer(tmp_path, 300)
-    assert "makes 20,000,000 characters of a trial conversation" in text.unfit
+    assert "makes 20,000,000 characters of a sample conversation" in text.unfit
     assert not text.has_template and text.encode("Hi")
 
 
@@ -101,10 +101,10 @@ def test_a_tokenizer_is_tried_once_and_the_demos_never(tmp_path, monkeypatch):
     monkeypatch.setattr(template_check, "PASSED", set())
     jobs = []
 
-    def run(child: template_check.Trials, job: tuple) -> None:
+    def run(child: template_check.Sandbox, job: tuple) -> None:
         jobs.append(job[0])
 
-    monkeypatch.setattr(template_check.Trials, "run", run)
+    monkeypatch.setattr(template_check.Sandbox, "run", run)
     Tokenizer(tokens.OURS, 1536)
     assert jobs == []
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from checkpoints import BOS, V, make_tokenizer
+from harness import check
 from tokenizers import (
     AddedToken,
     Regex,
@@ -25,7 +26,8 @@ from tokenizers import (
 )
 
 from nanobatch import Engine, SamplingParams, Tokenizer
-from text.tokenizer import OURS, StreamingDetokenizer, TooLongError, calmly
+from text.detokenizer import StreamingDetokenizer, without_panics
+from text.tokenizer import OURS, TooLongError
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (
@@ -237,15 +239,15 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
     together."""
     texts = corpus()
     plain = pieces_of(texts)
-    marked = [piece.replace(" ", "▁") for piece in plain]
+    split_output = [piece.replace(" ", "▁") for piece in plain]
     words = [*(word for text in texts[:300] for word in text.split()), *plain]
     parts = [f"##{piece}" for piece in plain[::2]]
     bytewise = [f"<0x{byte:02X}>" for byte in range(256)]
     unigram = models.Unigram(
-        [("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(marked))], 0
+        [("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(split_output))], 0
     )
     fallback = models.Unigram(
-        [(piece, -2.0) for piece in by_number([*bytewise, *marked])], 0, byte_fallback=True
+        [(piece, -2.0) for piece in by_number([*bytewise, *split_output])], 0, byte_fallback=True
     )
     spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return {
@@ -269,11 +271,11 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
             decoders.Fuse(),
         ),
         "BPE with metaspace": (
-            models.BPE(by_number(marked), []),
+            models.BPE(by_number(split_output), []),
             decoders.Metaspace(prepend_scheme="first"),
         ),
         "BPE with bytes": (
-            models.BPE(by_number([*bytewise, *marked]), [], byte_fallback=True),
+            models.BPE(by_number([*bytewise, *split_output]), [], byte_fallback=True),
             decoders.Sequence(spaced),
         ),
         "BPE with an end of words": (
@@ -664,7 +666,7 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_ne
             engine.submit("a" * 30 + "b")
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
         assert neighbour.result().tokens == alone
-        engine.check()
+        check(engine)
     assert capfd.readouterr().err.count("panicked") == ("panics" in name), (
         "so this was the panic that it is meant to be"
     )
@@ -697,7 +699,7 @@ def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
         raise ending(143)
 
     with pytest.raises(ending):
-        calmly(interrupted, [1])
+        without_panics(interrupted, [1])
 
 
 def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):
@@ -721,14 +723,14 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
                 neighbour.result().text == "hellohellohellohello"
                 and neighbour.finish_reason == "length"
             )
-            engine.check()
+            check(engine)
         cancelled = engine.submit([5, 6], says(2, 50))
         while not cancelled.tokens:
             engine.step()
         cancelled.cancel()
         assert cancelled.finish_reason == "cancelled"
         assert engine.submit([5, 6], says(0, 4)).result().finish_reason == "length"
-        engine.check()
+        check(engine)
         closed = engine.submit([5, 6], says(2, 50))
         while not closed.tokens:
             engine.step()

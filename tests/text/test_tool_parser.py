@@ -11,22 +11,18 @@ import pytest
 from checkpoints import make_tokenizer
 from tokenizers import AddedToken
 
-from text import tool_parser as speech
+from text.detokenizer import StreamingDetokenizer
 from text.grammar import Grammars
-from text.tokenizer import StreamingDetokenizer
+from text.tool_formats import FORMATS, MARKS, REASONING_MARKS, OutputFormat, tool_call_grammar
+from text.tool_formats import TOOLS as LISTED
 from text.tool_parser import (
-    FORMATS,
     HEAD,
-    MARKS,
-    THOUGHTS,
-    Parser,
-    Part,
-    Speech,
-    grammar,
-    learn,
-    marked,
+    OutputParser,
+    ParsedPart,
+    detect_format,
+    split_output,
+    split_reasoning,
 )
-from text.tool_parser import TOOLS as LISTED
 
 ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 200))  # for each format
 # What may be an argument of a call in tags
@@ -59,7 +55,7 @@ WRITTEN = {
 
 def learned(rendered: str):
     """The format of a template that writes a call so."""
-    return learn("", lambda messages, tools: "Tools: is_listed. " + rendered).format
+    return detect_format("", lambda messages, tools: "Tools: is_listed. " + rendered).tools
 
 
 TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
@@ -110,12 +106,12 @@ def make_arguments(dice: random.Random, format) -> dict:
     """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one behind a value
     with what follows then."""
     tags = format.tags
-    marks = [tags.behind_value, tags.behind_value.strip(), tags.before_key, tags.end + "<"]
+    marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
     text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
     follows = "|".join(
         re.escape(each.strip()) for each in (tags.before_key, tags.end, format.closes) if each
     )
-    mark = re.escape(tags.behind_value.strip())
+    mark = re.escape(tags.after_value.strip())
     text = re.sub(rf"({mark}\s*)(?={follows})", r"\1.", text)
     values = {
         "text": dice.choice([text, "", "7", "null", '"quoted"', "\n two lines \n\n"]),
@@ -137,12 +133,12 @@ def in_tags(format, calls: list, dice: random.Random) -> str:
     tags = format.tags
     bodies = []
     for name, given in calls:
-        body = name + tags.behind_name
+        body = name + tags.after_name
         for key, argument in given.items():
             said = argument if isinstance(argument, str) else json.dumps(argument)
             if argument in (None, True, False) and not isinstance(argument, str | int):
                 said = dice.choice([said, str(argument)])  # as in Python
-            body += f"{tags.before_key}{key}{tags.behind_key}{said}{tags.behind_value}"
+            body += f"{tags.before_key}{key}{tags.after_key}{said}{tags.after_value}"
             body += dice.choice(["", "", "\n "])
         bodies.append(body + tags.end)
     start, between, end = format.layout
@@ -165,8 +161,8 @@ def written(format, calls: list, dice: random.Random) -> str:
 
     space = dice.choice(["", "\n", "\r\n "])
     if format is HERMES:
-        marked = [f"<tool_call>{space}{body(call)}{space}</tool_call>" for call in calls]
-        return "\n".join(marked)
+        split_output = [f"<tool_call>{space}{body(call)}{space}</tool_call>" for call in calls]
+        return "\n".join(split_output)
     if format is LLAMA:
         return dice.choice(["", "<|python_tag|>"]) + "; ".join(map(body, calls))
     if format is APRIEL:
@@ -180,46 +176,48 @@ def written(format, calls: list, dice: random.Random) -> str:
     return "".join(named)
 
 
-def make_answer(format, seed: int) -> tuple[str, list[tuple], Speech]:
-    """A text, and what it is: ("thought", ...), ("answer", ...), ("call", name, arguments)."""
+def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
+    """A text, and what it is: ("thought", ...), ("content", ...), ("tool_call", name, arguments)."""
     dice = random.Random(seed)
-    marks = dice.choice(THOUGHTS)
+    marks = dice.choice(REASONING_MARKS)
     text, parts = "", []
     if dice.random() < 0.6:
-        thought = (words(dice, 12) + dice.choice([format.opens + "{", ""])).replace(marks[1], "")
-        text += f"{marks[0]}\n{thought}\n{marks[1]}\n\n"
-        parts += [("thought", thought.strip())] if thought.strip() else []
+        reasoning = (words(dice, 12) + dice.choice([format.opens + "{", ""])).replace(marks[1], "")
+        text += f"{marks[0]}\n{reasoning}\n{marks[1]}\n\n"
+        parts += [("reasoning", reasoning.strip())] if reasoning.strip() else []
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
         # Llama's calls stand at the beginning, or behind their mark
         text += answer
-        parts.append(("answer", answer.rstrip() if calls else answer))
+        parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
         text += written(format, calls, dice)
-        parts += [("call", *call) for call in calls]
-    return text, parts, Speech(marks, format)
+        parts += [("tool_call", *call) for call in calls]
+    return text, parts, OutputFormat(marks, format)
 
 
-def joined(parts: list[Part]) -> list[Part]:
+def joined(parts: list[ParsedPart]) -> list[ParsedPart]:
     """Neighbouring pieces of one kind as one. Each call stays a call of its own."""
-    whole: list[Part] = []
+    whole: list[ParsedPart] = []
     for kind, text in parts:
-        if whole and whole[-1].kind == kind != "call":
+        if whole and whole[-1].kind == kind != "tool_call":
             text = whole.pop().text + text
-        whole.append(Part(kind, text))
+        whole.append(ParsedPart(kind, text))
     return whole
 
 
-def apart(text: str | list[str], speech: Speech, is_cut: bool = False, **how) -> list[tuple]:
-    parser = Parser(speech, TOOLS, **how)
-    parts: list[Part] = []
+def parse(
+    text: str | list[str], output_format: OutputFormat, is_cut: bool = False, **how
+) -> list[tuple]:
+    parser = OutputParser(output_format, TOOLS, **how)
+    parts: list[ParsedPart] = []
     for piece in [text] if isinstance(text, str) else text:
         parts += parser.push(piece)
     return joined(parts + parser.push(None, is_cut))
 
 
-def told(parts: list[Part]) -> list[tuple]:
+def told(parts: list[ParsedPart]) -> list[tuple]:
     """Calls with their arguments as Python reads them."""
     found = []
     for part in parts:
@@ -243,21 +241,21 @@ def as_bytes(text: str) -> list[str]:
 def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut(format):
     calls = thoughts = 0
     for seed in range(ANSWERS):
-        text, expected, speech = make_answer(format, seed)
-        parts = apart(text, speech)
+        text, expected, output_format = make_answer(format, seed)
+        parts = parse(text, output_format)
         if format.is_bare:  # its template takes one call in a message: no more are told
-            first = [i for i, part in enumerate(expected) if part[0] == "call"][:1]
+            first = [i for i, part in enumerate(expected) if part[0] == "tool_call"][:1]
             expected = expected[: first[0] + 1] if first else expected
         assert told(parts) == expected, (seed, text)
-        assert apart(list(text), speech) == parts, (seed, text)
-        assert seed % 10 or apart(as_bytes(text), speech) == parts, (seed, text)
+        assert parse(list(text), output_format) == parts, (seed, text)
+        assert seed % 10 or parse(as_bytes(text), output_format) == parts, (seed, text)
         dice = random.Random(seed)
         for _ in range(3):
             places = sorted(dice.choices(range(len(text) + 1), k=4))
             pieces = [text[a:b] for a, b in zip([0, *places], [*places, None], strict=True)]
-            assert apart(pieces, speech) == parts, (seed, places)
-        calls += any(part[0] == "call" for part in expected)
-        thoughts += expected[0][0] == "thought"
+            assert parse(pieces, output_format) == parts, (seed, places)
+        calls += any(part[0] == "tool_call" for part in expected)
+        thoughts += expected[0][0] == "reasoning"
     assert calls > 0.6 * ANSWERS and thoughts > 0.5 * ANSWERS
 
 
@@ -266,19 +264,19 @@ def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_
     """Its end may be half a mark, half a call, or half a thought."""
     kinds = set()
     for seed in range(ANSWERS):
-        text, _, speech = make_answer(format, seed)
+        text, _, output_format = make_answer(format, seed)
         dice = random.Random(-seed)
         text = text[: dice.randrange(len(text) + 1)]
         if seed % 2 and text:
             place = dice.randrange(len(text))
             text = text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
-        parts = apart(text, speech)
-        assert apart(list(text), speech) == parts, (seed, text)
+        parts = parse(text, output_format)
+        assert parse(list(text), output_format) == parts, (seed, text)
         kinds |= {part.kind for part in parts}
-        if text.strip() and not any(text.strip() == marks[0] for marks in THOUGHTS):
+        if text.strip() and not any(text.strip() == marks[0] for marks in REASONING_MARKS):
             length = sum(len(part.text) for part in parts)
             assert length > 0 or "think" in text.lower(), (seed, text)
-    assert kinds == {"answer", "thought", "call", "arguments"}
+    assert kinds == {"content", "reasoning", "tool_call", "arguments"}
 
 
 def spaced(text: str, dice: random.Random) -> str:
@@ -296,53 +294,56 @@ def test_long_white_space_anywhere_changes_nothing_about_how_an_answer_may_be_cu
     """More than 300 blanks behind a thought were the answer in one piece, and vanished in many."""
     compared = 0
     for seed in range(ANSWERS // 4):
-        text, _, speech = make_answer(format or HERMES, seed)
-        speech = speech._replace(format=format)
+        text, _, output_format = make_answer(format or HERMES, seed)
+        output_format = output_format._replace(tools=format)
         dice = random.Random(seed)
         text = spaced(text, dice)[: dice.choice([None, dice.randrange(len(text))])]
         how = {"is_thinking": dice.random() < 0.2, "is_single": dice.random() < 0.2}
-        parts = apart(text, speech, **how)
+        parts = parse(text, output_format, **how)
         places = dice.choices(range(len(text) + 1), k=6)
         cuts = [[place] for place in places] + [sorted(places), range(1, len(text))]
         for cut in cuts:
             pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
-            assert apart(pieces, speech, **how) == parts, (seed, cut, text)
+            assert parse(pieces, output_format, **how) == parts, (seed, cut, text)
             compared += 1
     assert compared == ANSWERS // 4 * 8
 
 
-SPEECH = Speech(THOUGHTS[0], HERMES)
+SPEECH = OutputFormat(REASONING_MARKS[0], HERMES)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Is 3 < 4? <tool_ca", [("answer", "Is 3 < 4? <tool_ca")]),
-        ("<thi", [("answer", "<thi")]),
-        ("<think>on and on", [("thought", "on and on")]),
-        ("<think> <tool_call>{} </think> yes", [("thought", "<tool_call>{}"), ("answer", "yes")]),
-        ("a <think> in the middle", [("answer", "a <think> in the middle")]),
-        ("<tool_call>no JSON</tool_call>", [("answer", "<tool_call>no JSON</tool_call>")]),
-        ('<tool_call>{"name": 5}</tool_call>', [("answer", '<tool_call>{"name": 5}</tool_call>')]),
-        ("<tool_call>\n", [("answer", "<tool_call>\n")]),
-        ("a \n<tool_call> b", [("answer", "a \n<tool_call> b")]),
+        ("Is 3 < 4? <tool_ca", [("content", "Is 3 < 4? <tool_ca")]),
+        ("<thi", [("content", "<thi")]),
+        ("<think>on and on", [("reasoning", "on and on")]),
+        (
+            "<think> <tool_call>{} </think> yes",
+            [("reasoning", "<tool_call>{}"), ("content", "yes")],
+        ),
+        ("a <think> in the middle", [("content", "a <think> in the middle")]),
+        ("<tool_call>no JSON</tool_call>", [("content", "<tool_call>no JSON</tool_call>")]),
+        ('<tool_call>{"name": 5}</tool_call>', [("content", '<tool_call>{"name": 5}</tool_call>')]),
+        ("<tool_call>\n", [("content", "<tool_call>\n")]),
+        ("a \n<tool_call> b", [("content", "a \n<tool_call> b")]),
         (
             '<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call></tool_call>',
-            [("answer", "<tool_call>"), ("call", "add", {}), ("answer", "</tool_call>")],
+            [("content", "<tool_call>"), ("tool_call", "add", {}), ("content", "</tool_call>")],
         ),
-        ('<tool_call>{"name": "add"}</tool_call>', [("call", "add", {})]),
-        ('<tool_call>{"name": "add"}\n</tool_c', [("call", "add", {})]),
+        ('<tool_call>{"name": "add"}</tool_call>', [("tool_call", "add", {})]),
+        ('<tool_call>{"name": "add"}\n</tool_c', [("tool_call", "add", {})]),
         (
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            [("call", "add", {"a": 1})],
+            [("tool_call", "add", {"a": 1})],
         ),
-        ("  white space  \n", [("answer", "  white space  \n")]),
+        ("  white space  \n", [("content", "  white space  \n")]),
         ("", []),
     ],
 )
 def test_what_is_hostile_or_unfinished_is_told_whole(text, expected):
-    assert told(apart(text, SPEECH)) == expected
-    assert told(apart(list(text), SPEECH)) == expected
+    assert told(parse(text, SPEECH)) == expected
+    assert told(parse(list(text), SPEECH)) == expected
 
 
 TEXT = {"add": {"properties": {"a": {"type": "string"}}}}
@@ -354,88 +355,92 @@ TEXT = {"add": {"properties": {"a": {"type": "string"}}}}
         (
             "MiniCPM",
             '<function name="add"><param name="a"><![CDATA[ </param> ]]></param></function>',
-            [("call", "add", {"a": " </param> "})],
+            [("tool_call", "add", {"a": " </param> "})],
         ),
         (
             "MiniCPM",
             '<function name="add"><param name="a"><![CDA</param></function>',
-            [("call", "add", {"a": "<![CDA"})],
+            [("tool_call", "add", {"a": "<![CDA"})],
         ),
-        ("MiniCPM", '<function name="add"></function>!', [("call", "add", {}), ("answer", "!")]),
-        ("GLM", "<tool_call>add</tool_call>", [("call", "add", {})]),
-        ("GLM", "<tool_call>no call</tool_call>", [("answer", "<tool_call>no call</tool_call>")]),
-        ("Qwen 3 Coder", "<tool_call>\n<function=", [("answer", "<tool_call>\n<function=")]),
+        (
+            "MiniCPM",
+            '<function name="add"></function>!',
+            [("tool_call", "add", {}), ("content", "!")],
+        ),
+        ("GLM", "<tool_call>add</tool_call>", [("tool_call", "add", {})]),
+        ("GLM", "<tool_call>no call</tool_call>", [("content", "<tool_call>no call</tool_call>")]),
+        ("Qwen 3 Coder", "<tool_call>\n<function=", [("content", "<tool_call>\n<function=")]),
         (
             "Qwen 3 Coder",
             "<tool_call><function=add><parameter=a>\n1\n</parameter>",
-            [("call", "add", {"a": "1"})],
+            [("tool_call", "add", {"a": "1"})],
         ),
         (
             "Qwen 3 Coder",
             '<tool_call>{"name": "add", "arguments": {"a": "1"}}</tool_call>',
-            [("call", "add", {"a": "1"})],
+            [("tool_call", "add", {"a": "1"})],
         ),
         (
             "Qwen 3 Coder",
             "<tool_call><function=add><parameter=b>NaN</parameter></function>",
-            [("call", "add", {"b": "NaN"})],
+            [("tool_call", "add", {"b": "NaN"})],
         ),
     ],
 )
 def test_a_call_in_tags_may_be_careless_or_no_call(name, text, expected):
     (format,) = (format for format in TAGGED if format.name == name)
     for pieces in ([text], list(text)):
-        parser = Parser(Speech(format=format), TEXT)
+        parser = OutputParser(OutputFormat(tools=format), TEXT)
         parts = [part for piece in pieces for part in parser.push(piece)]
         assert told(joined(parts + parser.push(None))) == expected
 
 
 def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
-    parser = Parser(SPEECH, TOOLS)
+    parser = OutputParser(SPEECH, TOOLS)
     told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
-    assert told == [("call", "add"), ("arguments", '{"a": "12')]
+    assert told == [("tool_call", "add"), ("arguments", '{"a": "12')]
     assert parser.push("34") == [("arguments", "34")] and parser.push(None) == []
 
 
 def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_piece_by_piece():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert Parser(Speech(THOUGHTS[0], HERMES)).push(text) == [("answer", text)]
-    plain = Parser(Speech())
+    assert OutputParser(OutputFormat(REASONING_MARKS[0], HERMES)).push(text) == [("content", text)]
+    plain = OutputParser(OutputFormat())
     for piece in (" \n", "<think>", " ", "<tool_call>{"):
-        assert plain.push(piece) == [("answer", piece)]
+        assert plain.push(piece) == [("content", piece)]
     assert plain.push(None) == []
 
 
 def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
-    speech = Speech(None, LLAMA)
+    output_format = OutputFormat(None, LLAMA)
     unnamed = '{"name": ["add"], "parameters": {}}'  # was a TypeError
     others = ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{")
     for text in (unnamed, *others):
-        assert apart(text, speech) == [("answer", text)] == apart(list(text), speech)
+        assert parse(text, output_format) == [("content", text)] == parse(list(text), output_format)
 
 
 def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
     assert SPEECH.is_thinking("<|assistant|>\n<think>\n")
     assert not SPEECH.is_thinking("<|assistant|>\n<think>\n\n</think>\n\n")
-    parser = Parser(SPEECH, is_thinking=True)
+    parser = OutputParser(SPEECH, is_thinking=True)
     parser.push("It is late.</think> Good night.")
-    assert parser.thought == len("It is late.</think>")
-    parts = apart("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
-    assert parts == [("thought", "It is late."), ("answer", "Good night.")]
+    assert parser.reasoning_length == len("It is late.</think>")
+    parts = parse("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
+    assert parts == [("reasoning", "It is late."), ("content", "Good night.")]
 
 
 # --- calls without a mark -----------------------------------------------------------------------
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 PRETTY = json.dumps({"name": "files.read-all", "arguments": {"path": "a {\n"}}, indent=2)
-CALLED = ("call", "add", {"a": 1})
-READ = ("call", "files.read-all", {"path": "a {\n"})
+CALLED = ("tool_call", "add", {"a": 1})
+READ = ("tool_call", "files.read-all", {"path": "a {\n"})
 BARE = {
     ADD: [CALLED],
     PRETTY: [READ],
     f"\n\n  {ADD}\n": [CALLED],
     f"```json\n{ADD}\n```": [CALLED],
-    f"```\n{PRETTY}": [("answer", "```"), READ],
+    f"```\n{PRETTY}": [("content", "```"), READ],
     f"```JSON\n{ADD}```": [CALLED],
     f"[{ADD}, {PRETTY}]": [CALLED, READ],
     f"```json\n[\n {ADD},\n {PRETTY}\n]\n```": [CALLED, READ],
@@ -443,12 +448,12 @@ BARE = {
     f"```json\n{ADD}\n```\n\n```json\n{PRETTY}\n```": [CALLED, READ],
     f"{ADD}\n{PRETTY}": [CALLED, READ],
     f"{ADD}; {PRETTY}": [CALLED, READ],
-    f"I look.\n\n{ADD}": [("answer", "I look."), CALLED],
-    f"I look:\n```json\n{ADD}\n```\nDone.": [("answer", "I look:"), CALLED, ("answer", "Done.")],
-    f"<think>\n{PRETTY}</think>\n{ADD}": [("thought", PRETTY), CALLED],
-    '{"name":"add","arguments":{}}': [("call", "add", {})],
+    f"I look.\n\n{ADD}": [("content", "I look."), CALLED],
+    f"I look:\n```json\n{ADD}\n```\nDone.": [("content", "I look:"), CALLED, ("content", "Done.")],
+    f"<think>\n{PRETTY}</think>\n{ADD}": [("reasoning", PRETTY), CALLED],
+    '{"name":"add","arguments":{}}': [("tool_call", "add", {})],
     '{\n"name" : "add" ,\n"parameters" : { "a": 1 }, "id": "x"}': [CALLED],
-    f"An x:\n```json\n[1]\n```\n{ADD}": [("answer", "An x:\n```json\n[1]\n```"), CALLED],
+    f"An x:\n```json\n[1]\n```\n{ADD}": [("content", "An x:\n```json\n[1]\n```"), CALLED],
 }
 NO_CALLS = [
     '{"name": "sub", "arguments": {"a": 1}}',
@@ -480,30 +485,33 @@ IN_JSON = [format for format in FORMATS if format.name not in ("MiniCPM", "Seed"
 def test_a_call_without_its_mark_is_a_call_if_its_tool_was_given(format):
     """Of 16 calls of a published model none had its mark: it wrote them bare, or in a block of code.
     The client got them as content, and its loop ended."""
-    speech = Speech(THOUGHTS[0], format)
+    output_format = OutputFormat(REASONING_MARKS[0], format)
     for text, expected in BARE.items():
         if format.is_bare:  # one call is all that its template takes
-            first = [part[0] for part in expected].index("call")
+            first = [part[0] for part in expected].index("tool_call")
             expected = expected[: first + 1]
         for cut in range(len(text) + 1):
-            assert told(apart([text[:cut], text[cut:]], speech)) == expected, (text, cut)
-        assert told(apart(list(text), speech)) == expected, text
-        single = [*expected[: [part[0] for part in expected].index("call") + 1]]
-        assert told(apart(text, speech, is_single=True)) == single, text
-        assert "call" not in str(apart(text, speech, is_strict=True)) or format.is_bare
+            assert told(parse([text[:cut], text[cut:]], output_format)) == expected, (text, cut)
+        assert told(parse(list(text), output_format)) == expected, text
+        single = [*expected[: [part[0] for part in expected].index("tool_call") + 1]]
+        assert told(parse(text, output_format, is_single=True)) == single, text
+        assert "tool_call" not in str(parse(text, output_format, is_strict=True)) or format.is_bare
 
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
 def test_what_only_looks_like_a_call_without_its_mark_stays_text(format):
-    speech = Speech(THOUGHTS[0], format)
+    output_format = OutputFormat(REASONING_MARKS[0], format)
     for text in NO_CALLS:
         if format.is_bare and text.startswith('{"name": "add", "arguments": {'):
             continue  # its own form of a call, at the beginning of an answer
         for cut in range(len(text) + 1):
-            assert apart([text[:cut], text[cut:]], speech) == [("answer", text)], (text, cut)
-        assert apart(list(text), speech) == [("answer", text)]
-        parser = Parser(speech)  # nobody has given a tool
-        assert [*parser.push(text), *parser.push(None)] == [("answer", text)]
+            assert parse([text[:cut], text[cut:]], output_format) == [("content", text)], (
+                text,
+                cut,
+            )
+        assert parse(list(text), output_format) == [("content", text)]
+        parser = OutputParser(output_format)  # nobody has given a tool
+        assert [*parser.push(text), *parser.push(None)] == [("content", text)]
 
 
 def test_calls_without_their_marks_are_the_same_in_one_piece_and_in_many():
@@ -530,14 +538,18 @@ def test_calls_without_their_marks_are_the_same_in_one_piece_and_in_many():
             place = dice.randrange(len(text))
             text = text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
         how = {"is_single": dice.random() < 0.3, "is_thinking": dice.random() < 0.1}
-        speech = Speech(THOUGHTS[0], dice.choice(IN_JSON))
+        output_format = OutputFormat(REASONING_MARKS[0], dice.choice(IN_JSON))
         for is_cut in (False, True):
-            parts = apart(text, speech, is_cut=is_cut, **how)
+            parts = parse(text, output_format, is_cut=is_cut, **how)
             cuts = [sorted(dice.choices(range(len(text) + 1), k=3)), range(1, len(text))]
             for cut in cuts:
                 cut_up = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
-                assert apart(cut_up, speech, is_cut=is_cut, **how) == parts, (seed, cut, text)
-        calls += any(part.kind == "call" for part in parts)
+                assert parse(cut_up, output_format, is_cut=is_cut, **how) == parts, (
+                    seed,
+                    cut,
+                    text,
+                )
+        calls += any(part.kind == "tool_call" for part in parts)
     assert calls > 2 * ANSWERS
 
 
@@ -546,18 +558,18 @@ def test_a_call_that_max_tokens_have_cut_off_is_no_text(format):
     """Half a call stood in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself
     is told whole, since nothing is missing."""
     dice = random.Random(5)
-    speech = Speech(THOUGHTS[0], format)
+    output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
-    for text, said in ((call, []), (f"I look.\n{call}", [("answer", "I look.")])):
+    for text, said in ((call, []), (f"I look.\n{call}", [("content", "I look.")])):
         if said and format.is_bare and not call.startswith("<"):
             continue
         for end in range(len(text)):
-            parts = apart(text[:end], speech, is_cut=True)
-            answer = "".join(part.text for part in parts if part.kind == "answer")
+            parts = parse(text[:end], output_format, is_cut=True)
+            answer = "".join(part.text for part in parts if part.kind == "content")
             expected = text[: min(end, len("I look."))] if said else ""
             assert answer.strip() == expected.strip(), text[:end]
-            whole = "".join(part.text for part in apart(text[:end], speech))
-            assert "call" in str(parts) or whole.strip() == text[:end].strip()
+            whole = "".join(part.text for part in parse(text[:end], output_format))
+            assert "tool_call" in str(parts) or whole.strip() == text[:end].strip()
 
 
 def test_text_that_max_tokens_have_cut_off_is_told():
@@ -570,8 +582,8 @@ def test_text_that_max_tokens_have_cut_off_is_told():
         "```py\nx",
     ):
         expected = text.removesuffix(" <")
-        assert apart(text, SPEECH, is_cut=True) == [("answer", expected)], text
-        assert apart(list(text), SPEECH, is_cut=True) == [("answer", expected)], text
+        assert parse(text, SPEECH, is_cut=True) == [("content", expected)], text
+        assert parse(list(text), SPEECH, is_cut=True) == [("content", expected)], text
 
 
 def test_one_call_is_over_with_its_last_character():
@@ -579,16 +591,18 @@ def test_one_call_is_over_with_its_last_character():
     for format in ALL:
         for seed in range(20):
             text = written(format, [("add", {}), ("add", {})], random.Random(seed))
-            parser = Parser(Speech(None, format), TOOLS, is_single=True)
+            parser = OutputParser(OutputFormat(None, format), TOOLS, is_single=True)
             places = [place for place, letter in enumerate(text) if parser.ends(letter)]
             assert parser.is_over and len(places) > 2, text
             assert text[: places[0] + 1].count("add") == 1, text
-            assert Parser(Speech(None, format), TOOLS).ends(text) is format.is_bare
+            assert OutputParser(OutputFormat(None, format), TOOLS).ends(text) is format.is_bare
 
 
 def test_who_wants_one_call_gets_one():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert told(apart(text + "\n" + text + "!", SPEECH, is_single=True)) == [("call", "add", {})]
+    assert told(parse(text + "\n" + text + "!", SPEECH, is_single=True)) == [
+        ("tool_call", "add", {})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -611,8 +625,11 @@ def test_the_cost_of_a_character_does_not_grow_with_the_answer(text):
     looks at each character anew for each mark would take minutes."""
     began = time.thread_time()
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
-    parts = apart(pieces, SPEECH)
-    assert sum(len(part.text) for part in parts) >= len(text.strip()) - 7 or parts[0].kind == "call"
+    parts = parse(pieces, SPEECH)
+    assert (
+        sum(len(part.text) for part in parts) >= len(text.strip()) - 7
+        or parts[0].kind == "tool_call"
+    )
     assert time.thread_time() - began < 20
 
 
@@ -621,13 +638,13 @@ def test_white_space_without_end_is_told_as_it_comes(before):
     """A client can ask for it with a logit bias. Held back, all of it was looked at for each token:
     100,000 took four seconds of the thread that serves all clients."""
     for text in (before + " \n" * 2000 + "x", before + " \n" * 2000 + "<tool_call>x"):
-        parser = Parser(SPEECH, TOOLS)
+        parser = OutputParser(SPEECH, TOOLS)
         parts = []
         for count, piece in enumerate(text, start=1):
             parts += parser.push(piece)
             assert count - sum(len(part.text) for part in parts) < 700
         parts += parser.push(None)
-        assert joined(parts) == apart(text, SPEECH)
+        assert joined(parts) == parse(text, SPEECH)
         assert joined(parts)[-1].text.endswith("x") and len(text) - len(joined(parts)[-1].text) < 20
 
 
@@ -665,26 +682,30 @@ EXAMPLE = (
 
 @pytest.mark.parametrize("name", RENDERED)
 def test_a_format_is_known_by_the_call_that_the_template_writes(name):
-    speech = learn("... </think>", lambda messages, tools: EXAMPLE + RENDERED[name])
-    assert speech.format.name == name and speech.thought == THOUGHTS[0]
+    output_format = detect_format("... </think>", lambda messages, tools: EXAMPLE + RENDERED[name])
+    assert output_format.tools.name == name and output_format.reasoning == REASONING_MARKS[0]
 
 
 @pytest.mark.parametrize("name", RENDERED_OTHERWISE)
 def test_a_format_that_is_not_known_is_named_by_what_it_writes(name):
     rendered, known = RENDERED_OTHERWISE[name]
-    speech = learn("{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered)
-    assert (speech.format and speech.format.name) == known
-    assert known or ("is_called" in speech.why and "known: Hermes, Mistral" in speech.why)
+    output_format = detect_format(
+        "{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered
+    )
+    assert (output_format.tools and output_format.tools.name) == known
+    assert known or (
+        "is_called" in output_format.why and "known: Hermes, Mistral" in output_format.why
+    )
 
 
 def test_a_model_without_tools_says_why():
     def refuse(messages, tools):
         raise ValueError("the chat template refuses these messages: no role tool")
 
-    assert "no role tool" in learn("{{ x }}", refuse).why
-    assert "takes no tools" in learn("{{ x }}", lambda messages, tools: "Call it.").why
-    assert "writes no calls" in learn("{{ x }}", lambda messages, tools: "is_listed").why
-    assert "no chat template" in learn(None, refuse).why
+    assert "no role tool" in detect_format("{{ x }}", refuse).why
+    assert "takes no tools" in detect_format("{{ x }}", lambda messages, tools: "Call it.").why
+    assert "writes no calls" in detect_format("{{ x }}", lambda messages, tools: "is_listed").why
+    assert "no chat template" in detect_format(None, refuse).why
 
 
 # What models write, and their templates write for them, where a call has to come
@@ -753,21 +774,23 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
     """Held to another form, a model goes on with what is unlikely, and may call with nonsense.
     Qwen's <tool_call> is an added token that is not special, and no call could be required."""
     template, *pieces = REQUIRED[name]
-    speech = learn("", lambda messages, tools: "Tools: is_listed. " + TEMPLATE_WRITES[template])
+    output_format = detect_format(
+        "", lambda messages, tools: "Tools: is_listed. " + TEMPLATE_WRITES[template]
+    )
     tokenizer, grammars, marks = with_marks(MARKS & set(pieces), kind)
-    held = grammars.grammar({"lark": grammar(speech, LISTED, marks=marks)})
+    held = grammars.grammar({"lark": tool_call_grammar(output_format, LISTED, marks=marks)})
     text = "".join(pieces)
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         bits = int.from_bytes(held.mask(), "little")
         assert bits >> token & 1, (text, tokenizer.decode([token], skip_special_tokens=False))
         held.accept(token)
     assert held.is_complete or int.from_bytes(held.mask(), "little") >> 257 & 1
-    assert told(joined(Parser(speech, {"is_listed": SCHEMA}).push(text))) == [
-        ("call", "is_listed", {"n": 7})
+    assert told(joined(OutputParser(output_format, {"is_listed": SCHEMA}).push(text))) == [
+        ("tool_call", "is_listed", {"n": 7})
     ]
 
 
-@pytest.mark.parametrize("marks", THOUGHTS, ids="".join)
+@pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thought_under_a_grammar_ends_at_its_mark_however_it_is_written(kind, marks):
     """The token </think> was forbidden where it is an added one that is not special, so the thought
@@ -777,8 +800,8 @@ def test_a_thought_under_a_grammar_ends_at_its_mark_however_it_is_written(kind, 
     opens, closes = marks
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
     for is_thinking in (False, True):
-        rules = grammar(
-            Speech(marks), [], answer={"enum": ["yes"]}, is_thinking=is_thinking, marks=ids
+        rules = tool_call_grammar(
+            OutputFormat(marks), [], answer={"enum": ["yes"]}, is_thinking=is_thinking, marks=ids
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
@@ -805,16 +828,16 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
     texts = {mark for mark in MARKS if mark in str(format.tags)}
     tokenizer, grammars, marks = with_marks(texts, kind)
     start, _, end = format.layout
-    start += "pay" + format.tags.behind_name
+    start += "pay" + format.tags.after_name
     end = format.tags.end + end
 
     def can_be(pattern: str, text: str) -> bool:
         parameters = {"properties": {"a": {"type": "string", "pattern": pattern}}}
         tool = {"function": {"name": "pay", "parameters": {**parameters, "required": ["a"]}}}
-        rules = grammar(Speech(format=format), [tool], is_single=True, marks=marks)
+        rules = tool_call_grammar(OutputFormat(tools=format), [tool], is_single=True, marks=marks)
         held = grammars.grammar({"lark": rules})
-        before = f"{start}{format.tags.before_key}a{format.tags.behind_key}"
-        whole = f"{before}{text}{format.tags.behind_value}{end}"
+        before = f"{start}{format.tags.before_key}a{format.tags.after_key}"
+        whole = f"{before}{text}{format.tags.after_value}{end}"
         for token in tokenizer.encode(whole, add_special_tokens=False).ids:
             if not int.from_bytes(held.mask(), "little") >> token & 1:
                 return False
@@ -826,7 +849,7 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
     assert can_be("[0-9]/[^$]", "from\n1/2 on") and not can_be("[0-9]/[^$]", "none")
     assert can_be("a\\/\\$$", "in a/$") and not can_be("a\\/\\$$", "a/$ in")
     assert can_be("^a$|b", "cbc"), "a pattern that cannot be said holds nothing up"
-    is_again = can_be("[0-9]", f"none{format.tags.behind_value}1")
+    is_again = can_be("[0-9]", f"none{format.tags.after_value}1")
     assert not is_again, "the first mark ends the text"
 
 
@@ -837,36 +860,43 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
     ("text", "expected"),
     [
         ("", []),
-        ("Yes.", [("answer", "Yes.")]),
-        ("<think>\nHm", [("thought", "<think>\nHm")]),
-        ("Hm.\n</think>\n\nYes.", [("thought", "Hm.\n</think>"), ("answer", "Yes.")]),
-        ("I look.\n[TOOL_CALLS]x", [("answer", "I look."), ("call", "[TOOL_CALLS]x")]),
+        ("Yes.", [("content", "Yes.")]),
+        ("<think>\nHm", [("reasoning", "<think>\nHm")]),
+        ("Hm.\n</think>\n\nYes.", [("reasoning", "Hm.\n</think>"), ("content", "Yes.")]),
+        ("I look.\n[TOOL_CALLS]x", [("content", "I look."), ("tool_call", "[TOOL_CALLS]x")]),
         (
             "<think><tool_call></think>a<tool_call>{}",
-            [("thought", "<think><tool_call></think>"), ("answer", "a"), ("call", "<tool_call>{}")],
+            [
+                ("reasoning", "<think><tool_call></think>"),
+                ("content", "a"),
+                ("tool_call", "<tool_call>{}"),
+            ],
         ),
     ],
 )
 def test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model(text, expected):
-    assert marked(text) == expected
+    assert split_output(text) == expected
 
 
 def test_a_watcher_is_told_that_the_prompt_has_opened_the_thought():
     for text in ("Hm.", "Hm.\n</think>"):
-        assert marked(text, is_thinking=True) == [("thought", text)]
-    parts = [("thought", "Hm.</think>"), ("answer", "Yes.")]
-    assert marked("Hm.</think>\n\nYes.", is_thinking=True) == parts
+        assert split_output(text, is_thinking=True) == [("reasoning", text)]
+    parts = [("reasoning", "Hm.</think>"), ("content", "Yes.")]
+    assert split_output("Hm.</think>\n\nYes.", is_thinking=True) == parts
 
 
-@pytest.mark.parametrize("marks", THOUGHTS)
+@pytest.mark.parametrize("marks", REASONING_MARKS)
 def test_the_page_of_a_conversation_shows_no_marks_of_a_thought(marks):
     """Those of the third family stayed in the thought."""
     opens, closes = marks
-    assert speech.apart(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
+    assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 
 
 def test_what_is_said_behind_a_thought_keeps_its_line_breaks():
     """A conversation lost those at the end of an answer and in front of a call. So the model was
     shown something else than it had said, and read again what its slot still held."""
-    assert speech.apart("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
-    assert speech.apart("I look.\n\n<tool_call>{}\n") == ("", "I look.\n\n<tool_call>{}\n")
+    assert split_reasoning("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
+    assert split_reasoning("I look.\n\n<tool_call>{}\n") == (
+        "",
+        "I look.\n\n<tool_call>{}\n",
+    )

@@ -214,18 +214,18 @@ def test_any_text_stays_on_its_card_in_the_game(opens):
 
 def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
     time = Clock()
-    door = APIServer(Options(port=0)).start()
+    api = APIServer(Options(port=0)).start()
     with word_engine(time, time, max_len=4096) as engine:
         engine.text.folder = tmp_path  # where a model's own settings would lie
         loop = engine.serving()
         with loop:
             loop.pause()
-            door.open(engine, loop, "a-model-with-a-long-name" * 20)
+            api.open(engine, loop, "a-model-with-a-long-name" * 20)
             for text in TEXTS:
                 said = f'"{text}"'
                 prompt = Prompt(tuple(engine.text.ask(said)), said)
                 engine.submit(prompt, SamplingParams(max_tokens=600, ignore_eos=True))
-            tab = opens(f"{door.address}/", offline=False)
+            tab = opens(f"{api.address}/", offline=False)
             until(tab, "window.nanobatch")
             for steps in range(150, 1050, 150):
                 loop.step(150)
@@ -236,7 +236,7 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
             for number in range(1, len(TEXTS) + 1):
                 choose(tab, number)
                 in_place_everywhere(tab, 60)
-        door.close()
+        api.close()
 
 
 ASKED = """/set max=60

@@ -21,7 +21,7 @@ from nanobatch import SamplingParams
 from runtime import progress
 from runtime.conversation import Conversation
 from runtime.registry import Log
-from screen.engine_client import Settings
+from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
@@ -56,7 +56,7 @@ def talks(opens, parrots):
     """Opens the page of a server that repeats what it is told. Each request of the page is kept."""
 
     def opened(parrot: Parrot | None = None, **how):
-        address = (parrot or parrots()).door.address
+        address = (parrot or parrots()).api.address
         tab = opens(f"{address}/", offline=False, **how)
         tab.asked = []
         tab.on("request", lambda asked: tab.asked.append(asked))
@@ -344,7 +344,7 @@ def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parro
     tab = talks(parrot)
     until(tab, "window.nanobatch")
     tab.locator("[data-step-microscope]").click()
-    parrot.engine._ledger.steps = Log(20)  # what the server still tells
+    parrot.engine.registry.steps = Log(20)  # what the server still tells
     parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
     until(late, "window.nanobatch?.player.lane.rests")

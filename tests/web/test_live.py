@@ -11,7 +11,7 @@ from word_engine import Clock, word_engine
 from nanobatch import SamplingParams
 from runtime.progress import PrefillProgress
 from server import live_page, watch_frames
-from server.access_log import DoorView
+from server.access_log import ServerView
 
 
 def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
@@ -84,7 +84,7 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
         engine.submit(
             f"prompt {n}", SamplingParams(max_tokens=60, ignore_eos=True), origin="10.0.0.1"
         )
-    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     seen, frames, told, lines = None, [], [], []
     for step in range(400):
         if step >= begin:
@@ -136,7 +136,7 @@ def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
     """A request behind a rest had waited a quarter of a second, and one before several rests for all of
     them, as soon as the page came later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
-    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     for n in range(3):
         engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
         for step in range(6):
@@ -182,7 +182,7 @@ tell(said);
 def test_the_page_says_of_a_long_prompt_what_the_screen_says():
     """The page had a hatched bar for minutes, and no word of how long it would take."""
     clock, sender = Clock(), watch_frames.Sender(False)
-    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:
         engine.runner.time = SlowClock(clock)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from runtime.conversation import Conversation
 from runtime.snapshot import RequestView
-from screen.engine_client import Answer
-from text.tool_parser import apart
+from screen.view import Answer
+from text.tool_parser import split_reasoning
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Turn:
 
 
 @dataclass
-class Talk:
+class Chat:
     """A conversation."""
 
     system: str = ""
@@ -62,52 +62,52 @@ class Talk:
         said.system = self.system
         for turn in self.turns:
             if not (turn.is_dropped or turn.request.error):
-                thought, answer = apart(turn.request.text, turn.request.is_thinking)
+                thought, answer = split_reasoning(turn.request.text, turn.request.is_thinking)
                 said.add(turn.question, answer, thought)
         return said.messages(question)
 
 
-class Talks:
+class ChatHistory:
     """All conversations of a screen. One of them is open."""
 
     def __init__(self) -> None:
-        self.all = [Talk()]
+        self.all = [Chat()]
         self.at = 0  # the open one
         self.asked = 0  # so many questions so far
         self.led = 0  # the question whose slot was selected last
         self.unfolded = False  # thoughts are shown whole
 
     @property
-    def open(self) -> Talk:
+    def open(self) -> Chat:
         return self.all[self.at]
 
     def running(self) -> Iterator[Turn]:
-        return (talk.runs for talk in self.all if talk.runs)
+        return (chat.runs for chat in self.all if chat.runs)
 
     def begin(self) -> None:
         """Another conversation, with the same system message. An empty conversation stays the open
         one."""
         if self.open.turns:
-            self.all.append(Talk(self.open.system, waiting=self.open.take()))
+            self.all.append(Chat(self.open.system, waiting=self.open.take()))
             self.at = len(self.all) - 1
 
-    def add(self, talk: Talk) -> int:
+    def add(self, chat: Chat) -> int:
         """The waiting question becomes a turn. Answers with the number of the question."""
         self.asked += 1
-        talk.turns.append(Turn(self.asked, talk.waiting))
-        talk.waiting = ""
-        talk.below = 0
+        chat.turns.append(Turn(self.asked, chat.waiting))
+        chat.waiting = ""
+        chat.below = 0
         return self.asked
 
     def refuse(self, number: int, why: str) -> None:
         """A question could not be fired. `why`: for lack of room, so the question waits."""
-        for talk in self.all:
-            for turn in talk.turns:
+        for chat in self.all:
+            for turn in chat.turns:
                 if turn.number == number:
-                    talk.turns.remove(turn)
-                    talk.why = why
+                    chat.turns.remove(turn)
+                    chat.why = why
                     if why:  # a question typed meanwhile goes with this one
-                        talk.waiting = f"{turn.question}\n{talk.waiting}".strip()
+                        chat.waiting = f"{turn.question}\n{chat.waiting}".strip()
                     return
 
     def absorb(self, answers: Mapping[int, Answer], requests: Mapping[int, RequestView]) -> None:

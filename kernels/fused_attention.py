@@ -1,0 +1,51 @@
+"""Is MLX's fused attention right on this device?
+
+Some chips and lengths gave garbage without an error: grouped heads in the two-pass kernel from 1,024
+rows on, for example. So a model's shape of heads is tried when the model is loaded, and where the
+result differs from the formula, `llama.attention` computes the formula.
+"""
+
+from functools import cache
+
+from kernels.mlx import mx
+
+LENGTHS = (64, 1024, 4096)  # rows: each is another kernel, or another way through one
+CHUNK = 16
+MOST_OFF = 0.05  # half precision is off by 0.01; a wrong row, by about 1
+
+
+@cache
+def is_right(H: int, Hkv: int, Dh: int, dtype: mx.Dtype) -> bool:
+    """Decoding and chunks, masked and causal, on views of a slab."""
+    heads = min(Hkv, 2)
+    shape = (3, heads, LENGTHS[-1], Dh)
+    slab = [mx.random.normal(shape, dtype, key=mx.random.key(seed)) for seed in (0, 1)]
+    off = []
+    for T in LENGTHS:
+        for B, L in ((2, 1), (1, 1), (1, CHUNK)):
+            k, v = (x[1 : 1 + B, :, :T] for x in slab)
+            # The scores are peaked, so that the result is not a mean near 0
+            q = 3 * mx.random.normal((B, heads * H // Hkv, L, Dh), dtype, key=mx.random.key(2))
+            behind = 5 * mx.arange(B)[:, None, None, None]  # the second sequence is shorter
+            seen = mx.arange(T) <= mx.arange(T - L, T)[:, None] - behind  # (B, 1, L, T)
+            mask = mx.contiguous(mx.broadcast_to(seen, (*q.shape[:3], T)))
+            wanted = formula(q, k, v, seen)
+            for form in (mask, "causal")[: 3 - B]:
+                found = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=form)
+                off.append(mx.max(mx.abs(found - wanted)))
+    return all(each <= MOST_OFF for each in mx.stack(off).tolist())  # NaN is not
+
+
+def formula(
+    q: mx.array,  # (B, H, L, Dh)
+    k: mx.array,  # (B, Hkv, T, Dh)
+    v: mx.array,  # (B, Hkv, T, Dh)
+    seen: mx.array,  # (B, 1, L, T)
+) -> mx.array:  # (B, H, L, Dh), in float32
+    B, H, L, Dh = q.shape
+    Hkv, T = k.shape[1:3]
+    q, k, v = (x.astype(mx.float32) for x in (q, k, v))
+    scores = q.reshape(B, Hkv, -1, Dh) @ k.swapaxes(-1, -2) * Dh**-0.5  # (B, Hkv, G * L, T)
+    scores = mx.where(seen, scores.reshape(B, H, L, T), -mx.inf)
+    weights = mx.softmax(scores, axis=-1).reshape(B, Hkv, -1, T)
+    return (weights @ v).reshape(B, H, L, Dh)

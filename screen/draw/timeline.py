@@ -1,0 +1,103 @@
+"""The timeline: slots × steps, and what each slot did in each step. See `step_columns.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.cells import cell_len
+
+from screen.draw import style
+from screen.draw.canvas import Canvas
+from screen.draw.slots import fit_slots
+from screen.draw.style import Palette, Pen
+from screen.state import State
+from screen.step_columns import Column, useful_of
+
+OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
+FIRST = (  # in the timeline before the first step
+    "b fires a burst of prompts; i types a prompt, and Enter fires it.",
+    "Where no answers are in sight, v leads to them, and to other panes.",
+    "space stops the engine, s takes a step: then read the step's plan.",
+    "? explains every key and every word.",
+)
+
+
+def draw_cells(
+    pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None
+) -> None:
+    """One slot's line of a timeline, with each request's number behind the request's first cell.
+
+    The first cell stays the same: so a prefill of one step can be seen, and numbers of neighbours
+    never touch. A request with too few cells for the number is shown without. In other cells a
+    small number says how many tokens came where some were guessed.
+    """
+    first = 0
+    for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
+        stretch = list(group)
+        kinds = [column.cells[slot].kind for column in stretch]
+        label = "" if request is None or len(str(request)) >= len(kinds) else f" {request}"
+        places = []
+        for i, kind in enumerate(kinds):
+            digit = label[i : i + 1].strip() or tokens_of(stretch[i], slot)
+            places.append((kind, digit, first + i == cursor))
+        for (kind, digit, here), alike in groupby(places):
+            many = sum(1 for _ in alike)
+            if digit:
+                back = p.ground(kind, request)  # the cell's colour stays behind the digit
+                pen.put(digit * many, style.style(style.text_color_on(back), back, True, here))
+            else:
+                pen.put(style.GLYPHS[kind] * many, p.cell(kind, request, here))
+        first += len(kinds)
+
+
+def tokens_of(column: Column, slot: int) -> str:
+    """How many tokens came, in a sign: where a step is a column, and some were guessed."""
+    right = {guesser: right for guesser, _, right in column.view.guesses}
+    is_known = column.steps == 1 and slot in right
+    return style.SMALL[min(1 + right[slot], 10)] if is_known else ""
+
+
+def draw_timeline(state: State, on: Canvas) -> None:
+    """Slots x steps: the work of each slot in each step. This picture shows the point of
+    batching."""
+    zoom, columns, cursor = state.window(on.width - 4)
+    there = {column.cells[0].kind for column in columns}
+    rare = there & {style.UNSEEN, style.FAILED}
+    kinds = on.legend(
+        *rare, style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY
+    )
+    on.heading("Timeline", f"useful {useful_of(columns):.0f} %", kinds)
+    hints = () if columns or state.tour else FIRST
+    if state.offers_tour and hints:
+        hints = (OFFER, *FIRST)
+    hints = [f"{hint} " for hint in hints if cell_len(hint) < on.width - 5]
+    for slot in fit_slots(state, on.height - 2):
+        hue = on.text if slot == state.selected else on.muted
+        pen = on.pen().put(f"{slot:>3} ", hue, do=f"select({slot})")
+        draw_cells(pen, on.p, columns, slot, cursor)
+        if hints:
+            pen.put(hints.pop(0))
+        pen.put(style.GLYPHS[style.EMPTY] * (on.width - pen.width), on.faint)
+    if cursor is None:
+        step_axis(on, columns, zoom)
+    else:
+        cursor_line(state, on, 4 + cursor)
+
+
+def cursor_line(state: State, on: Canvas, at: int) -> None:
+    """Under the timeline: the cursor's step."""
+    label = f"▲ step {state.cursor:,}  End: follow "
+    if at + len(label) > on.width:  # the label stands at the left of its mark
+        at = max(0, at + 1 - len(label))
+        label = f"{label[1:]}▲"
+    on.pen().to(at).put(label, on.accent, True)
+
+
+def step_axis(on: Canvas, columns: Sequence[Column], zoom: int) -> None:
+    """Under the timeline: the numbers of some steps."""
+    unit = "step" if zoom == 1 else f"1 column = {zoom} steps"
+    every = 20 if zoom == 1 else 16
+    last = min(len(columns), on.width - 3 - len(unit) - every)
+    ticks = [(4 + i, f"╵{columns[i].step:,}") for i in range(0, last, every)]
+    on.axis(*ticks, (on.width - len(unit) - 1, unit))

@@ -1,0 +1,96 @@
+"""The prompts of a burst, and how prompts are sent: `Ask` and `Settings`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from policies import POLICIES
+from runtime.snapshot import RequestView
+
+# Two prompts of the burst begin with this text, which is longer than a chunk of the demo: the
+# second finds the first one's rows in the prefix cache.
+CHUNK = 64
+EVENING = (
+    "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "
+    "by the window is still on. They want to hear one more story before they go to sleep, and it should be a story "
+    "with a good end."
+)
+
+# (prompt, max tokens). Short answers alternate with long ones, because policies differ there.
+BURST = (
+    ("Tell me a story about a fox and a lantern.", 320),
+    ("What is 3 + 4?", 16),
+    ("Count from 7 to 19.", 64),
+    ("What is a slot?", 48),
+    ("Spell the word lantern.", 32),
+    (f"{EVENING} Tell me a long story about a fox.", 320),
+    ("Is fox in this list: owl, fox, bee?", 24),
+    ("Say the alphabet from f.", 64),
+    ("Why batch?", 48),
+    ("Reverse the word stone.", 32),
+    ("Tell me a long story about a girl and a kite.", 320),
+    ("Name the days from Tuesday.", 32),
+    ("Repeat: the cat sat on the mat.", 24),
+    ("What is 12 + 9?", 24),
+    (f"{EVENING} Tell me a story about a cat and a drum.", 320),
+    ("Count from 30 to 41.", 64),
+)
+# The schema of "/json"
+SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["who", "age", "likes"],
+"properties": {"who": {"enum": ["a fox", "an owl", "a cat"]}, "age": {"type": "integer",
+"minimum": 1, "maximum": 20}, "likes": {"type": "array", "minItems": 1, "maxItems": 3, "items":
+{"type": "string", "pattern": "^[a-z ]{3,16}$"}}}}"""
+CANDIDATES = 6  # likeliest tokens in the token inspector
+RIVALS = tuple(POLICIES)[1::-1]  # the policies of a race, in order: static, continuous
+
+
+class Ask(NamedTuple):
+    """A prompt and its sampling settings."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float | None  # None: the model's default
+    seed: int | None
+    schema: str = ""  # of the answer's JSON
+    logprobs: int | None = None  # number of likeliest tokens
+    mute: bool = False  # one of an experiment's hundreds: not in the log
+    client: str = ""  # name of the client
+    question: int = 0  # its number, if it belongs to a conversation
+    messages: Sequence[dict[str, str]] = ()  # the conversation, ending with the prompt
+    guesses: bool = True  # may tokens of the answer be guessed?
+    read: Any = None  # the tokenized prompt (`Prompt` in `text/tokenizer.py`)
+
+
+def is_mute(request: RequestView) -> bool:
+    return isinstance(request.origin, Ask) and request.origin.mute
+
+
+class Settings(NamedTuple):
+    """The settings of the next prompts, changed by `/set`."""
+
+    temperature: float | None = None  # None: the model's default
+    max_tokens: int = 320
+    seed: int | None = None
+    burst: int = 24
+    rate: float = 2.0  # of the steady load, requests a second
+    client: str = ""  # name of this client: `fair` shares slots among clients
+    guesses: bool = True  # False: a token a step, so that all steps can be foretold
+
+    @property
+    def words(self) -> str:
+        """In the form that `/set` takes."""
+        seed = "none" if self.seed is None else self.seed
+        temperature = "default" if self.temperature is None else f"{self.temperature:g}"
+        figures = f"temperature={temperature} max={self.max_tokens} seed={seed}"
+        client = f" client={self.client}" if self.client else ""
+        return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
+
+    def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
+        """A prompt with these settings and at most `most` new tokens; `number` is added to the
+        seed."""
+        seed = None if self.seed is None else self.seed + number
+        most = min(most, self.max_tokens)
+        rest = {"client": self.client, "guesses": self.guesses}
+        return Ask(prompt, most, self.temperature, seed, **rest)

@@ -1,0 +1,115 @@
+"""Decide whether a request may come in: connection limit, Host, Origin, API key, watch key."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+
+from runtime.validation import shown
+from server import http
+from server.http import LOOPBACK, HTTPRequest, Options, Reply
+from server.schema import APIError
+
+
+def is_allowed(request: HTTPRequest, options: Options) -> bool:
+    """Does a page of this server's names ask?"""
+    names = "|".join(map(re.escape, options.names))
+    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", request.headers.get("origin", "")))
+
+
+def share(request: HTTPRequest, options: Options) -> Reply | None:
+    """Let a page of this server's names read the answer. If a browser asks whether the page may
+    ask, this is the answer to the browser."""
+    if not is_allowed(request, options):
+        return None
+    shared = {"Access-Control-Allow-Origin": request.headers["origin"], "Vary": "Origin"}
+    shared["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+    request.shared = shared
+    if request.method != "OPTIONS" or "access-control-request-method" not in request.headers:
+        return None
+    asked = request.headers.get("access-control-request-headers", "*")
+    may = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
+    return Reply(b"", headers=may | {"Access-Control-Max-Age": "600"})
+
+
+def check_host(request: HTTPRequest, options: Options) -> None:
+    """Refuse a host that is none of this server's names. A page's owner may let the page's name point
+    to this machine, and the browser then takes us for a part of the page."""
+    if request.host not in options.names:
+        words = f"the Host {shown(request.headers['host'])} is none of this server's names"
+        words += "; --allow-host adds one"
+        raise APIError(403, words, "host_not_allowed")
+
+
+def guard(request: HTTPRequest, options: Options, connections: int) -> None:
+    """Refuse requests beyond the limit, and requests from pages that may not ask.
+
+    A browser sends requests for any page that the user looks at. So a page must be of this machine,
+    or come from the very address it asks. An address, because the owner of a page may let the
+    page's name point to us: then a name proves nothing, unless there is a key.
+
+    A page that asks sees only the answers to its own requests. A page that watches sees everybody's
+    texts, so the page must be ours, or know a key: this machine may have other servers, and anybody
+    may have written their pages.
+    """
+    if connections > http.MAX_CONNECTIONS:
+        words = f"{http.MAX_CONNECTIONS} connections are open already"
+        raise APIError(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
+    origin = request.headers.get("origin", "")
+    host = request.headers["host"]
+    is_ours = origin in ("", f"http://{host}", f"https://{host}")
+    is_own = is_ours and (options.api_key is not None or is_address(request.host))
+    if origin and not is_own and not is_allowed(request, options):
+        words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
+        raise APIError(403, words, "origin_not_allowed")
+    path = request.path
+    keys = [options.api_key]
+    if path == "/watch":
+        keys.append(options.watch_key)
+    knows_key = any(has_key(request, key) for key in keys if key)
+    is_free = not options.api_key or path in ("/", "/health")
+    if not is_free and not knows_key:
+        words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
+        raise APIError(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
+    if path == "/watch" and not is_ours and not knows_key:
+        words = f"pages from {shown(origin)} may watch with a key alone; --watch-key sets one"
+        raise APIError(403, words, "origin_not_allowed")
+
+
+def has_key(request: HTTPRequest, key: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
+    # In constant time
+    return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Is it an address of this machine, such as 127.0.0.1, ::1, or ::ffff:127.0.0.1?"""
+    if not is_address(address):
+        return False
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def may_read(request: HTTPRequest, options: Options) -> bool:
+    """May this watcher read everybody's prompts and answers?
+
+    Where there is a key, only the watch key allows it. Else this machine itself may. (A proxy here
+    that changes the host's name and adds no header looks like this machine.)
+    """
+    if options.api_key or options.watch_key:
+        return options.watch_key is not None and has_key(request, options.watch_key)
+    signs = ("forwarded", "x-forwarded", "x-real-ip", "via")
+    has_proxy = any(header.startswith(signs) for header in request.headers)
+    is_here = is_loopback(request.connection.client)
+    return is_here and not has_proxy and request.host in LOOPBACK

@@ -1,0 +1,107 @@
+"""Counters, histograms and gauges of a server, in Prometheus' text format (`/metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from runtime.snapshot import Snapshot, percentile
+from server.access_log import RequestRecord
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+disable_created_metrics()  # else each figure would have a second one: the time of its making
+
+
+class ServerMetrics:
+    """Counts, for as long as the door is open."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "http_requests", "Requests that have ended.", "status", "reason"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
+        )
+        self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
+        self.right = self._counter("right_guesses", "Guesses that were right.")
+        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token."
+        )
+        self.gap = self._histogram(
+            "token_gap_seconds", "From one token of an answer to the next one."
+        )
+        self.latency = self._histogram(
+            "request_seconds", "From a request to the end of its answer."
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"nanobatch_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"nanobatch_{name}", text, buckets=SECONDS, registry=self.registry)
+
+    def count(self, record: RequestRecord) -> None:
+        self.requests.labels(record.status or 0, record.reason).inc()
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.guessed.inc(record.guessed)
+        self.right.inc(record.right)
+        self.tokens.inc(record.tokens)
+        if record.requests and record.latency_s is not None:
+            self.latency.observe(record.latency_s)
+
+    def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
+        """Of one choice: the seconds from the request to the first token, and the moments of all
+        tokens."""
+        if ttft_s is not None:
+            self.ttft.observe(ttft_s)
+        for before, after in pairwise(times):
+            self.gap.observe(after - before)
+
+    def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
+        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's,
+        once there is an engine."""
+        metrics = list(self.registry.collect())
+        if engine:
+            gauges = gauges | {
+                "requests_running": sum(slot.request is not None for slot in engine.slots),
+                "requests_waiting": engine.waiting,
+                "slots": len(engine.slots),
+                "slot_tokens": engine.limits.max_len,
+                "prompt_tokens_per_second": engine.prompt_tokens_per_s,
+            }
+            metrics.append(steps_of(engine))
+            read = "Prompt tokens that were read by all steps so far; cached tokens do not count."
+            metrics.append(
+                CounterMetricFamily("nanobatch_prefill_tokens", read, engine.prompt_tokens)
+            )
+        for name, value in gauges.items():
+            words = name.replace("_", " ").capitalize()
+            metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))
+        return generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
+
+
+def steps_of(engine: Snapshot) -> Metric:
+    """How long steps took: quantiles of the steps since the last look, sum and count of all."""
+    name = "nanobatch_step_seconds"
+    steps = Metric(name, "How long steps took.", "summary")
+    took = [step.seconds for step in engine.steps]
+    for part in (0.5, 0.95, 0.99) if took else ():
+        steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
+    steps.add_sample(f"{name}_sum", {}, engine.steps_s)
+    steps.add_sample(f"{name}_count", {}, engine.seen.steps)
+    return steps

@@ -1,0 +1,146 @@
+"""Streaming detokenization: token ids back to text, one token at a time.
+
+The problem. Tokens are not characters. One emoji may take four tokens, and a stop string may begin
+in the middle of one token and end in another. Yet a client wants text as soon as it is certain.
+
+A decoder may add or drop a space between two tokens, so each token is decoded together with the few
+before it, and what goes beyond their text is new. Three kinds of tokens wait:
+
+    b"\\xf0\\x9f"  bytes that end within a character wait until it is complete, or certainly broken
+    <0xF0>       byte tokens (SentencePiece) wait until their run ends, because one broken byte changes
+                 how the whole run decodes
+    "Hel"        text that may be the start of a stop string waits until that is decided
+
+(`tokenizers` has a DecodeStream, which handles the first kind. With the second it raises, or shows
+text that the decoded whole does not have.)
+
+The invariant: the pieces join to the decoded whole. No piece ends within a character, and no part
+of a stop string is ever shown. A token costs the same however long the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tokenizers
+
+from text.tool_parser import beginning
+
+
+class StreamingDetokenizer:
+    """The text of one answer as it grows: `push` a token and get a piece, `finish` returns the
+    rest."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        stops: Sequence[str] = (),
+        silent: frozenset[int] | None = None,
+    ):
+        """`silent`: ids of the tokens that are never shown, by default the special ones."""
+        self._tokenizer = tokenizer
+        # by stop string: the longest start of it that the text ends with
+        self._begun = dict.fromkeys(stops, "")
+        self._silent = special_ids(tokenizer) if silent is None else silent
+        self._falls_back = tokenizer.token_to_id("<0x00>") is not None
+        self._context: list[int] = []  # the last tokens whose text is final
+        self._context_text = ""  # their text
+        self._waiting: list[int] = []  # the tokens whose text is not
+        self._held = ""  # final text that may be the start of a stop string
+        self._decoded = 0  # number of final characters
+        self.stop: str | None = None  # the stop string that has come
+
+    @property
+    def open(self) -> int:
+        """Number of tokens that are no text yet: the next one may complete them, or they stay
+        broken."""
+        return len(self._waiting)
+
+    def push(self, token: int) -> str:
+        """Return the text that can be shown now, perhaps none. `stop` is set once a stop string has
+        come."""
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._silent:
+            return ""
+        self._waiting.append(token)
+        if self._falls_back and len(name) == 6 and name.startswith("<0x"):
+            return ""
+        text = self._decode(self._context + self._waiting)
+        count = len(self._waiting)
+        if text.endswith("\ufffd") and not self._falls_back:
+            count = self._complete()
+            if count == 0:
+                return ""
+            text = self._decode(self._context + self._waiting[:count])
+        piece = text[len(self._context_text) :]
+        self._context += self._waiting[:count]
+        self._context_text = text
+        self._waiting = self._waiting[count:]
+        # Seldom, because a context that only grows has a known text
+        if len(self._context) > 16:
+            self._context = self._context[-1:] if self._falls_back else self._context[-4:]
+            self._context_text = self._decode(self._context)
+        return self._release(piece)
+
+    def _decode(self, tokens: list[int]) -> str:
+        tokens = [token for token in tokens if token not in self._silent]
+        return without_panics(self._tokenizer.decode, tokens, skip_special_tokens=False)
+
+    def _complete(self) -> int:
+        """Number of waiting tokens whose text no later token can change; never all of them.
+
+        A character has at most four bytes, so try a cut before each of the last four tokens. If the
+        two sides of a cut decode to the same text as the whole does, the text before the cut is
+        final, broken or not.
+        """
+        text = self._decode(self._waiting)
+        for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
+            if self._decode(self._waiting[:count]) + self._decode(self._waiting[count:]) == text:
+                return count
+        return 0
+
+    def _release(self, piece: str) -> str:
+        self._decoded += len(piece)
+        text = self._held + piece
+        found = []
+        for stop, begun in self._begun.items():
+            grown = begun + piece
+            if stop in grown:
+                after = len(grown) - grown.index(stop) - len(stop)  # characters after it
+                found.append((after, len(stop), stop))
+            # One for each stop string: to search all held text for each token would cost its length
+            # times the number of stop strings
+            self._begun[stop] = beginning(stop, grown)
+        if found:
+            # The stop string that is complete first counts, however the text was cut into tokens
+            after, length, self.stop = max(found)
+            self._held = ""
+            return text[: len(text) - after - length]
+        self._held = max(self._begun.values(), key=len, default="")
+        return text.removesuffix(self._held)
+
+    def finish(self, tokens: list[int]) -> str:
+        """The rest: text that did not become a stop string, and the bytes of a broken character."""
+        if self.stop is not None:
+            return ""
+        shown = self._release(self._decode(tokens)[self._decoded :])
+        held, self._held = self._held, ""
+        return shown + held
+
+
+def without_panics(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """Call a function of the tokenizer. A Rust panic is no Exception and would pass every handler."""
+    try:
+        return function(*arguments, **options)
+    except BaseException as error:
+        # Neither Ctrl-C nor the SystemExit of a signal handler is one
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(f"the tokenizer failed: {error}") from None
+
+
+def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    return frozenset(
+        token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+    )

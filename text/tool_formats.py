@@ -1,0 +1,373 @@
+"""How families of models write tool calls and mark their reasoning, as data.
+
+A `ToolFormat` describes calls as JSON (`{"name": "add", "arguments": {"a": 1}}`) or in tags
+(`<function=add><parameter=a>1</parameter></function>`), between two marks. What stands between the
+marks is learned from the model's own chat template, which is asked to write a call (`detect_format`
+in `tool_parser.py`). `tool_call_grammar` makes the grammar of an answer that must call a tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from types import NoneType
+from typing import Any, NamedTuple
+
+
+class Tags(NamedTuple):
+    """What is written around the name, the keys and the values of a call in tags, white space
+    included."""
+
+    before_name: str
+    after_name: str
+    before_key: str
+    after_key: str
+    after_value: str
+    end: str
+
+
+class ToolFormat(NamedTuple):
+    """How a family of models writes a call: a JSON body, or tags. From `key` on, the fields are
+    learned from the model's chat template."""
+
+    name: str
+    opens: str  # the mark before a call
+    closes: str  # the mark after it, if there is one
+    # An answer may begin with a call without a mark. Then the template takes no other call with it
+    is_bare: bool = False
+    is_named: bool = False  # the tool's name may precede a body that is its arguments alone
+    wrap: tuple[str, str] = ("", "")  # these may enclose a value in tags
+    key: str = "arguments"  # the name of the arguments
+    # What is written before the first body, between two, and after the last one
+    layout: tuple[str, str, str] = ("", "", "")
+    # What is written between a tool's name and its arguments, if the name precedes the body
+    after_name: str | None = None
+    tags: Tags | None = None
+
+
+FORMATS = (
+    ToolFormat("Hermes", "<tool_call>", "</tool_call>"),
+    ToolFormat("Mistral", "[TOOL_CALLS]", "]", is_named=True),
+    ToolFormat("Apriel", "<tool_calls>", "</tool_calls>"),
+    ToolFormat("Nemotron Nano", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolFormat("Granite 3", "<|tool_call|>", "<|/tool_call|>"),
+    ToolFormat("Granite 20B", "<function_call>", ""),
+    ToolFormat("GigaChat", "<|function_call|>", ""),
+    ToolFormat("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
+    ToolFormat("Seed", "<seed:tool_call>", "</seed:tool_call>"),
+    ToolFormat("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ToolFormat("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
+    ToolFormat("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
+)
+SILENT = ToolFormat("none", "", "")  # calls are not parsed
+REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
+# Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
+MARKS = frozenset(
+    [
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|action_start|>",
+        "<|plugin|>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        *(format.opens for format in FORMATS),
+        *(format.closes for format in FORMATS if len(format.closes) > 1),
+        *chain(*REASONING_MARKS),
+    ]
+)
+
+
+class OutputFormat(NamedTuple):
+    """How one model writes reasoning and tool calls."""
+
+    reasoning: tuple[str, str] | None = None  # the marks around it
+    tools: ToolFormat | None = None
+    why: str = ""  # if there is no tool format: why the model can be given no tools
+
+    def is_thinking(self, prompt: str) -> bool:
+        """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        if not self.reasoning:
+            return False
+        return prompt.rstrip().endswith(self.reasoning[0])
+
+
+# Mistral's templates want ids of nine letters
+CALL = {"id": "abcdefghi", "type": "function"}
+CALL |= {"function": {"name": "is_called", "arguments": {"n": 7}}}
+PROBE = [
+    {"role": "user", "content": "Call it."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "is_called", "tool_call_id": "abcdefghi", "content": "8"},
+]
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+LISTED = {"name": "is_listed", "description": "It adds one.", "parameters": NUMBER}
+TOOLS = [{"type": "function", "function": LISTED}]
+
+
+# What follows the name of a call in tags. Its one argument is n = 7
+TAGGED = re.compile(
+    r"(?P<after_name>[^<]{0,20})"
+    r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<after_key>\W.{0,60}?)\b7\b"
+    r"(?P<after_value>\s*</[^<>]{1,40}>\s*)(?P<end>.{0,40}?)",
+    re.DOTALL,
+)
+
+
+def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
+    """Learn the layout from a call. `call`: the text from the opening mark on. `place`: of the
+    tool's name in it."""
+    start = call[:place]
+    rest = call[place + len("is_called") :]
+    if format.is_named and not start.endswith('"'):
+        return format._replace(layout=(start, start, ""), after_name=rest.partition("{")[0])
+    closes = ""
+    if format.closes:
+        rest, closes, _ = rest.partition(format.closes)
+    tagged = TAGGED.fullmatch(rest) if closes else None
+    if tagged:
+        tags = Tags(before_name=start.removeprefix(format.opens), **tagged.groupdict())
+        line = "\n" if tags.before_name.startswith("\n") else ""
+        return format._replace(tags=tags, layout=(start, closes + line + start, closes))
+    start = start.partition("{")[0]
+    after = rest.rpartition("}")[2] + closes if closes else ""
+    between = f"{after}\n{start}"
+    if start.rstrip().endswith("["):
+        between = ", "
+        after = after or "]"
+    key = format.key if f'"{format.key}"' in rest else "parameters"
+    return format._replace(key=key, layout=(start, between, after))
+
+
+# --- the grammar of calls ---------------------------------------------------------------------
+
+# Fixed white space in JSON: a model that may write more could write nothing else
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY = "(?s:.*)"  # any text
+
+
+def tool_call_grammar(
+    output_format: OutputFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    answer: Mapping[str, Any] | None = None,
+    is_single: bool = False,
+    is_thinking: bool = False,
+    marks: Mapping[str, int] = {},
+) -> str:
+    """The grammar (`grammar.py`) of an answer that calls these tools, after reasoning if the model
+    reasons.
+
+    `answer`: a JSON schema of what may be said instead.
+    `marks`: ids of the marks that are tokens. They are written as tokens, as in the model's
+    training.
+    """
+
+    spelled = partial(spell, marks)
+    rules = {}
+
+    if answer is not None:
+        rules["answer"] = as_json(answer)
+    if tools:
+        tags = output_format.tools.tags
+
+        def value(form: str) -> str:
+            name = "value" if form == ANY else f"value_{len(rules)}"
+            rules.update(up_to(name, "", tags.after_value, marks, form))
+            return name
+
+        bodies = [
+            tagged_rule(tags, tool["function"], spelled, value)
+            if tags
+            else body_rule(output_format.tools, tool["function"], spelled)
+            for tool in tools
+        ]
+        start, between, end = output_format.tools.layout
+        more = f"({spelled(between)} body)*"
+        if is_single or output_format.tools.is_bare:
+            more = ""
+        rules["calls"] = f"{spelled(start)} body {more} {spelled(end)}"
+        rules["body"] = " | ".join(bodies)
+    ways = " | ".join(name for name in ("answer", "calls") if name in rules)
+    if not output_format.reasoning:
+        rules["start"] = ways
+    else:
+        opens, closes = output_format.reasoning
+        rules["start"] = f"{'reasoning' if is_thinking else 'reasoning?'} SPACE ({ways})"
+        rules["SPACE"] = r"/[ \n]{0,4}/"
+        rules |= up_to("reasoning", "" if is_thinking else opens, closes, marks)
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def up_to(
+    name: str, opens: str, closes: str, marks: Mapping[str, int], form: str = ANY
+) -> dict[str, str]:
+    """Rules for a text of this form between two marks. The first closing mark ends it, whether
+    written as a token or in letters, since the parser reads text and sees no difference."""
+    before = spell(marks, opens)
+    tokens = [mark for mark in marks if mark in closes]
+    if tokens:
+        without = "".join(f" & ~{as_regex(ANY + re.escape(mark) + ANY)}" for mark in tokens)
+        text = as_regex(form) + without
+        return {name: f"{before} {name.upper()} {spell(marks, closes)}", name.upper(): text}
+    end = re.escape(closes)
+    beyond = as_regex(f"{ANY}{end}(?s:.+)")
+    return {
+        name: f"{before} {name}_end",
+        f"{name}_end[lazy]": f"{as_regex(form + end)} & ~{beyond}",
+    }
+
+
+def spell(marks: Mapping[str, int], text: str) -> str:
+    """A text in the grammar's notation, with the marks in it by their ids."""
+    inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
+    known = {mark: f"<[{marks[mark]}]>" for mark in inside}
+    return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
+
+
+def body_rule(
+    format: ToolFormat, function: Mapping[str, Any], spelled: Callable[[str], str]
+) -> str:
+    name = function["name"]
+    # With an id it is a document of its own, so that "#" refers to it, wherever it is
+    parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
+    if format.after_name is not None:
+        before, id, after = format.after_name.partition(CALL["id"])
+        after = spelled(after)
+        before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
+        return f"{spelled(name)} {before} {after} {as_json(parameters)}"
+    key = format.key
+    body = {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
+    return as_json({**body, "required": ["name", key], "additionalProperties": False})
+
+
+def tagged_rule(
+    tags: Tags,
+    function: Mapping[str, Any],
+    spelled: Callable[[str], str],
+    value: Callable[[str], str],
+) -> str:
+    """Arguments come in the order of the schema. Of a string's schema only the enumerated values or
+    the pattern are enforced. `value`: makes the rule for a text of a form, and returns its name."""
+    schema = function["parameters"]
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("grammar: the schema's properties must be an object, and required a list")
+    rules = [spelled(function["name"] + tags.after_name)]
+    for key in properties:
+        kinds = kinds_of(schema, key)
+        own = schema_of(schema, key)
+        texts = values_of(own)
+        if kinds == {"string"} and texts:
+            texts = " | ".join(map(json.dumps, texts))
+            said = f"({texts}) {spelled(tags.after_value)}"
+        elif not kinds or "string" in kinds:
+            said = value(form_of(own) if kinds == {"string"} else ANY)
+        else:
+            said = f"{as_json(alone(schema, key))} {spelled(tags.after_value)}"
+        rule = f"{spelled(tags.before_key + key + tags.after_key)} {said}"
+        rules.append(rule if key in required else f"({rule})?")
+    return " ".join([*rules, spelled(tags.end)])
+
+
+# A pattern whose anchors, if any, are at its ends
+ANCHORED = re.compile(r"(\^?)((?:\\.|\[(?:\\.|[^]\\])*\]|[^\\[^$])*)(\$?)", re.DOTALL)
+
+
+def form_of(schema: Mapping[str, Any]) -> str:
+    """A schema's pattern as that of a whole text. llguidance has no anchors, so a pattern with one
+    in its middle, as in "^a$|b", is ignored."""
+    pattern = schema.get("pattern")
+    found = isinstance(pattern, str) and ANCHORED.fullmatch(pattern)
+    if not found:
+        return ANY
+    first, inner, last = found.groups()
+    return f"{'' if first else ANY}(?:{inner}){'' if last else ANY}"
+
+
+def as_regex(pattern: str) -> str:
+    """A pattern in the grammar's notation, on one line."""
+    pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
+
+
+def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The schema of one argument, with what it refers to."""
+    value = schema["properties"][key]
+    if '"$ref"' not in json.dumps(value):
+        return value
+    own = {name: value for name, value in schema.items() if name != "$id"}
+    whole = json.dumps(own).replace('"$ref": "#', '"$ref": "#/$defs/whole')
+    place = key.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"#/$defs/whole/properties/{place}", "$defs": {"whole": json.loads(whole)}}
+
+
+def as_json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
+
+
+# --- JSON schemas of arguments ---
+
+PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
+JSONS = {
+    NoneType: "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    str: "string",
+}
+OPTIONS = 100  # alternatives in a value's schema; with more it may be anything
+
+
+def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An argument's own schema, references resolved; empty (any value) if it is no valid schema."""
+    try:
+        value = schema["properties"][key]
+        for _ in range(8):  # a reference may lead to another one, or back
+            if "$ref" not in value:
+                break
+            place = value["$ref"].removeprefix("#/")
+            value = schema
+            for name in place.split("/"):
+                value = value[name]
+    except (LookupError, TypeError, AttributeError):
+        return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """The JSON types that an argument may have. Empty: any."""
+    value = schema_of(schema, key)
+    options = value.get("anyOf") or value.get("oneOf")
+    options = options if isinstance(options, list) else [value]
+    kinds = [kinds_of_one(option) for option in options[:OPTIONS]]
+    if len(options) > OPTIONS or not all(kinds):
+        return set()
+    return set().union(*kinds)
+
+
+def kinds_of_one(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    named = {name for name in types if isinstance(name, str)}
+    return named or {JSONS[type(value)] for value in values_of(schema)}
+
+
+def values_of(schema: Mapping[str, Any]) -> list:
+    """All allowed values, if the schema enumerates them."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []

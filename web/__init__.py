@@ -1,0 +1,1 @@
+"""The page of a run, and the scheduler that runs in it."""
