@@ -66,8 +66,8 @@ CARD = """<meta property="og:image" content="{address}card.png">
 <meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
-GUESSES = """Draft tokens are those of the recording, with as many accepted: what other steps would have drafted is
-not known."""
+GUESSES = """Tokens that were guessed are guessed again, and as many of them are right: nobody knows what other
+steps would have guessed."""
 ASKS = "Why can one machine answer many people at once?"
 LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
 every request in a slot, and it reads the whole model once. {bargain}So no slot should be empty while requests wait.
@@ -208,7 +208,7 @@ def is_race(recording: dict, of: int | None = None) -> bool:
 
 
 def guessed_in(recording: dict) -> bool:
-    """Earlier recordings have no such field."""
+    """Earlier recordings know of no guesses."""
     names = recording["fields"]["StepView"]
     steps = (
         dict(zip(names, step, strict=True)) for run in recording["runs"] for step in run["steps"]
@@ -255,7 +255,7 @@ def game_of(recording: dict) -> dict:
         # No two prompts share a prefix
         prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        # No draft tokens, as in the player's slots
+        # Nothing is guessed, as in the player's slots
         hand.append(sent._replace(prompt=prompt, client=client, guesses=()))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
