@@ -22,12 +22,12 @@ confused: how many tokens are *planned*, and how many are *committed*. The end o
 one step late (unless `max_tokens` ends it, which is known before). By then the next step has been
 planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
-What follows can sometimes be guessed: much of an answer has stood before. A decode is a chunk of
-one row; with a *guess* of g tokens it has 1 + g rows, and a token comes out of each. The token
-behind the newest one is right in any case. As long as a token is the one that was guessed, the next
+What follows can sometimes be drafted: much of an answer has stood before. A decode is a chunk of
+one row; with a *draft* of g tokens it has 1 + g rows, and a token comes out of each. The token
+behind the newest one is right in any case. As long as a token is the one that was drafted, the next
 one is right, too. So a step yields several tokens, and not one of them differs: `commit` takes what
-was said until it differs from the guess. A wrong guess costs its row, which the right token writes
-over. A step with guesses is committed before the next one is planned.
+was said until it differs from the draft. A wrong draft costs its row, which the right token writes
+over. A step with draft tokens is committed before the next one is planned.
 
 A slot remembers its last prompt and the answer, as far as the rows are proven to be finite: also
 of a prompt that was cancelled. A new prompt that begins alike goes on from there,
@@ -36,7 +36,7 @@ system prompt is computed once, and a chat's next message reads only what is new
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
-    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with guesses
+    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with draft tokens
     requests stand in line in the order of arrival
 
 Where next: `policies.py`, in which the policies differ. Then `prefix.py`: the scheduler asks there
@@ -67,12 +67,12 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    reuse: bool = True  # may rows be taken over from other prompts, and by others?
+    prefix_cache: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
     came: int = 0  # steps planned before the request came
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
-    hints: Any = None  # what may follow (`prompt_lookup.py`); None: nothing is guessed
+    draft_source: Any = None  # what may follow (`prompt_lookup.py`); None: nothing is drafted
     policy: str = ""  # under which policy it was admitted
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
@@ -80,10 +80,10 @@ class Request:
     own: int = 0  # of these, the tokens whose rows came from its own client
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # rows of its slot, from the first on, that are known to be finite
-    planned: int = 0  # output tokens of all planned steps, the guesses of the newest included
+    planned: int = 0  # output tokens of all planned steps, the draft tokens of the newest included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
-    guessed: int = 0  # so many tokens were guessed so far
-    right: int = 0  # and so many of these were right, and taken
+    draft_tokens: int = 0  # proposed so far
+    accepted_tokens: int = 0  # of these
     admitted: float | None = None
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
@@ -103,10 +103,10 @@ class Request:
         self.answer.append(token)
         self.proven = len(self.prompt) + self.committed - 1
 
-    def settle(self, guessed: int, right: int) -> None:
-        """All tokens of a step with a guess have been read: none is planned any more."""
-        self.guessed += guessed
-        self.right += right
+    def settle(self, drafted: int, accepted: int) -> None:
+        """All tokens of a step with a draft have been read: none is planned any more."""
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
         self.planned = self.committed
 
     def requeue(self) -> None:
@@ -121,7 +121,7 @@ class Request:
         assert self.finish_reason is None, self
         assert 0 <= self.reused <= self.prefilled <= len(self.prompt), self
         assert 0 <= self.committed <= self.planned <= self.max_tokens, self
-        assert self.planned <= self.committed + 2 or self.guessed, self
+        assert self.planned <= self.committed + 2 or self.draft_tokens, self
         assert self.planned == 0 or self.prefilled == len(self.prompt), self
         assert 0 <= self.proven <= self.prefilled + self.committed, self
 
@@ -148,7 +148,7 @@ class Chunk(NamedTuple):
     stop: int
     cost: int  # how much of the budget the chunk takes: each token has a price
     source: int | None  # before this chunk, rows [0:start] are copied from this slot
-    guess: tuple[int, ...] = ()  # behind a prompt nothing is guessed
+    draft: tuple[int, ...] = ()  # behind a prompt nothing is drafted
 
     @property
     def emits(self) -> bool:
@@ -160,13 +160,13 @@ class Decode(NamedTuple):
     """One step of one answer: the newest token goes into row `position`.
 
     That token is known, even emitted, but has no row in the slab yet. The next token comes out.
-    Guesses go into the rows behind, and out of each row comes the token that would follow.
+    Draft tokens go into the rows behind, and out of each row comes the token that would follow.
     """
 
     request: Request
     slot: int
     position: int
-    guess: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +192,21 @@ class Plan:
         return (*asked, *self.decodes)
 
     @property
-    def guessed(self) -> int:
-        return sum(len(decode.guess) for decode in self.decodes)
+    def draft_tokens(self) -> int:
+        return sum(len(decode.draft) for decode in self.decodes)
 
     @property
     def cost(self) -> int:
         """How much of the budget it takes."""
-        rows = len(self.decodes) + self.guessed
+        rows = len(self.decodes) + self.draft_tokens
         return rows + sum(chunk.cost for chunk in self.chunks)
 
     def is_due(self, eager_first_token: bool) -> bool:
-        """Must its tokens be read before the next step is planned? With guesses, they must.
+        """Must its tokens be read before the next step is planned? With draft tokens, they must.
 
         `eager_first_token`: also if one of them is the first of an answer.
         """
-        if self.guessed:
+        if self.draft_tokens:
             return True
         return eager_first_token and any(chunk.emits for chunk in self.chunks)
 
@@ -216,7 +216,7 @@ class Committed(NamedTuple):
 
     ended: list[Request]
     ghosts: tuple[int, ...]  # slots whose request had ended before: their tokens were dropped
-    tried: tuple[tuple[int, int, int], ...]  # (slot, tokens guessed, tokens right)
+    drafts: tuple[tuple[int, int, int], ...]  # (slot, draft tokens, accepted)
 
 
 class Policy(NamedTuple):
@@ -230,10 +230,10 @@ class Policy(NamedTuple):
     next: Callable[[Scheduler], Iterator[Request]]
 
 
-# Called with the decoding requests and the rows that are left in the budget. Returns guessed tokens by
+# Called with the decoding requests and the rows that are left in the budget. Returns drafted tokens by
 # request id, where all tokens of an answer have been read: never so many that the answer would grow
-# beyond `max_tokens`, so no guess gets a row beyond the slot's end.
-Guess = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
+# beyond `max_tokens`, so no draft gets a row beyond the slot's end.
+ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
 
@@ -260,7 +260,7 @@ class Scheduler:
     `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
     `far`: at this row, looking back costs a token as much as all the rest of its layer.
-    `guess`: what may follow in answers.
+    `draft`: what may follow in answers.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Scheduler:
         chunk: int = 64,
         budget: int = 200,
         far: int = NEVER,
-        guess: Guess = lambda decoding, left: {},
+        draft: ProposeDrafts = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
         limits = {"slots": slots, "max_len": max_len, "chunk": chunk, "max_queue": max_queue}
@@ -280,7 +280,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.far = far
-        self.guess = guess
+        self.draft = draft
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -318,7 +318,7 @@ class Scheduler:
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
-        request.trail = self.prefixes.trail(request.prompt, request.reuse)
+        request.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
         request.came = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
@@ -349,8 +349,8 @@ class Scheduler:
         if not (chunks or decoding):
             return None
         left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
-        guesses = self.guess(decoding, left)
-        decodes = [Decode(r, r.slot, r.next_row, guesses.get(r.id, ())) for r in decoding]
+        drafts = self.draft(decoding, left)
+        decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
         dirty = [r.slot for r in running if r.prefilled and r.slot in self._to_scrub]
         scrubs = [(slot, *self._to_scrub.pop(slot)) for slot in dirty]
@@ -368,8 +368,8 @@ class Scheduler:
             policy=self.policy.name,
         )
         for member in plan.emitters:
-            # From here to its commit, the request is one token ahead, or more with guesses.
-            member.request.planned += 1 + len(member.guess)
+            # From here to its commit, the request is one token ahead, or more with draft tokens.
+            member.request.planned += 1 + len(member.draft)
         return plan
 
     def _admit(self, now: float) -> list[Request]:
@@ -482,26 +482,26 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
         """Hand out the tokens, and free the slots of requests that end.
 
-        `tokens`: by slot, what its rows say. Behind a wrong guess they count for nothing.
+        `tokens`: by slot, what its rows say. Behind a wrong draft they count for nothing.
 
         Results belong to requests, not to slots: when a token is read, its slot may have a new
         owner.
         """
         ended = []
         ghosts = []
-        tried = []
+        drafts = []
         for member in plan.emitters:
             request = member.request
-            guess = member.guess
+            draft = member.draft
             before = request.committed
-            said = tokens[member.slot][: 1 + len(guess)]
+            said = tokens[member.slot][: 1 + len(draft)]
             if request.finish_reason is not None:
                 ghosts.append(member.slot)  # it ended after this step had been planned
                 said = []
-            elif guess and min(said) < 0:
+            elif draft and min(said) < 0:
                 self._begin_again(member)
                 said = []
-            for token, guessed in zip(said, (*guess, None), strict=False):
+            for token, drafted in zip(said, (*draft, None), strict=False):
                 request.take(token)
                 reason = accept(request, token)
                 if reason is None and request.committed == request.max_tokens:
@@ -509,24 +509,24 @@ class Scheduler:
                 if reason:
                     self.finish(request, reason, now)
                     ended.append(request)
-                if reason or token != guessed:
+                if reason or token != drafted:
                     break
-            if guess:
-                # The last of its tokens is new. Those before were guessed.
-                right = max(0, request.committed - before - 1)
-                tried.append((member.slot, len(guess), right))
-                request.settle(len(guess), right)
-        return Committed(ended, tuple(ghosts), tuple(tried))
+            if draft:
+                # The last of its tokens is new. Those before were drafted.
+                accepted = max(0, request.committed - before - 1)
+                drafts.append((member.slot, len(draft), accepted))
+                request.settle(len(draft), accepted)
+        return Committed(ended, tuple(ghosts), tuple(drafts))
 
     def _begin_again(self, decode: Decode) -> None:
         """A row of this decode is not finite, and none of its tokens is taken.
 
-        subtle: a row does not see the guesses behind it: their weight is 0. But 0 x NaN is NaN. So
-        a wrong guess whose keys are not finite spoils the right rows before it, if they share a
-        window. All rows of this decode are zeroed, and the request goes on without guesses. If the
+        subtle: a row does not see the draft tokens behind it: their weight is 0. But 0 x NaN is NaN. So
+        a wrong draft whose keys are not finite spoils the right rows before it, if they share a
+        window. All rows of this decode are zeroed, and the request goes on without draft tokens. If the
         newest token itself is to blame, that shows in the next step.
         """
-        decode.request.hints = None
+        decode.request.draft_source = None
         self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
@@ -549,13 +549,13 @@ class Scheduler:
 
         The slot remembers the rows that are proven to be finite (`prove`, `Request.take`). All
         others may hold NaN, and are zeroed before the next owner: the rows of a chunk in flight, of
-        a ghost, or of guesses behind the end of the answer.
+        a ghost, or of draft tokens behind the end of the answer.
         """
         slot = request.slot
         if request.prefilled == 0:
             return  # nothing was written: the slot is as it was before
         self.prefixes.use(slot)
-        if request.reuse:
+        if request.prefix_cache:
             self.prefixes.hold_answer(slot, request.trail, request.answer, request.proven)
         if request.committed == 0 or request.next_row > request.proven:
             # A GPU pads a chunk, and writes rows behind it: less than a chunk more.
@@ -572,7 +572,7 @@ class Scheduler:
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
             request.requeue()
-            request.trail = self.prefixes.trail(request.prompt, request.reuse)
+            request.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
         self._end_drain()
 
     def check(self) -> None:

@@ -184,7 +184,7 @@ def load_engine(
     from nanobatch import Engine
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    options |= {"usual_len": TALK, "guesses": args.guesses}
+    options |= {"usual_len": TALK, "speculate": args.speculate}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":

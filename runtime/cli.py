@@ -187,10 +187,10 @@ def read_host(name: str) -> str:
     return name
 
 
-def read_guesses(text: str) -> int | None:
-    """What `--guesses` takes. None: as many as pay."""
+def read_speculate(text: str) -> int | None:
+    """What `--speculate` takes. None: as many as pay."""
     try:
-        return None if text == "auto" else read_whole("--guesses", text, 0, 64)
+        return None if text == "auto" else read_whole("--speculate", text, 0, 64)
     except ValueError as error:
         raise ValueError(f"{error}, or auto") from None
 
@@ -254,6 +254,16 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
+class OldName(argparse.Action):
+    """An option under its name from before 0.6."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, option: str
+    ) -> None:
+        say(f"{option} is now --{self.dest}; the old name goes in 0.7")
+        setattr(found, self.dest, value)
+
+
 class CommandLine(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
@@ -305,8 +315,13 @@ class CommandLine(argparse.ArgumentParser):
         says = "when the next in line is admitted"
         usual, *_ = policies
         self.add_argument("--policy", default=usual, choices=policies, help=says)
-        says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
-        self.add_read("--guesses", read_guesses, says, metavar="N")
+        says = (
+            "try up to N draft tokens of each answer a step; 0: none (default: auto, where it pays)"
+        )
+        self.add_read("--speculate", read_speculate, says, metavar="N")
+        hidden = argparse.SUPPRESS
+        old = {"action": OldName, "dest": "speculate", "default": hidden}
+        self.add_read("--guesses", read_speculate, hidden, **old)
         self.add_book()
 
     def add_book(self) -> None:

@@ -196,8 +196,8 @@ class Handle:
             prompt_tokens=len(r.prompt),
             cached_tokens=r.reused,
             output_tokens=len(self.tokens),
-            guessed=r.guessed,
-            right=r.right,
+            draft_tokens=r.draft_tokens,
+            accepted_tokens=r.accepted_tokens,
         )
 
     @property

@@ -133,7 +133,7 @@ class RequestRegistry:
             self.ended.add(handle.view())
             self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
-            handle.request.hints = None  # as many
+            handle.request.draft_source = None  # as many
 
     def take_news(self) -> list[Handle]:
         """The handles that have new output or have ended, since the last call."""

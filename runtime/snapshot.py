@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
+from runtime.deprecated import renamed_attributes
 from runtime.progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
@@ -44,8 +45,10 @@ class Metrics:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    guessed: int = 0  # so many tokens were guessed
-    right: int = 0  # and so many of these were right
+    draft_tokens: int = 0  # proposed
+    accepted_tokens: int = 0  # of these
+
+    __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 
 
 WIDEST = 8  # times as wide as the engine's own, a chunk may become
@@ -60,10 +63,12 @@ class Limits(NamedTuple):
     budget: int
     far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
     max_queue: int
-    hurry: bool  # a step that yields a first token is read before the next one is planned
+    eager_first_token: (
+        bool  # a step that yields a first token is read before the next one is planned
+    )
 
     @staticmethod
-    def of(sched: Scheduler, hurry: bool) -> Limits:
+    def of(sched: Scheduler, eager_first_token: bool) -> Limits:
         return Limits(
             slots=sched.slots,
             max_len=sched.max_len,
@@ -71,7 +76,7 @@ class Limits(NamedTuple):
             budget=sched.budget,
             far=sched.far,
             max_queue=sched.max_queue,
-            hurry=hurry,
+            eager_first_token=eager_first_token,
         )
 
     @property
@@ -308,8 +313,12 @@ class StepView:
     # Python waited until the device had done the rest (`mx.eval`), and read the tokens
     wait_s: float
     commit_s: float  # Python handed out the tokens
-    # (slot, guessed, right): so many tokens were guessed behind the newest one, so many were right
-    guesses: tuple[tuple[int, int, int], ...] = ()
+    # (slot, draft tokens, accepted): how many were tried after the newest token, how many were right
+    drafts: tuple[tuple[int, int, int], ...] = ()
+
+    __getattr__ = renamed_attributes(
+        guesses="drafts", guessed="draft_tokens", right="accepted_tokens"
+    )
 
     @staticmethod
     def of(plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes) -> StepView:
@@ -334,7 +343,7 @@ class StepView:
             device_s=run.device_s,
             wait_s=run.wait_s + times.read - times.waited,
             commit_s=times.committed - times.read,
-            guesses=done.tried,
+            drafts=done.drafts,
         )
 
     @property
@@ -343,12 +352,12 @@ class StepView:
         return sum(stop - start for *_, start, stop in self.prefill)
 
     @property
-    def guessed(self) -> int:
-        return sum(guessed for _, guessed, _ in self.guesses)
+    def draft_tokens(self) -> int:
+        return sum(tried for _, tried, _ in self.drafts)
 
     @property
-    def right(self) -> int:
-        return sum(right for *_, right in self.guesses)
+    def accepted_tokens(self) -> int:
+        return sum(accepted for *_, accepted in self.drafts)
 
     @property
     def python_s(self) -> float:

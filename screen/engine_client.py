@@ -98,7 +98,7 @@ class Ask(NamedTuple):
     client: str = ""  # the name of the client
     question: int = 0  # the number of a question in a conversation
     messages: Sequence[dict[str, str]] = ()  # of that conversation, the prompt at the end
-    guesses: bool = True  # may tokens of the answer be guessed?
+    speculate: bool = True  # may tokens of the answer be drafted?
     read: Any = None  # the prompt in tokens, for the engine (`Prompt` in `text/tokenizer.py`)
 
 
@@ -115,7 +115,7 @@ class Settings(NamedTuple):
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
     client: str = ""  # the name for prompts from here: `fair` goes by clients
-    guesses: bool = True  # False: a token a step, so that all steps can be foretold
+    speculate: bool = True  # False: a token a step, so that all steps can be foretold
 
     @property
     def words(self) -> str:
@@ -131,7 +131,7 @@ class Settings(NamedTuple):
         seeds differ."""
         seed = None if self.seed is None else self.seed + number
         most = min(most, self.max_tokens)
-        rest = {"client": self.client, "guesses": self.guesses}
+        rest = {"client": self.client, "speculate": self.speculate}
         return Ask(prompt, most, self.temperature, seed, **rest)
 
 
@@ -523,7 +523,7 @@ class EngineRoom(Room):
                 break
             self.note_answer(ask, handle.id)
 
-    def _submit(self, ask: Ask, reuse: bool = True) -> Handle:
+    def _submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
         """If a slot has less room than `max_tokens`, the answer gets that room."""
         engine = self.engine
         prompt = self.read(ask).read
@@ -541,19 +541,19 @@ class EngineRoom(Room):
         if ask.temperature is not None:
             settings["temperature"] = ask.temperature
         sampling = SamplingParams(**settings, **{"logprobs": ask.logprobs, **form})
-        told = {"client": ask.client, "guesses": ask.guesses}
+        told = {"client": ask.client, "speculate": ask.speculate}
         told["origin"] = ask._replace(messages=(), read=None)
-        handle = engine.submit(prompt, sampling, reuse=reuse, **told)
+        handle = engine.submit(prompt, sampling, prefix_cache=prefix_cache, **told)
         self.own[handle.id] = handle
         return handle
 
-    def submit(self, ask: Ask, reuse: bool = True) -> Handle:
+    def submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
         """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit
         raises.
 
-        `reuse`: whether rows of a beginning may be taken over.
+        `prefix_cache`: whether rows of a beginning may be taken over.
         """
-        return self.keep(self._submit(ask, reuse))
+        return self.keep(self._submit(ask, prefix_cache))
 
     def keep(self, handle: Handle) -> Handle:
         """A request of the trial: it ends with the trial."""

@@ -49,8 +49,8 @@ FIGURES = (
     "prompt_tokens",
     "cached_tokens",
     "tokens",
-    "guessed",
-    "right",
+    "draft_tokens",
+    "accepted_tokens",
     "ttft_s",
     "prompt_tps",
     "generation_tps",
@@ -75,8 +75,8 @@ class Call:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
-    guessed: int = 0  # tokens of the answers were guessed,
-    right: int = 0  # and so many of them rightly
+    draft_tokens: int = 0  # proposed for the answers
+    accepted_tokens: int = 0  # of these
     ttft_s: float | None = None
     prompt_tps: float | None = None
     generation_tps: float | None = None
@@ -103,8 +103,8 @@ class Call:
         }
         if self.requests:
             values |= {name.removesuffix("_s"): getattr(self, name) for name in FIGURES}
-            if not self.guessed:
-                del values["guessed"], values["right"]
+            if not self.draft_tokens:
+                del values["draft_tokens"], values["accepted_tokens"]
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
         return logfmt(values)
@@ -282,8 +282,11 @@ class Figures:
         self.cached_tokens = self._counter(
             "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
         )
-        self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
-        self.right = self._counter("right_guesses", "Guesses that were right.")
+        self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were proposed.")
+        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
+        # Their names before 0.6, for one release
+        self.guessed = self._counter("guessed_tokens", "Old name of draft_tokens; goes in 0.7.")
+        self.right = self._counter("right_guesses", "Old name of accepted_tokens; goes in 0.7.")
         self.tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
@@ -305,8 +308,10 @@ class Figures:
         self.requests.labels(call.status or 0, call.reason).inc()
         self.prompt_tokens.inc(call.prompt_tokens)
         self.cached_tokens.inc(call.cached_tokens)
-        self.guessed.inc(call.guessed)
-        self.right.inc(call.right)
+        for counter in (self.draft_tokens, self.guessed):
+            counter.inc(call.draft_tokens)
+        for counter in (self.accepted_tokens, self.right):
+            counter.inc(call.accepted_tokens)
         self.tokens.inc(call.tokens)
         if call.requests and call.latency_s is not None:
             self.latency.observe(call.latency_s)

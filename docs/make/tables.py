@@ -6,12 +6,12 @@
 A table that is made stands behind a comment, which a reader of the page does not see:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
-    <!-- made: gains bench-guesses-demo.json -->
+    <!-- made: gains bench-speculate-demo.json -->
     <!-- made: counts -->
     <!-- made: sizes -->
 
 `speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `gains` shows what guesses gain. `counts` shows how much the tests compare. `sizes`
+divided by it. `gains` shows what draft tokens gain. `counts` shows how much the tests compare. `sizes`
 reckons what models take on a CPU, from their published shapes. So a table is never typed, and the
 prose beside it says "about twice".
 """
@@ -71,14 +71,14 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts guesses`: with guesses, how many times as many tokens
-    a processor second has, how many times fewer the steps are, and how many guesses were right."""
+    """A line for each text of `bench.py --parts speculate`: with draft tokens, how many times as many tokens
+    a processor second has, how many times fewer the steps are, and how many draft tokens were accepted."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
     for file in files:
         data = json.loads((ROOT / "docs" / file).read_text())
         kind = file.rpartition("-")[2].removesuffix(".json")
-        heads += [f"{kind}: tokens a processor second", "steps", "right / guessed"]
+        heads += [f"{kind}: tokens a processor second", "steps", "accepted / drafted"]
         figures = report.summarise(data["records"])
         contestants = list(dict.fromkeys(key[3] for key in figures))
         for x in dict.fromkeys(key[1] for key in figures):
@@ -87,13 +87,13 @@ def gains(*files: str) -> str:
             name = "tokens a processor second"
             row.append(f"{on(name) / off(name):.2f}")
             row.append(f"{off('steps') / on('steps'):.2f}")
-            row.append(f"{on('right'):.0f} / {on('guessed'):.0f}")
+            row.append(f"{on('accepted'):.0f} / {on('drafted'):.0f}")
     rows = [row + ["–"] * (len(heads) - len(row)) for row in found.values()]
     return table(heads, rows, left=1)
 
 
 def of_line(figures: dict, x: str, who: str, name: str) -> float:
-    return figures["guesses", x, name, who].median
+    return figures["speculate", x, name, who].median
 
 
 class Published(NamedTuple):

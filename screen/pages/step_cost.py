@@ -50,17 +50,17 @@ def parts_of(column: Column) -> list[Member]:
     """The sequences of a step, the farthest look back first."""
     step = column.view
     parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
-    guesses = {slot: (guessed, right) for slot, guessed, right in step.guesses}
+    drafts = {slot: (drafted, right) for slot, drafted, right in step.drafts}
     for slot, request in step.decode:
-        guessed, right = guesses.get(slot, (0, 0))
-        # Rows of ghosts and of wrong guesses are written and read, and counted by nobody
-        rows = column.rows[slot] + (slot in step.ghosts) + guessed - right
-        parts.append(Member(request, 1 + guessed, rows))
+        drafted, right = drafts.get(slot, (0, 0))
+        # Rows of ghosts and of wrong draft tokens are written and read, and counted by nobody
+        rows = column.rows[slot] + (slot in step.ghosts) + drafted - right
+        parts.append(Member(request, 1 + drafted, rows))
     return sorted(parts, key=lambda part: -part.rows)
 
 
 def asked_of(step: StepView) -> int:
-    return step.tokens + len(step.ghosts) + step.guessed - step.right
+    return step.tokens + len(step.ghosts) + step.draft_tokens - step.accepted_tokens
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:

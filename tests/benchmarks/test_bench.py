@@ -346,24 +346,24 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
         "before",
     ]
     assert names["same"] == ["mlx-lm"]
-    assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
+    assert names["speculate"] == ["nanobatch continuous", "nanobatch continuous, speculate auto"]
 
 
-def test_beside_others_nothing_is_guessed_unless_it_is_asked_for():
-    """Peers guess nothing. And a sample's process is told only what is not usual, since another
+def test_beside_others_nothing_is_drafted_unless_it_is_asked_for():
+    """Peers draft nothing. And a sample's process is told only what is not usual, since another
     checkout may not know it."""
-    assert our_column("static").guesses == Spec._field_defaults["guesses"] == "0"
-    guessing = our_column("static", "auto")
-    assert guessing.guesses == "auto" and "guesses auto" in guessing.name
-    assert our_column("static").engine == guessing.engine == "nanobatch static"
+    assert our_column("static").speculate == Spec._field_defaults["speculate"] == "0"
+    drafting = our_column("static", "auto")
+    assert drafting.speculate == "auto" and "speculate auto" in drafting.name
+    assert our_column("static").engine == drafting.engine == "nanobatch static"
 
 
-def test_a_dictated_answer_is_said_as_it_is_with_guesses_and_without(tmp_path):
+def test_a_dictated_answer_is_said_as_it_is_with_draft_tokens_and_without(tmp_path):
     folder = make_checkpoint(tmp_path)
     parts = read_model(folder), Tokenizer(folder, 272)
     said = []
-    for guesses in (0, 3):
-        with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
+    for speculate in (0, 3):
+        with Engine(*parts, slots=2, max_len=512, speculate=speculate) as engine:
             dictation = DictatedModel(engine)
             wishes = [text for text, _ in zip(texts("rewrite", 272), range(2), strict=False)]
             handles = [dictation.submit(text) for text in wishes]
@@ -381,7 +381,7 @@ SMALL = {
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
     "chat": {"rows": 1, "prompt": 40, "length": 240},
-    "guesses": {"rows": 2, "text": "rewrite fresh", "length": 480},
+    "speculate": {"rows": 2, "text": "rewrite fresh", "length": 480},
     "same": {"output": 8},
 }
 
@@ -393,7 +393,7 @@ SMALL = {
         for part in PARTS
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS or part in PARTS_OF_A_PEER
-        if part != "guesses" or who == "nanobatch continuous"
+        if part != "speculate" or who == "nanobatch continuous"
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
@@ -401,8 +401,8 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
         pytest.skip(
             obstacle(who)
         )  # llama.cpp would have to be compiled; tests/benchmarks/test_peers.py has a stand-in for it
-    guesses = "3" if part == "guesses" else "0"
-    sample = Sample(spec._replace(part=part, contestant=who, guesses=guesses, **SMALL[part]))
+    speculate = "3" if part == "speculate" else "0"
+    sample = Sample(spec._replace(part=part, contestant=who, speculate=speculate, **SMALL[part]))
     figures = getattr(sample, part)()
     sample.contestant.close()
     assert figures and all(value > 0 for value in figures.values()), figures
@@ -502,7 +502,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
-        (["--parts", "decode,cold"], ["'cold'", "guesses"]),
+        (["--parts", "decode,cold"], ["'cold'", "speculate"]),
         (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
         (["--vs", "mlx-lm,"], ["''", "folder"]),
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),

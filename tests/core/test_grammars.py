@@ -55,7 +55,7 @@ def test_with_any_setting_an_answer_keeps_to_its_grammar_and_has_the_bits_it_has
         tap = Tap(engine)
         handles = [engine.submit(*ask) for ask in asks]
         engine.wait(lambda: all(handle.finish_reason for handle in handles))
-    with Engine(*parts, slots=1, max_len=128, chunk=64, reuse=False) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=64, prefix_cache=False) as engine:
         lonely = Tap(engine)
         for handle, ask in zip(handles, asks, strict=True):
             alone = engine.submit(*ask)
@@ -159,7 +159,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
 
         return call
 
-    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
         engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
@@ -203,7 +203,7 @@ def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
         return mask(self, masks)
 
     monkeypatch.setattr(runner.SlotState, "mask", counted)
-    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
         handles = [engine.submit([n], PLAIN) for n in range(3)]
@@ -226,7 +226,7 @@ def test_a_grammar_is_made_before_submit_returns_and_never_by_the_thread_that_st
         make(self, matcher)
 
     monkeypatch.setattr(Grammar, "__init__", noted)
-    engine.sched.guess = lambda decoding, left: {}  # a guess is tried on a copy
+    engine.sched.draft = lambda decoding, left: {}  # a draft is tried on a copy
     with engine.serving():
         handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))
         assert makers == ["grammar"]
@@ -290,7 +290,7 @@ def test_a_step_that_fails_between_its_halves_ends_what_was_in_it_and_the_engine
 def test_a_tap_records_no_ghost(parts):
     """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
     sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
-    with Engine(*parts, slots=1, max_len=128, guesses=0) as engine:
+    with Engine(*parts, slots=1, max_len=128, speculate=0) as engine:
         tap = Tap(engine)
         handle = engine.submit([5, 6, 7], sampling)
         handle.result()

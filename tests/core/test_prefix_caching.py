@@ -38,7 +38,7 @@ def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(pa
         results = engine.generate(prompts, SHORT)
         assert [r.metrics.cached_tokens for r in results] == [0, 480] + [500] * 6
         assert prefilled(engine) == 8 * 520 - sum(r.metrics.cached_tokens for r in results)
-    with Engine(*parts, slots=slots, max_len=640, chunk=32, reuse=False) as plain:
+    with Engine(*parts, slots=slots, max_len=640, chunk=32, prefix_cache=False) as plain:
         expected = plain.generate(prompts, SHORT)
         assert prefilled(plain) == 8 * 520
     assert [r.tokens for r in results] == [r.tokens for r in expected]
@@ -95,7 +95,7 @@ def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions
         opening + tokens(50, seed=1),
         opening + tokens(60, seed=2),
     ]
-    with Engine.load(folder, slots=1, max_len=256, chunk=32, reuse=False) as engine:
+    with Engine.load(folder, slots=1, max_len=256, chunk=32, prefix_cache=False) as engine:
         alone = [result.tokens for result in engine.generate(prompts, SHORT)]
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
         results = [engine.submit(prompt, SHORT).result() for prompt in prompts]
@@ -143,7 +143,7 @@ def test_the_next_turn_reads_only_what_is_new(parts):
         assert [length for length, *_ in told] == [40, 79, 118, 157]
         assert [cached for _, cached, _ in told] == [0, 69, 108, 147]
         assert prefilled(engine) == 40 + 3 * 10
-    with Engine(*parts, slots=2, max_len=256, chunk=32, reuse=False) as plain:
+    with Engine(*parts, slots=2, max_len=256, chunk=32, prefix_cache=False) as plain:
         assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [
             answer for *_, answer in told
         ]
@@ -223,7 +223,7 @@ def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
 
 @pytest.fixture(scope="module")
 def plain(parts):
-    with Engine(*parts, slots=16, max_len=320, reuse=False) as engine:
+    with Engine(*parts, slots=16, max_len=320, prefix_cache=False) as engine:
         yield engine
 
 
@@ -316,7 +316,9 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
     def one_more(self, request):
         leave(self, request)
         whole = (*request.prompt, *request.answer)
-        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.reuse), len(whole))
+        self.prefixes.hold(
+            request.slot, self.prefixes.trail(whole, request.prefix_cache), len(whole)
+        )
 
     monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     assert differ()

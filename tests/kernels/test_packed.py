@@ -320,7 +320,7 @@ def test_without_our_product_weights_are_widened_and_the_first_line_says_so(tmp_
     code = (
         "from nanobatch import Engine\n"
         f"engine = Engine.load({str(folder)!r}, slots=1, max_len=64)\n"
-        "print(engine.summary)\nprint(engine.exact)\n"
+        "print(engine.summary)\nprint(engine.is_batch_invariant)\n"
     )
     said = {}
     for choice in ("rows", "openblas"):

@@ -182,7 +182,7 @@ def word_engine(
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(
-        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
+        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, speculate=0
     )
     engine.eager_first_token = False
     engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)

@@ -222,15 +222,15 @@ def test_if_another_model_fails_while_it_is_read_the_first_is_read_again(engine,
     assert answers(engine) == alone[0]
 
 
-def test_guesses_come_back_with_a_model_that_is_exact(engine, folders, monkeypatch):
+def test_draft_tokens_come_back_with_a_model_that_is_exact(engine, folders, monkeypatch):
     """A model whose bits may differ beside others makes none. Those after it made none, either."""
-    assert engine.guesser.most is None
+    assert engine.drafter.most is None
     with monkeypatch.context() as patch:
         patch.setattr(memory, "is_batch_invariant", lambda model: False)
         engine.reload(folders[1])
-        assert engine.guesser.most == 0
+        assert engine.drafter.most == 0
     engine.reload(folders[0])
-    assert engine.guesser.most is None
+    assert engine.drafter.most is None
 
 
 def test_what_was_read_for_another_model_is_refused(engine, folders):

@@ -111,7 +111,7 @@ def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, 
 
 
 def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=0) as engine:
         steps = []
         loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
         engine.submit([1], LONG).result(timeout=60)

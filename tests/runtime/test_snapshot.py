@@ -58,7 +58,7 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
     """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
     the oldest, keeps 20. E waits in line."""
     with Engine(
-        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
+        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, prefix_cache=False
     ) as engine:
         a = engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
         engine.step()
@@ -80,7 +80,7 @@ def test_a_step_says_who_did_what_and_what_it_cost(parts):
 
 
 def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
-    with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=32, speculate=0) as engine:
         token = engine.submit([1, 2], SHORT).result().tokens[1]
         before = engine.snapshot()
         engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[token])).result()

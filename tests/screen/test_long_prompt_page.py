@@ -489,7 +489,7 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
 
 
 def test_two_keys_before_the_engine_has_heard_one_drop_two_elephants_into_one_trial():
-    """The screen guessed whether the trial ran; now the engine's thread knows."""
+    """The screen drafted whether the trial ran; now the engine's thread knows."""
     stage = like_a_cpu(Stage().load())
     for order in ("/elephant 24", "/elephant 264"):
         stage.session.obey(order)

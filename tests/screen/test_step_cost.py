@@ -76,10 +76,10 @@ def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
     work = Work(tokens=3, rows=3, looks=3, asked=1)
     known = bill_of(EXPERTS, work, experts=[4, 5, 2])
     assert known.weights == 1_000 + 400 + 3 * 8 + 11 * 60
-    guessed = bill_of(EXPERTS, work)
+    drafted = bill_of(EXPERTS, work)
     chance = 8 * (1 - 0.75**3)
-    assert guessed.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
-    assert known.products == guessed.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
+    assert drafted.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
+    assert known.products == drafted.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
 
 
 def test_a_small_model_has_the_roof_of_the_cache_that_it_lies_in():

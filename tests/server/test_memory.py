@@ -23,7 +23,7 @@ from text.grammar import Grammar
 OURS = ("door.", "parts.", "nanobatch", "sched", "sampling", "h11.")
 # Those who watch are told of these later, as many as are kept
 KEPT = ("Call", "Counter", "Metrics", "RequestView", "StepView")
-# Of each slot the last text, for guesses in the same client's next answer
+# Of each slot the last text, for draft tokens in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 6))
 MANY = 4  # at a time
