@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from course.overlay import labelled
 from kernels import mlx as device
 from kernels.mlx import device_lock, device_stream
 from models import memory
@@ -122,7 +123,7 @@ class Engine:
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.driver = Driver(self.changed)
         self.on_commit: Callable[[list[Handle]], None] | None = None
-        self.registry = RequestRegistry(model.view)
+        self.registry = RequestRegistry(model.cost)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._in_flight: deque[tuple[Plan, InFlightStep]] = deque()  # not committed, oldest first
         self._source: Source | None = None  # where the model was read, if `load` has read it
@@ -141,7 +142,7 @@ class Engine:
         with self.changed:
             self.runner: Runner | None = runner
             self._slab_is_lost = False  # with a step that failed
-            self.registry.model = model.view
+            self.registry.model = model.cost
             self.model = model
             self.text = text
             self.is_batch_invariant = memory.is_batch_invariant(model)
@@ -151,7 +152,7 @@ class Engine:
             self.sched.resize(*sizes)
             self.sched.far = memory.far_position(model.config)
             self.sched.draft = self.drafter
-            self.summary = f"{summary}; {device.named()}"
+            self.summary = f"{summary}; {labelled(device.named())}"
 
     @classmethod
     def load(

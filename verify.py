@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 from analysis import fingerprint
 from analysis.compare import Bits, difference
+from course.overlay import labelled
 from kernels import mlx as device
 from models import hub
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
@@ -272,7 +273,7 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "model": model,
         "model_sha256": hash_of(model),
         "processor": cli.processor(),
-        "product": device.named(),
+        "product": labelled(device.named()),
         "promises": device.is_batch_invariant(),
         "version": cli.version(),
         "demo": hash_of_the_demo(),
@@ -341,7 +342,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
     asked = ask_alone(args.model)
-    say(f"nanobatch: {args.model}; {device.named()}")
+    say(f"nanobatch: {args.model}; {labelled(device.named())}")
     say(
         f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
         "other ways:"

@@ -46,6 +46,7 @@ from benchmarks.plan import (
     capacity,
     crowd_lengths,
 )
+from course.overlay import labelled
 from distributed.rendezvous import join
 from kernels import mlx as device
 from kernels.mlx import mx
@@ -429,7 +430,7 @@ def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
         "processor": cli.processor(),
         "version": cli.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
-        "device": device.named(),
+        "device": labelled(device.named()),
         "commit": commit_of(cli.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):

@@ -150,7 +150,7 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """
     measure_roofline(engine)
     roof = engine.snapshot().roof
-    floors = floors_of(of_rows(engine.model.view, rows, length), roof)
+    floors = floors_of(of_rows(engine.model.cost, rows, length), roof)
     return {
         "reading ms": 1e3 * floors.reading,
         "arithmetic ms": 1e3 * floors.multiplying,

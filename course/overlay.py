@@ -264,6 +264,12 @@ def step_of(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def labelled(device: str) -> str:
+    """What a program says of its device; and whose core runs, if it is not ours."""
+    book = opened()
+    return f"{device}, {book}" if book else device
+
+
 def opened() -> Book | None:
     """The book that runs in the place of ours."""
     books = (finder for finder in sys.meta_path if isinstance(finder, Book))

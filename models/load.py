@@ -131,10 +131,10 @@ class ModelReader:
             ranks=self.ranks,
             choices=self.choices,
         )
-        view = counted(model)
+        cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
-            view = view._replace(form=f"{view.form}, widened")
-        return replace(model, view=view)
+            cost = cost._replace(form=f"{cost.form}, widened")
+        return replace(model, cost=cost)
 
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():

@@ -23,12 +23,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`parts/wheel`)
 
 
-# The chapters of a reader's own core, before anything imports ours
+# The only effect of importing this file: a reader's own core is found before ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
 _is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
-if _is_ours:
-    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
-    os.environ["RUST_BACKTRACE"] = "0"
 if _is_ours and overlay.asked():
     try:
         overlay.open_book(overlay.asked())
@@ -73,6 +70,8 @@ class Stream:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    # A panic in the tokenizer's Rust is caught and reported in a line, without 100 of a backtrace
+    os.environ["RUST_BACKTRACE"] = "0"
     sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
     sys.stderr = sys.stderr and Stream(sys.stderr)
     try:

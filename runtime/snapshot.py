@@ -20,6 +20,7 @@ from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
 from runtime.deprecated import renamed_attributes
+from runtime.model_cost import ModelCost
 from runtime.progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
@@ -119,39 +120,6 @@ class RanksView(NamedTuple):
 
     backend: str = ""  # empty: there is one process
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
-
-
-class ModelView(NamedTuple):
-    """What a forward pass reads and multiplies, counted once when the model is loaded: of several
-    ranks, the first one's share.
-
-    A pass reads its weights once for all tokens in it. Only the tokens that are asked for their
-    next one go through the *tail*, which is all behind the last layer's attention. All other
-    matrices are the *body*. Experts are counted apart: each token takes some of them in each layer.
-    `..._products`: by so many weights each token is multiplied.
-    """
-
-    form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
-    layers: int = 0
-    body_nbytes: int = 0
-    body_products: int = 0
-    tail_nbytes: int = 0
-    tail_products: int = 0
-    token_nbytes: int = 0  # of a token's embedding
-    row_nbytes: int = 0  # of a row of one layer: its key and its value
-    width: int = 0  # of all query heads of a layer: H * Dh
-    window: int | None = None  # so many rows are seen in layers where attention slides
-    windowed: int = 0  # so many layers have that window
-    experts: int = 0  # in each layer; 0: there are none
-    taken: int = 0  # by each token, in each layer
-    expert_nbytes: int = 0  # of one expert of one layer
-    expert_products: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """All weights that a pass may read."""
-        experts = self.layers * self.experts * self.expert_nbytes
-        return self.body_nbytes + self.tail_nbytes + experts
 
 
 class Roof(NamedTuple):
@@ -407,7 +375,7 @@ class Snapshot:
     steps_s: float  # the seconds of all steps so far
     seen: Seen
     ranks: RanksView
-    model: ModelView
+    model: ModelCost
     roof: Roof
 
     @property

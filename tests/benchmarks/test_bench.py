@@ -484,7 +484,7 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
         sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
         assert sample.decode()["decode tokens/s"] > 0
-        dtypes.append(sample.contestant.engine.model.view.form)
+        dtypes.append(sample.contestant.engine.model.cost.form)
         sample.contestant.close()
     narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
     assert dtypes == [

@@ -310,7 +310,7 @@ def test_a_model_takes_the_memory_that_was_said_and_never_much_more(tmp_path, bi
     assert taken == pytest.approx(ModelReader(folder).nbytes, rel=0.02)
     largest = max(array.nbytes for array in arrays((model.layers, model.table)))
     assert most <= taken + 3.5 * largest
-    assert model.view.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
+    assert model.cost.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
         bits, "float16"
     )
 

@@ -8,7 +8,8 @@ from screen_stage import Stage, drawn, like_golden, plain, show
 from word_engine import VIEW
 
 from analysis.step_costs import Floors, Member, Work, bill_of, floors_of, of_rows
-from runtime.snapshot import ExpertsView, ModelView, RanksView, Roof
+from runtime.model_cost import ModelCost
+from runtime.snapshot import ExpertsView, RanksView, Roof
 from screen.commands import PlainLog, orders_of
 from screen.draw.style import UNSEEN
 from screen.pages import step_cost
@@ -17,7 +18,7 @@ from screen.step_columns import gap
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
 # Numbers that can be added up by heart
-MODEL = ModelView(
+MODEL = ModelCost(
     form="float32",
     layers=3,
     body_nbytes=1_000,
