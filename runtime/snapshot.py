@@ -188,7 +188,7 @@ class SlotView:
             used=owner.prefilled + max(0, owner.committed - 1),
             prompt_tokens=len(owner.prompt),
             output_tokens=owner.committed,
-            reused=owner.reused,
+            reused=owner.cached,
             prefill=prefill,
         )
 

@@ -270,7 +270,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
                 if handle.finish_reason and rng.random() < 0.5:
                     going.remove(talk)
                     done.append(handle)
-                    reused += max(0, handle.request.reused - before)
+                    reused += max(0, handle.request.cached - before)
                     said = [*handle.request.prompt, *handle.tokens]
                     if rng.random() < 0.2:  # it was written in other tokens, or changed
                         said = said[: int(rng.integers(1, len(said) + 1))]

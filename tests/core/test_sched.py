@@ -658,7 +658,7 @@ def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_writ
     story.drawn()
     again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
     story.drawn()
-    assert (again.slot, again.reused) == (first.slot, taken)
+    assert (again.slot, again.cached) == (first.slot, taken)
     assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
 
 
@@ -674,7 +674,7 @@ def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_tok
     story.step()
     c = story.submit((*said[:17], 8, 8, 8), 1)
     story.drawn()
-    assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
+    assert (b.slot, b.cached) == (0, 19) and (c.slot, c.cached) == (1, 17)
     copies = [
         (chunk.source, chunk.start)
         for plan in story.plans
@@ -697,7 +697,7 @@ def test_a_slot_keeps_prompt_and_answer_after_a_cancel_or_an_error_elsewhere(lag
     assert story.sched.prefixes.rows == [9 + 5, 0]
     again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
     story.drawn()
-    assert (again.slot, again.reused) == (0, 9 + 5)
+    assert (again.slot, again.cached) == (0, 9 + 5)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
     last = 9 + first.planned + 4  # a chunk more than was written
     assert scrubs == [(0, 14, last)] * lag
@@ -714,7 +714,7 @@ def test_a_prompt_that_is_cancelled_is_remembered_up_to_its_last_chunk_that_was_
     assert (first.prefilled, story.sched.prefixes.rows) == (12, [8])
     again = story.submit(24, 2)
     story.step()
-    assert again.reused == 8
+    assert again.cached == 8
     assert story.plans[-1].scrubs == ((0, 8, 12 + 4),)
     story.drawn()
 
@@ -734,7 +734,7 @@ def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
         if late:
             again = story.submit(24, 2)
             story.step()
-            assert again.reused == 4
+            assert again.cached == 4
         story._in_flight.append((plan, tokens))
         if not late:
             again = story.submit(24, 2)
@@ -742,7 +742,7 @@ def test_a_chunk_in_flight_at_a_cancel_is_remembered_when_it_has_been_seen():
                 story._commit()
             assert story.sched.prefixes.rows == [12]
             story.step()
-            assert again.reused == 12
+            assert again.cached == 12
         story.sched.check()
 
 
@@ -758,7 +758,7 @@ def test_no_chunk_is_remembered_that_was_not_finite(lag, at):
     assert story.sched.prefixes.rows == [at // 4 * 4]
     good = story.submit((*range(at), *range(200, 230)), 2)
     story.drawn()  # asserts that no such row is left
-    assert (good.reused, good.finish_reason) == (at // 4 * 4, "length")
+    assert (good.cached, good.finish_reason) == (at // 4 * 4, "length")
 
 
 def test_a_cancel_in_line_leaves_the_memory_of_its_slot_alone():
@@ -785,7 +785,7 @@ def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
     story.drawn()
     again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
     story.drawn()
-    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
+    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.cached, again.cached) == (8, 40)
 
 
 def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
@@ -797,7 +797,7 @@ def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
         story.drawn()
         other = story.submit((*range(20), *[900] * 20), 1)
         story.drawn()
-        assert other.reused == taken
+        assert other.cached == taken
 
 
 # --- at random ----------------------------------------------------------------------------------
@@ -935,7 +935,7 @@ def random_schedule(seed: int) -> int:
     assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
     drafted["right"] += sum(request.accepted_tokens for request in requests)
     drafted["wrong"] += sum(request.draft_tokens - request.accepted_tokens for request in requests)
-    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
+    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.cached])
     return story.sched.steps
 
 
