@@ -104,7 +104,11 @@ def main(arguments: list[str] | None = None) -> int:
                 del asked[name]
         SamplingParams(**asked)  # a mistake is told before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
-        options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses, "kv": args.kv}
+        options |= {
+            "usual_len": 8192 if talks else 1024,
+            "speculate": args.speculate,
+            "kv": args.kv,
+        }
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()
@@ -157,7 +161,7 @@ def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
-    right = f", guessed {m.guessed}, {m.right} right" if m.guessed else ""
+    right = f", drafted {m.draft_tokens}, {m.accepted_tokens} accepted" if m.draft_tokens else ""
     print(
         f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}{right}]",
         flush=True,

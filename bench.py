@@ -10,7 +10,7 @@ there are, and when they arrive. (Here, a row is one sequence of the batch.)
     steps     one decode step taken apart, and the time that the machine needs for it at best (roofline)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     chat      the fifth turn of a conversation: what does the prefix cache save?
-    guesses   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
+    draft tokens   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
     same      how many of a peer's tokens equal ours: a peer that computes something else is no peer
 
 `--vs` measures others, too, in all parts that they can do. Each has a column, and its figures have
@@ -31,7 +31,7 @@ early. One loop (`drive` in `benchmarks/driver.py`) sends requests to all engine
 process of its own, and warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so
 a machine that slows down slows all of them. A table shows the median of the samples, and in brackets
 the lowest and the highest. One thing differs: nanobatch turns its tokens into text, a peer leaves that
-to its caller. Nothing is drafted, because the peers draft nothing, unless `--guesses auto` says so.
+to its caller. Nothing is drafted, because the peers draft nothing, unless `--speculate auto` says so.
 
 A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the
 prompt was due, and not when a busy loop got round to sending it. Otherwise a slow engine would be
@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=POLICIES,
         help="for all parts but open, which compares them",
     )
-    add("--guesses", default="0", metavar="N", help="as in `ask` (default: 0, as in peers)")
+    add("--speculate", default="0", metavar="N", help="as in `ask` (default: 0, as in peers)")
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     whole = parser.add_whole
     whole("--prompt", 1, 100_000, "tokens of a prompt (default: 128)", default=128)
@@ -122,7 +122,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
-        cli.read_guesses(args.guesses)
+        cli.read_speculate(args.speculate)
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
         args.parts = args.parts.split(",")
         args.rivals = read_rivals(args.vs, args.policy)
@@ -186,7 +186,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             output=args.output,
             clock=args.clock,
         )
-        ours = our_column(args.policy, args.guesses)
+        ours = our_column(args.policy, args.speculate)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for _ in take_all(plan, args.samples, data["records"], progress(total)):

@@ -16,7 +16,7 @@ and the value of one token.
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
-their slots (A4, B6). Where their next tokens are guessed, those with as many guesses share one,
+their slots (A4, B6). Where their next tokens are drafted, those with as many draft tokens share one,
 which writes L rows in each. A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p

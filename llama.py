@@ -24,7 +24,7 @@ The glossary, used everywhere in this project:
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
-`Engine.exact` is True (on a CPU, with our own matrix product), that holds for every bit.
+`Engine.is_batch_invariant` is True (on a CPU, with our own matrix product), that holds for every bit.
 The proof is one sentence, in `kernels/matmul.c`: every number of a matrix product is one sum,
 taken in one order.
 

@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from course.overlay import labelled
 from kernels import mlx as device
 from kernels.mlx import device_lock, device_stream
 from models import memory
@@ -47,6 +48,7 @@ from models.param_count import nbytes_of
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
+from runtime.deprecated import renamed_attributes, renamed_names, renamed_options
 from runtime.errors import let_go, show_fault
 from runtime.files import ModelError
 from runtime.handle import Handle, Result, check_arguments
@@ -62,6 +64,7 @@ from text.tokenizer import Tokenizer
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result"]
 __all__ += ["SamplingParams", "Snapshot"]
+__getattr__ = renamed_names("nanobatch", {"Sampling": SamplingParams, "Text": Tokenizer})
 
 
 class Engine:
@@ -72,17 +75,20 @@ class Engine:
     `chunk`: tokens of a prefill chunk, 128 by default on a CPU and 512 on a GPU.
     `budget`: tokens of a step. By default one for each slot, a chunk, and half a chunk for every
     eight slots.
-    `reuse`: prefix caching. A prompt that begins like an earlier one starts from its rows.
-    `guesses`: speculative decoding by prompt lookup, up to this many draft tokens for an answer and
+    `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
+    `speculate`: speculative decoding by prompt lookup, up to this many draft tokens for an answer and
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
-    is not `exact`, so that no token depends on them.
+    is not `is_batch_invariant`, so that no token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
-    `exact`: whether the bits of a request's logits are independent of its neighbours.
+    `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
     `on_commit` is yours to set: a function that is called after each commit with tokens, and after
     each end from elsewhere (cancel, close, a failed step), with the handles that have new output. No
     lock is held then, so it may do anything but wait in a loop's own thread.
     """
 
+    __getattr__ = renamed_attributes(exact="is_batch_invariant", reuse="prefix_cache")
+
+    @renamed_options(guesses="speculate", reuse="prefix_cache")
     def __init__(
         self,
         model: Model,
@@ -95,9 +101,9 @@ class Engine:
         chunk: int | None = None,
         budget: int | None = None,
         max_queue: int = 10_000,
-        reuse: bool = True,
+        prefix_cache: bool = True,
         run_ahead: bool = True,
-        guesses: int | None = None,
+        speculate: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
@@ -106,9 +112,9 @@ class Engine:
         if sizes is None:
             sizes = memory.fit_beside(model, slots, max_len, chunk, budget, usual_len)
         sizes = memory.agreed(model, sizes)
-        self.reuse = reuse
+        self.prefix_cache = prefix_cache
         self.run_ahead = run_ahead
-        self._most_guesses = guesses
+        self._speculate = speculate
         self.embeds = embeds
         self.eager_first_token = not device.has_gpu()  # see `_max_in_flight`
         self.clock = clock
@@ -117,7 +123,7 @@ class Engine:
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.driver = Driver(self.changed)
         self.on_commit: Callable[[list[Handle]], None] | None = None
-        self.registry = RequestRegistry(model.view)
+        self.registry = RequestRegistry(model.cost)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._in_flight: deque[tuple[Plan, InFlightStep]] = deque()  # not committed, oldest first
         self._source: Source | None = None  # where the model was read, if `load` has read it
@@ -136,17 +142,17 @@ class Engine:
         with self.changed:
             self.runner: Runner | None = runner
             self._slab_is_lost = False  # with a step that failed
-            self.registry.model = model.view
+            self.registry.model = model.cost
             self.model = model
             self.text = text
-            self.exact = memory.is_batch_invariant(model)
-            most = self._most_guesses
-            self.guesser = Drafter(0 if most is None and not self.exact else most)
+            self.is_batch_invariant = memory.is_batch_invariant(model)
+            most = self._speculate
+            self.drafter = Drafter(0 if most is None and not self.is_batch_invariant else most)
             self._sizes = sizes
             self.sched.resize(*sizes)
             self.sched.far = memory.far_position(model.config)
-            self.sched.guess = self.guesser
-            self.summary = f"{summary}; {device.named()}"
+            self.sched.draft = self.drafter
+            self.summary = f"{summary}; {labelled(device.named())}"
 
     @classmethod
     def load(
@@ -172,6 +178,7 @@ class Engine:
 
     # --- submit -> plan -> run -> commit
 
+    @renamed_options(guesses="speculate", reuse="prefix_cache")
     def submit(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping],
@@ -181,8 +188,8 @@ class Engine:
         origin: Any = None,
         grammar: Any = None,
         ends: Callable[[str], bool] | None = None,
-        reuse: bool = True,
-        guesses: bool = True,
+        prefix_cache: bool = True,
+        speculate: bool = True,
     ) -> Handle:
         """Queue a prompt: a text, chat messages, or token ids as they are.
 
@@ -191,8 +198,8 @@ class Engine:
         `origin` may be anything: those who watch see it.
         `grammar`: that of the `sampling`, if it has been compiled already (`text.grammar`).
         `ends`: called with each piece of the answer; True makes it the last one.
-        `reuse`: whether the request may use cached prefixes, and leave its own.
-        `guesses`: whether draft tokens may be tried for it, as the engine does.
+        `prefix_cache`: whether the request may use cached prefixes, and leave its own.
+        `speculate`: whether draft tokens may be tried for it, as the engine does.
         """
         sampling = SamplingParams() if sampling is None else sampling
         check_arguments(sampling, client)
@@ -209,10 +216,12 @@ class Engine:
                 raise RuntimeError("the engine is closed; load another")
             if self._is_reloading or self.text is not text:  # the ids would mean something else
                 raise RuntimeError("the engine reads another model; try again in a while")
-            reuse = reuse and self.reuse
+            prefix_cache = prefix_cache and self.prefix_cache
             id = self.sched.submitted + 1
-            request = Request(id, ids, max_tokens, self.clock(), reuse, client)
-            request.hints = PromptLookup(grammar) if guesses and self.guesser.most != 0 else None
+            request = Request(id, ids, max_tokens, self.clock(), prefix_cache, client)
+            request.draft_source = (
+                PromptLookup(grammar) if speculate and self.drafter.most != 0 else None
+            )
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or the queue is full
             self.registry.open[request.id] = handle
@@ -281,11 +290,11 @@ class Engine:
         """How the tokens of a request are sampled. A grammar that fails ends its own request."""
         handle = self.registry.open.get(member.request.id)
         if handle is None:  # the request has ended, and the tokens of its rows will be dropped
-            return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.guess))
+            return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
         masks: Sequence[bytes] = ()
         try:
             if handle.grammar is not None:
-                masks = handle.grammar.masks(member.guess)
+                masks = handle.grammar.masks(member.draft)
         except BaseException as error:  # a panic in the library's Rust is no Exception
             let_go(error)
             with self.changed:
@@ -302,7 +311,7 @@ class Engine:
         """
         if plan is None or not self.run_ahead:
             return 0
-        is_due = plan.is_due(self.eager_first_token) or self.guesser.may_follow(plan)
+        is_due = plan.is_due(self.eager_first_token) or self.drafter.may_follow(plan)
         return 0 if is_due else 1
 
     def _commit(self) -> None:
@@ -321,7 +330,7 @@ class Engine:
             tokens_out = self.registry.output_tokens - tokens_before
             times = StepTimes(plan.at, step.began, began, read, self.clock())
             self.registry.record(StepView.of(plan, step, done, tokens_out, times))
-            self.guesser.learn(plan, read)
+            self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()
 

@@ -74,9 +74,9 @@ class Prefixes:
         self._children: WeakValueDictionary[tuple[Node, bytes], Node]
         self._children = WeakValueDictionary()
 
-    def trail(self, prompt: Sequence[int], reuse: bool) -> Trail:
+    def trail(self, prompt: Sequence[int], prefix_cache: bool) -> Trail:
         """A prompt and its path. A prompt without reuse has no path."""
-        if not reuse:
+        if not prefix_cache:
             return Trail(prompt)
         return Trail(prompt, self._walk(prompt, self._root))
 

@@ -2,26 +2,26 @@
 
 The problem. A step reads every weight to bring one token to each answer, and would check several at
 little more. But which? Much of what a model writes has stood before: code that is rewritten, a text
-that is quoted, the keys of a schema. And a guess has a price: its row, and run-ahead, since a step
-with guesses is read before the next one is planned.
+that is quoted, the keys of a schema. And a draft has a price: its row, and run-ahead, since a step
+with draft tokens is read before the next one is planned.
 
 The way out. A pointer follows the place where the two newest tokens stood side by side before:
 
-    owl, cat, fox, bee ...  answer so far: owl, cat,        guess:  fox , bee ,
+    owl, cat, fox, bee ...  answer so far: owl, cat,        draft:  fox , bee ,
               ^                            ^^^^ stood before
               the pointer, which moves on with each token that comes as the text says
 
 That is one look into a dictionary for each token. Tokens that come as the pointer says are *hits*,
-whether they were guessed or not. How often there is a hit depends on how many hits stand before it:
+whether they were drafted or not. How often there is a hit depends on how many hits stand before it:
 of a pair that stood before, a third may go on in the same way; of a run of four, nearly all. So an
-answer keeps a rate for each length of a run, and guesses as far as the chance is worth the price of
-a row, which is learned from the clock. Nothing else makes it pause: where guesses fail, the rates
-fall. Under a grammar some tokens are forced: these guesses are always right.
+answer keeps a rate for each length of a run, and draft tokens as far as the chance is worth the price of
+a row, which is learned from the clock. Nothing else makes it pause: where draft tokens fail, the rates
+fall. Under a grammar some tokens are forced: these draft tokens are always right.
 
-What this file keeps. A guess changes no token: `Scheduler.commit` takes what the sampler says. So
-what is guessed may depend on the clock. A text of one client is never looked up for another. And
+What this file keeps. A draft changes no token: `Scheduler.commit` takes what the sampler says. So
+what is drafted may depend on the clock. A text of one client is never looked up for another. And
 steps that others share become longer by about a twentieth at most, on average. (By more beside one
-other alone, since an answer counts as a copy until its first guesses have been read.)
+other alone, since an answer counts as a copy until its first draft tokens have been read.)
 
 Where next: `Scheduler.plan`, which asks, and `Scheduler.commit`, which decides.
 """
@@ -35,7 +35,7 @@ from typing import Any
 
 from sched import Plan, Request
 
-MOST = 15  # so many tokens of an answer are guessed at a time, unless the engine is told otherwise
+MOST = 15  # so many tokens of an answer are drafted at a time, unless the engine is told otherwise
 # How often a token comes as the pointer says, behind 0, 1, 2, 3 and more hits: so an answer begins.
 USUAL = (0.4, 0.6, 0.7, 0.85, 0.93)
 COPIED = 0.3  # the share of hits among an answer's tokens, to begin with
@@ -68,7 +68,7 @@ class PromptLookup:
     """
 
     def __init__(self, grammar: Any = None):
-        self.text: Pairs | None = None  # prompt and answer, once there is a token to guess
+        self.text: Pairs | None = None  # prompt and answer, once there is a token to draft
         self.hits = 0  # so many tokens in a row came as the pointer says
         self.rates = list(USUAL)  # how often there is a hit, by the hits before
         self.copied = COPIED  # the share of hits among the newest tokens
@@ -128,14 +128,14 @@ class PromptLookup:
             self._sure = self._read + len(tokens)
         return tokens[:most]
 
-    def guess(self, most: int) -> list[int]:
+    def draft(self, most: int) -> list[int]:
         """The tokens at the pointer."""
         if self._source is None:
             return []
         return self._source.tokens[self._at : self._at + most]
 
     def chances(self, count: int, hits: int | None = None) -> list[float]:
-        """How likely each of so many guesses is right, if all before it are."""
+        """How likely each of so many draft tokens is right, if all before it are."""
         run = self.hits if hits is None else hits
         return [self.rates[min(run + i, len(USUAL) - 1)] for i in range(count)]
 
@@ -155,7 +155,7 @@ class PromptLookup:
 
     @property
     def gains(self) -> bool:
-        """Is so much of this answer guessed that longer steps are worth it?"""
+        """Is so much of this answer drafted that longer steps are worth it?"""
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
@@ -167,7 +167,7 @@ class Drafter:
 
     def __init__(self, most: int | None = None):
         if most is not None and most < 0:
-            raise ValueError(f"guesses = {most}, but it must be at least 0")
+            raise ValueError(f"speculate = {most}, but it must be at least 0")
         self.most = most
         self._texts: dict[int, tuple[str, Pairs]] = {}  # by slot: whose text it had last
         # A step takes so many seconds, and so many more for each of its rows.
@@ -177,35 +177,35 @@ class Drafter:
         self._owed = 0.0  # so many steps were lost by those who gain nothing
 
     def __call__(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        guesses: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, tuple[int, ...]] = {}
         self._owed = max(0.0, self._owed - PATIENCE)
         if self._must_wait(decoding):
-            return guesses
+            return drafts
         rows = len(decoding)
         expected = float(rows)  # tokens of this step
         for request in decoding:
-            # A guess follows the newest token, so all tokens must have been read.
-            hints = self._follow(request) if request.planned == request.committed else None
+            # A draft follows the newest token, so all tokens must have been read.
+            lookup = self._follow(request) if request.planned == request.committed else None
             most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
-            if hints is None or most < 1:
+            if lookup is None or most < 1:
                 continue
-            guess = forced = hints.forced(most)
+            draft = forced = lookup.forced(most)
             chances = [1.0] * len(forced)
             if not forced:
-                guess = hints.guess(most)
-                chances = hints.chances(len(guess))
+                draft = lookup.draft(most)
+                chances = lookup.chances(len(draft))
             if self.most is None:
                 count, expected = self._paying(chances, rows, expected)
-                guess = guess[:count]
-            if guess:
-                guesses[request.id] = tuple(guess)
-                left -= len(guess)
-                rows += len(guess)
-        others = [request for request in decoding if request.id not in guesses]
-        if guesses and self.most is None and not self._all_gain(others):
+                draft = draft[:count]
+            if draft:
+                drafts[request.id] = tuple(draft)
+                left -= len(draft)
+                rows += len(draft)
+        others = [request for request in decoding if request.id not in drafts]
+        if drafts and self.most is None and not self._all_gain(others):
             longer = self._row_s * (rows - len(decoding))
             self._owed = WAITING + longer / self._seconds(len(decoding))
-        return guesses
+        return drafts
 
     def _seconds(self, rows: int) -> float:
         """What a step of so many rows takes."""
@@ -216,14 +216,16 @@ class Drafter:
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
-        known = [request.hints for request in requests]  # another thread may end one meanwhile
-        return all(hints is not None and hints.gains for hints in known)
+        known = [
+            request.draft_source for request in requests
+        ]  # another thread may end one meanwhile
+        return all(lookup is not None and lookup.gains for lookup in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
-        """How many of these guesses bring more tokens a second than the step has without them? And
+        """How many of these draft tokens bring more tokens a second than the step has without them? And
         how many tokens are expected then?
 
-        A guess is right if all before it are. With a chance of c for one token more, a row more
+        A draft is right if all before it are. With a chance of c for one token more, a row more
         pays if (expected + c) / (seconds + a row's) is above expected / seconds.
         """
         chance = 1.0
@@ -237,39 +239,39 @@ class Drafter:
 
     def may_follow(self, plan: Plan) -> bool:
         """Does it pay to read the tokens of this step before the next one is planned, since there may
-        be guesses in the next?"""
+        be draft tokens in the next?"""
         requests = [member.request for member in plan.emitters]
         found = [self._follow(r) for r in requests if r.max_tokens - r.planned > 1]
-        known = [hints for hints in found if hints is not None]
+        known = [lookup for lookup in found if lookup is not None]
         if self.most is not None:
             return bool(known)
         if self._must_wait(requests):
             return False
         rows = len(requests)
-        gain = sum(self._gain(hints, rows) for hints in known)
+        gain = sum(self._gain(lookup, rows) for lookup in known)
         return gain > WAITING * rows * self._seconds(rows)
 
-    def _gain(self, hints: PromptLookup, rows: int) -> float:
-        """What may be gained by guesses in a step of so many rows: tokens times seconds."""
-        if hints.may_be_forced:
+    def _gain(self, lookup: PromptLookup, rows: int) -> float:
+        """What may be gained by draft tokens in a step of so many rows: tokens times seconds."""
+        if lookup.may_be_forced:
             return math.inf
-        chance, hits = hints.next
-        count, expected = self._paying(hints.chances(MOST, hits), rows, rows)
+        chance, hits = lookup.next
+        count, expected = self._paying(lookup.chances(MOST, hits), rows, rows)
         return chance * ((expected - rows) * self._seconds(rows) - count * self._row_s * rows)
 
     def _follow(self, request: Request) -> PromptLookup | None:
         """What may follow in this answer, as far as it has been read."""
-        hints = request.hints  # another thread may end the request meanwhile
-        if hints is None or request.slot is None:
+        lookup = request.draft_source  # another thread may end the request meanwhile
+        if lookup is None or request.slot is None:
             return None
-        if hints.text is None:
+        if lookup.text is None:
             client, text = self._texts.pop(request.slot, ("", None))
-            is_known = bool(request.client) and request.reuse
-            hints.begin(request.prompt, text if is_known and client == request.client else None)
+            is_known = bool(request.client) and request.prefix_cache
+            lookup.begin(request.prompt, text if is_known and client == request.client else None)
             if is_known:
-                self._texts[request.slot] = request.client, hints.text
-        hints.follow(request.answer)
-        return hints
+                self._texts[request.slot] = request.client, lookup.text
+        lookup.follow(request.answer)
+        return lookup
 
     def learn(self, plan: Plan, read: float) -> None:
         """This step was read at this moment: what do a step and a row cost?
@@ -280,7 +282,7 @@ class Drafter:
         self._last = read
         if plan.chunks or self.most is not None:
             return
-        rows = len(plan.decodes) + plan.guessed
+        rows = len(plan.decodes) + plan.draft_tokens
         if (
             self._sums[0] > 5
         ):  # some steps are known; and another program may have had the processor
@@ -293,6 +295,6 @@ class Drafter:
         # As long as all steps had as many rows, a row is taken to cost a tenth of a step.
         slope = (n * rs - r * s) / spread if spread > 0.5 * n else 0.1 * usual
         # The price is no more than most of what a row costs in all. Else one step that was interrupted
-        # could end all guesses, and no step would ever tell of a better price.
+        # could end all draft tokens, and no step would ever tell of a better price.
         self._row_s = min(max(slope, 0.02 * usual), 0.8 * s / r)
         self._step_s = max(usual - self._row_s * r / n, 0.0)

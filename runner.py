@@ -81,7 +81,7 @@ class ForwardBatch(NamedTuple):
         for decode in plan.decodes:
             request = decode.request
             is_known = first_of(decode) == request.committed  # nothing of it is in flight
-            ids = (request.answer[-1], *decode.guess) if is_known else ()
+            ids = (request.answer[-1], *decode.draft) if is_known else ()
             decodes.append(Decoding(decode.slot, decode.position, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
         return ForwardBatch(plan.scrubs, prefills, decodes)
@@ -106,7 +106,7 @@ class ForwardBatch(NamedTuple):
 
 def first_of(member: Chunk | Decode) -> int:
     """The index, in its answer, of the first token that this part of a plan yields."""
-    return member.request.planned - 1 - len(member.guess)
+    return member.request.planned - 1 - len(member.draft)
 
 
 SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: how each of its rows is sampled
@@ -124,8 +124,8 @@ def sampling_rows(
     if sampling.looks_back:
         before = (*request.prompt[-PENALTY_CONTEXT:], *request.answer)
     rows = []
-    for i in range(1 + len(member.guess)):
-        seen = before and (*before, *member.guess[:i])
+    for i in range(1 + len(member.draft)):
+        seen = before and (*before, *member.draft[:i])
         mask = masks[min(i, len(masks) - 1)] if masks else None
         rows.append(SamplingRow(member.slot, sampling, seed, first_of(member) + i, seen, mask))
     return rows

@@ -5,7 +5,7 @@ The problem. A device is fast when it works on many sequences at once, but reque
 moment, and their answers end at any moment. *Serial* serving answers one request after the other.
 *Static* batching admits as many as it has slots, and admits no more until the slowest of them has
 ended. *Continuous* batching decides anew in every step: a request that has ended leaves its slot,
-the next in line takes it, and a long prompt is cut into chunks, so that the requests that are
+the next in the queue takes it, and a long prompt is cut into chunks, so that the requests that are
 already decoding never wait for more than a chunk of it. Prompts that are read at the same time
 share a step's budget: the shortest goes first, and the oldest keeps half.
 
@@ -15,29 +15,29 @@ share a step's budget: the shortest goes first, and the oldest keeps half.
        3 | A:d       B:d            <- A ends here
        4 | C:p       B:d            <- C is admitted in mid-decode of B
 
-A step is planned, run and committed: plan -> run -> commit. `plan` answers with a frozen `Plan`;
-the engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1
-before it has committed step N (run-ahead). So a request carries two numbers that are never
-confused: how many tokens are *planned*, and how many are *committed*. The end of an answer is seen
-one step late (unless `max_tokens` ends it, which is known before). By then the next step has been
-planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
+A step is planned, run and committed: plan -> run -> commit. `plan` returns a frozen `Plan`; the
+engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1
+before it has committed step N (run-ahead, or async scheduling). So a request carries two numbers
+that are never confused: how many tokens are *planned*, and how many are *committed*. The end of an
+answer is seen one step late (unless `max_tokens` ends it, which is known before). By then the next
+step has been planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
-What follows can sometimes be guessed: much of an answer has stood before. A decode is a chunk of
-one row; with a *guess* of g tokens it has 1 + g rows, and a token comes out of each. The token
-behind the newest one is right in any case. As long as a token is the one that was guessed, the next
-one is right, too. So a step yields several tokens, and not one of them differs: `commit` takes what
-was said until it differs from the guess. A wrong guess costs its row, which the right token writes
-over. A step with guesses is committed before the next one is planned.
+Some output can be predicted, because it repeats earlier text. This is speculative decoding. A decode
+is a chunk of one row; with a *draft* of g tokens it has 1 + g rows, and each row yields a token. The
+token after the newest one is right in any case. As long as a draft token equals the token that was
+sampled, the row after it is right, too. So a step yields several tokens, the same ones as without a
+draft: `commit` accepts draft tokens up to the first that differs. A rejected one costs its row, which
+the right token overwrites. A step with draft tokens is committed before the next one is planned.
 
-A slot remembers its last prompt and the answer, as far as the rows are proven to be finite: also
-of a prompt that was cancelled. A new prompt that begins alike goes on from there,
-or has the common rows copied from a slot that holds them. That is prefix reuse (`prefix.py`): a
-system prompt is computed once, and a chat's next message reads only what is new.
+A slot remembers its last prompt and answer, as far as their rows are proven to be finite, even if the
+prompt was cancelled. A new prompt that begins alike continues from there, or has the common rows
+copied from a slot that holds them. That is prefix caching (`prefix.py`): a system prompt is computed
+once, and a chat's next message reads only what is new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
-    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with guesses
-    requests stand in line in the order of arrival
+    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with a draft
+    the queue is in the order of arrival
 
 Where next: `policies.py`, in which the policies differ. Then `prefix.py`: the scheduler asks there
 which slot suits a new prompt, and which slot holds the rows of its beginning.
@@ -50,41 +50,62 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from prefix import SEGMENT, Prefixes, Trail
 
 
 class QueueFull(RuntimeError):
-    """The waiting line has reached its limit. Raised at once; nothing else is disturbed."""
+    """The queue has reached its limit. Raised at once; nothing else is disturbed."""
+
+
+class DraftSource(Protocol):
+    """Proposes what may follow in one answer (`prompt_lookup.PromptLookup`)."""
+
+    @property
+    def gains(self) -> bool:
+        """Are enough of its tokens accepted to be worth longer steps?"""
+
+    def follow(self, answer: Sequence[int]) -> None:
+        """Read the tokens that are new in an answer."""
+
+    def draft(self, most: int) -> list[int]:
+        """The tokens that are likely to follow."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """One prompt on its way through the engine."""
 
+    # What was asked for (`Engine.submit`)
     id: int
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    reuse: bool = True  # may rows be taken over from other prompts, and by others?
-    client: str = ""  # who asks: any name. All without a name are one client
+    prefix_cache: bool = True  # may it use rows of other prompts, and they its rows?
+    client: str = ""  # who asks, by any name. All without a name are one client
+    # In the queue (`policies.py`)
     came: int = 0  # steps planned before the request came
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
-    trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
-    hints: Any = None  # what may follow (`prompt_lookup.py`); None: nothing is guessed
-    policy: str = ""  # under which policy it was admitted
+    # Admission
+    policy: str = ""  # under which it was admitted
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
-    reused: int = 0  # prompt tokens with rows taken over
+    admitted: float | None = None
+    # Prefix caching (`prefix.py`)
+    trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
+    cached: int = 0  # prompt tokens whose rows were there already
     own: int = 0  # of these, the tokens whose rows came from its own client
+    # Progress, planned and committed
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # rows of its slot, from the first on, that are known to be finite
-    planned: int = 0  # output tokens of all planned steps, the guesses of the newest included
+    planned: int = 0  # output tokens of all planned steps, the newest step's draft included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
-    guessed: int = 0  # so many tokens were guessed so far
-    right: int = 0  # and so many of these were right, and taken
-    admitted: float | None = None
+    # Speculative decoding (`prompt_lookup.py`)
+    draft_source: DraftSource | None = None  # None: nothing is drafted
+    draft_tokens: int = 0  # proposed so far
+    accepted_tokens: int = 0  # of these
+    # The end
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
 
@@ -93,7 +114,7 @@ class Request:
         return len(self.answer)
 
     def take(self, token: int) -> None:
-        """Add a token to the answer. It proves that all rows before it are finite.
+        """Append a token to the answer. It proves that all rows before it are finite.
 
         -1: the logits were not finite. Some row is to blame, so none is trusted any more.
         """
@@ -103,25 +124,25 @@ class Request:
         self.answer.append(token)
         self.proven = len(self.prompt) + self.committed - 1
 
-    def settle(self, guessed: int, right: int) -> None:
-        """All tokens of a step with a guess have been read: none is planned any more."""
-        self.guessed += guessed
-        self.right += right
+    def settle(self, drafted: int, accepted: int) -> None:
+        """Count the draft of a step. All its tokens have been read, so none is planned any more."""
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
         self.planned = self.committed
 
     def requeue(self) -> None:
-        """Back to the line: the slab is new. A request that has yielded a token cannot go back."""
+        """Return to the queue: the slab is new. A request that has yielded a token cannot return."""
         assert self.committed == 0, self
         self.slot = self.admitted = None
         self.policy = ""
-        self.reused = self.prefilled = self.proven = self.planned = 0
+        self.cached = self.prefilled = self.proven = self.planned = 0
 
     def check(self) -> None:
         """Assert the invariants of a request in a slot."""
         assert self.finish_reason is None, self
-        assert 0 <= self.reused <= self.prefilled <= len(self.prompt), self
+        assert 0 <= self.cached <= self.prefilled <= len(self.prompt), self
         assert 0 <= self.committed <= self.planned <= self.max_tokens, self
-        assert self.planned <= self.committed + 2 or self.guessed, self
+        assert self.planned <= self.committed + 2 or self.draft_tokens, self
         assert self.planned == 0 or self.prefilled == len(self.prompt), self
         assert 0 <= self.proven <= self.prefilled + self.committed, self
 
@@ -146,9 +167,9 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
-    cost: int  # how much of the budget the chunk takes: each token has a price
+    cost: int  # of the budget: each token has a price
     source: int | None  # before this chunk, rows [0:start] are copied from this slot
-    guess: tuple[int, ...] = ()  # behind a prompt nothing is guessed
+    draft: tuple[int, ...] = ()  # nothing is drafted after a prompt
 
     @property
     def emits(self) -> bool:
@@ -159,19 +180,19 @@ class Chunk(NamedTuple):
 class Decode(NamedTuple):
     """One step of one answer: the newest token goes into row `position`.
 
-    That token is known, even emitted, but has no row in the slab yet. The next token comes out.
-    Guesses go into the rows behind, and out of each row comes the token that would follow.
+    That token is known, even emitted, but has no row in the slab yet. The row yields the next token.
+    Draft tokens go into the rows after it, and each yields the token that would follow it.
     """
 
     request: Request
     slot: int
     position: int
-    guess: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, decided: which requests take part, in which slots. A plan never changes."""
+    """One step, decided: which requests take part, in which slots."""
 
     step: int
     at: float  # the moment
@@ -179,88 +200,88 @@ class Plan:
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
-    # In prefill, but without a chunk: the budget was spent, or a shared beginning is being written.
+    # In prefill, but without a chunk: the budget was spent, or a common prefix is being written
     held: tuple[Request, ...]
-    blocked: tuple[int, ...]  # slots that are free but shut, by the policy or by a drain
-    waiting: int  # how many requests are left in line
+    blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
+    waiting: int  # requests left in the queue
     policy: str  # the policy at that moment
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
-        """The chunks and decodes with a token for each row."""
+        """The chunks and decodes that yield tokens."""
         asked = [chunk for chunk in self.chunks if chunk.emits]
         return (*asked, *self.decodes)
 
     @property
-    def guessed(self) -> int:
-        return sum(len(decode.guess) for decode in self.decodes)
+    def draft_tokens(self) -> int:
+        return sum(len(decode.draft) for decode in self.decodes)
 
     @property
     def cost(self) -> int:
-        """How much of the budget it takes."""
-        rows = len(self.decodes) + self.guessed
+        """Of the budget, in tokens."""
+        rows = len(self.decodes) + self.draft_tokens
         return rows + sum(chunk.cost for chunk in self.chunks)
 
     def is_due(self, eager_first_token: bool) -> bool:
-        """Must its tokens be read before the next step is planned? With guesses, they must.
+        """Must its tokens be read before the next step is planned? With draft tokens, they must.
 
         `eager_first_token`: also if one of them is the first of an answer.
         """
-        if self.guessed:
+        if self.draft_tokens:
             return True
         return eager_first_token and any(chunk.emits for chunk in self.chunks)
 
 
 class Committed(NamedTuple):
-    """What became of a step, once its tokens were handed out."""
+    """The outcome of a step."""
 
     ended: list[Request]
     ghosts: tuple[int, ...]  # slots whose request had ended before: their tokens were dropped
-    tried: tuple[tuple[int, int, int], ...]  # (slot, tokens guessed, tokens right)
+    drafts: tuple[tuple[int, int, int], ...]  # (slot, draft tokens, accepted)
 
 
 class Policy(NamedTuple):
-    """All in which policies differ (`policies.py`)."""
+    """Everything in which policies differ (`policies.py`)."""
 
     name: str
     does: str  # in a sentence, for people
-    room: Callable[[int, int], int]  # (free slots, running requests) -> how many may come in now
-    # Yields the requests in line, the one to be admitted first in front. The scheduler takes no more
-    # than it admits, so `next` may count each of them as admitted.
+    room: Callable[[int, int], int]  # (free slots, running requests) -> how many to admit now
+    # Yields the waiting requests in the order of admission. The scheduler takes no more than it
+    # admits, so `next` may count each of them as admitted.
     next: Callable[[Scheduler], Iterator[Request]]
 
 
-# Called with the decoding requests and the rows that are left in the budget. Returns guessed tokens by
-# request id, where all tokens of an answer have been read: never so many that the answer would grow
-# beyond `max_tokens`, so no guess gets a row beyond the slot's end.
-Guess = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
+# Called with the decoding requests and the rows that are left in the budget. Returns draft tokens by
+# request id, for requests whose tokens have all been read, and at most as many as `max_tokens` leaves.
+# So no draft gets a row beyond the slot's end.
+ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
-Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
+Accept = Callable[[Request, int], str | None]  # delivers a token; returns why the answer ends
 
 
-NARROWEST = 16  # tokens of a chunk at least, however late in a prompt
-NEVER = 2**63  # no row is so far
+NARROWEST = 16  # the fewest tokens of a chunk, however late in a prompt
+NEVER = 2**63  # a row that is never reached
 
 
 def price_of(row: int, far: int, chunk: int) -> float:
-    """What a token takes of the budget in a chunk from this row on: 1 at the beginning of a prompt,
-    2 at row `far`.
+    """The cost of a token, in budget, in a chunk from this row on: 1 at the beginning of a prompt, 2
+    at row `far`.
 
-    A token late in a prompt is compared with all before it. At the price of an early one, the last
-    chunks of a long prompt would make all who decode beside it wait several times as long. But no
-    chunk is cut narrower than NARROWEST for that, since a step has a price of its own, too.
+    A token late in a prompt attends to all before it. At the price of an early one, the last chunks
+    of a long prompt would make the decoding requests wait several times as long. But no chunk becomes
+    narrower than NARROWEST for that, because a step has a fixed cost, too.
     """
     price = 1 + row / far
     return min(price, max(1, chunk / NARROWEST))
 
 
 class Scheduler:
-    """The waiting line, the running requests, and what each slot remembers.
+    """The queue, the running requests, and what each slot remembers.
 
-    `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
+    `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
-    `far`: at this row, looking back costs a token as much as all the rest of its layer.
-    `guess`: what may follow in answers.
+    `far`: the row at which attention costs a token as much as the rest of its layer.
+    `draft`: proposes draft tokens.
     """
 
     def __init__(
@@ -272,7 +293,7 @@ class Scheduler:
         chunk: int = 64,
         budget: int = 200,
         far: int = NEVER,
-        guess: Guess = lambda decoding, left: {},
+        draft: ProposeDrafts = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
         limits = {"slots": slots, "max_len": max_len, "chunk": chunk, "max_queue": max_queue}
@@ -280,7 +301,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.far = far
-        self.guess = guess
+        self.draft = draft
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -291,7 +312,7 @@ class Scheduler:
         self.resize(slots, max_len, chunk, budget)
 
     def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
-        """Begin again with a slab of this size, and with these bounds of a chunk and of a step."""
+        """Start over with a slab of this size, and these bounds of a chunk and of a step."""
         self.slots = slots
         self.max_len = max_len
         self.chunk = chunk
@@ -300,25 +321,25 @@ class Scheduler:
 
     @property
     def free(self) -> list[int]:
-        """Slots without an owner. The slot unused for longest stands first."""
+        """Slots without an owner, the least recently used first."""
         taken = {request.slot for request in self.running.values()}
         return [slot for slot in self.prefixes.by_use if slot not in taken]
 
-    # --- the line, and the policy
+    # --- the queue, and the policy
 
     def submit(self, request: Request) -> None:
-        """Put a request in line. Its worst case must fit a slot, so nothing is ever evicted."""
+        """Queue a request. Its worst case must fit a slot, so nothing is ever evicted."""
         prompt = len(request.prompt)
         total = prompt + request.max_tokens
         if total > self.max_len:
             wanted = f"prompt {prompt:,} + max_tokens {request.max_tokens:,} = {total:,}"
             raise ValueError(f"{wanted}, but a slot holds {self.max_len:,} (max_len)")
-        # The next step admits as many requests as there is room for: these do not count.
+        # Requests that the next step admits do not count
         waiting = len(self.waiting) - self._room()
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
-        request.trail = self.prefixes.trail(request.prompt, request.reuse)
+        request.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
         request.came = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
@@ -326,7 +347,7 @@ class Scheduler:
     def drain(self, to: Policy) -> None:
         """Change the policy once all running requests have ended; until then nothing is admitted.
 
-        Then all slots forget what they hold. So runs under two policies can be compared.
+        Then the prefix cache is cleared, so that runs under two policies can be compared.
         """
         self.draining_to = to
         self._end_drain()
@@ -340,7 +361,7 @@ class Scheduler:
     # --- plan
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step; None if there is nothing to do. Never waits."""
+        """Decide the next step. None if there is nothing to do."""
         admitted = self._admit(now)
         blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())
@@ -349,8 +370,8 @@ class Scheduler:
         if not (chunks or decoding):
             return None
         left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
-        guesses = self.guess(decoding, left)
-        decodes = [Decode(r, r.slot, r.next_row, guesses.get(r.id, ())) for r in decoding]
+        drafts = self.draft(decoding, left)
+        decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
         dirty = [r.slot for r in running if r.prefilled and r.slot in self._to_scrub]
         scrubs = [(slot, *self._to_scrub.pop(slot)) for slot in dirty]
@@ -368,12 +389,12 @@ class Scheduler:
             policy=self.policy.name,
         )
         for member in plan.emitters:
-            # From here to its commit, the request is one token ahead, or more with guesses.
-            member.request.planned += 1 + len(member.guess)
+            # From here to its commit, the request is one token ahead, or more with draft tokens.
+            member.request.planned += 1 + len(member.draft)
         return plan
 
     def _admit(self, now: float) -> list[Request]:
-        """Give free slots to requests in line."""
+        """Give free slots to waiting requests."""
         free = self.free
         admitted = list(islice(self.policy.next(self), self._room()))
         for request in admitted:
@@ -394,7 +415,7 @@ class Scheduler:
         return max(0, min(free, self.policy.room(free, running)))
 
     def reading(self) -> list[Request]:
-        """The requests in slots whose prompts are not read to their ends, the oldest first."""
+        """The requests in prefill, the oldest first."""
         return [r for r in self.running.values() if r.phase == "prefill"]
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
@@ -413,9 +434,9 @@ class Scheduler:
         Where the budget ends, a chunk is cut. However many rows decode, there is enough for one
         whole chunk. So no step costs more than max(budget, decoding rows + chunk).
 
-        A new prompt waits while another one is read that begins alike, if it could take over a
-        chunk or more. So of eight prompts that arrive together and begin alike, the oldest writes
-        the common part, and seven copy the rows.
+        A new prompt waits while another one with a common prefix of a chunk or more is read. So of
+        eight prompts that arrive together and begin alike, the oldest writes the common part, and
+        seven copy the rows.
         """
         if not requests:
             return []
@@ -450,27 +471,27 @@ class Scheduler:
         return Chunk(request, request.slot, start, start + tokens, cost, source)
 
     def _rest(self, request: Request) -> int:
-        """How many tokens of a prompt are left to be read."""
+        """The number of prompt tokens that are left to be read."""
         return len(request.prompt) - self._cut(request, 0).start
 
     def _note(self, chunk: Chunk) -> None:
-        """After this step, the slot holds the prompt up to the end of this chunk."""
+        """Note that the slot will hold the prompt up to the end of this chunk."""
         request = chunk.request
         if request.prefilled == 0:
-            request.reused = chunk.start
+            request.cached = chunk.start
             # What is copied from another slot may be in flight itself.
             request.proven = chunk.start if chunk.source is None else 0
-            told = (chunk.source, chunk.start, request.client)
-            request.own = self.prefixes.begin(chunk.slot, *told)
+            request.own = self.prefixes.begin(chunk.slot, chunk.source, chunk.start, request.client)
         request.prefilled = chunk.stop
         self.prefixes.hold(chunk.slot, request.trail, chunk.stop)
 
     # --- commit
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
-        """The chunks in these slots are finite, and so is all that they looked back on.
+        """Note that the chunks in these slots are finite, and so are all rows before them.
 
-        Who was cancelled meanwhile leaves these rows, too, unless the slot has been given away.
+        A request that was cancelled meanwhile leaves its rows in the prefix cache, unless the slot
+        has a new owner.
         """
         for chunk in plan.chunks:
             request = chunk.request
@@ -482,26 +503,27 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
         """Hand out the tokens, and free the slots of requests that end.
 
-        `tokens`: by slot, what its rows say. Behind a wrong guess they count for nothing.
+        `tokens`: by slot, the token of each of its rows. Those after a rejected draft token are
+        dropped.
 
         Results belong to requests, not to slots: when a token is read, its slot may have a new
         owner.
         """
         ended = []
         ghosts = []
-        tried = []
+        drafts = []
         for member in plan.emitters:
             request = member.request
-            guess = member.guess
+            draft = member.draft
             before = request.committed
-            said = tokens[member.slot][: 1 + len(guess)]
+            said = tokens[member.slot][: 1 + len(draft)]
             if request.finish_reason is not None:
                 ghosts.append(member.slot)  # it ended after this step had been planned
                 said = []
-            elif guess and min(said) < 0:
+            elif draft and min(said) < 0:
                 self._begin_again(member)
                 said = []
-            for token, guessed in zip(said, (*guess, None), strict=False):
+            for token, drafted in zip(said, (*draft, None), strict=False):
                 request.take(token)
                 reason = accept(request, token)
                 if reason is None and request.committed == request.max_tokens:
@@ -509,24 +531,24 @@ class Scheduler:
                 if reason:
                     self.finish(request, reason, now)
                     ended.append(request)
-                if reason or token != guessed:
+                if reason or token != drafted:
                     break
-            if guess:
-                # The last of its tokens is new. Those before were guessed.
-                right = max(0, request.committed - before - 1)
-                tried.append((member.slot, len(guess), right))
-                request.settle(len(guess), right)
-        return Committed(ended, tuple(ghosts), tuple(tried))
+            if draft:
+                # The last of its tokens is new. Those before were draft tokens
+                accepted = max(0, request.committed - before - 1)
+                drafts.append((member.slot, len(draft), accepted))
+                request.settle(len(draft), accepted)
+        return Committed(ended, tuple(ghosts), tuple(drafts))
 
     def _begin_again(self, decode: Decode) -> None:
         """A row of this decode is not finite, and none of its tokens is taken.
 
-        subtle: a row does not see the guesses behind it: their weight is 0. But 0 x NaN is NaN. So
-        a wrong guess whose keys are not finite spoils the right rows before it, if they share a
-        window. All rows of this decode are zeroed, and the request goes on without guesses. If the
+        subtle: a row does not see the draft tokens after it: their weight is 0. But 0 x NaN is NaN. So
+        a rejected token whose keys are not finite spoils the right rows before it, if they share a
+        window. All rows of this decode are zeroed, and the request continues without drafts. If the
         newest token itself is to blame, that shows in the next step.
         """
-        decode.request.hints = None
+        decode.request.draft_source = None
         self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
@@ -548,31 +570,31 @@ class Scheduler:
         """Note what the slot holds, and which of its rows are to be zeroed.
 
         The slot remembers the rows that are proven to be finite (`prove`, `Request.take`). All
-        others may hold NaN, and are zeroed before the next owner: the rows of a chunk in flight, of
-        a ghost, or of guesses behind the end of the answer.
+        others may hold NaN, and are zeroed before the next owner writes: the rows of a chunk in
+        flight, of a ghost, or of draft tokens after the end of the answer.
         """
         slot = request.slot
         if request.prefilled == 0:
             return  # nothing was written: the slot is as it was before
         self.prefixes.use(slot)
-        if request.reuse:
+        if request.prefix_cache:
             self.prefixes.hold_answer(slot, request.trail, request.answer, request.proven)
         if request.committed == 0 or request.next_row > request.proven:
-            # A GPU pads a chunk, and writes rows behind it: less than a chunk more.
+            # A GPU pads a chunk: it writes less than a chunk of rows more
             written = request.prefilled + request.planned
             self._to_scrub[slot] = (request.proven, written + self.chunk)
 
     # --- beginning again, and checking
 
     def start_over(self) -> None:
-        """Begin with a new slab. All requests stand in line, in the order of their arrival."""
+        """Begin with a new slab. All requests return to the queue, in the order of arrival."""
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
             request.requeue()
-            request.trail = self.prefixes.trail(request.prompt, request.reuse)
+            request.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
         self._end_drain()
 
     def check(self) -> None:
@@ -584,4 +606,4 @@ class Scheduler:
             r.check()
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r
-        assert list(self.waiting) == sorted(self.waiting), "the line is not in the order of arrival"
+        assert list(self.waiting) == sorted(self.waiting), "the queue is out of order"

@@ -186,7 +186,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
-    options = {"policy": args.policy, "max_queue": args.max_queue, "guesses": args.guesses}
+    options = {"policy": args.policy, "max_queue": args.max_queue, "speculate": args.speculate}
     options |= {"kv": args.kv}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     # Else a bug in `forward` would look like a wrong option

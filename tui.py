@@ -185,13 +185,13 @@ def load_engine(
     from nanobatch import Engine
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    options |= {"usual_len": TALK, "guesses": args.guesses, "kv": args.kv}
+    options |= {"usual_len": TALK, "speculate": args.speculate, "kv": args.kv}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report(f"warming up with {device.named()}")
+    report(f"warming up with {overlay.labelled(device.named())}")
     with errors.shown("the first step failed"):
         engine.runner.warm_up()
     return engine

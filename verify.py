@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 from analysis import fingerprint
 from analysis.compare import Bits, difference
+from course.overlay import labelled
 from kernels import mlx as device
 from models import hub
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
@@ -81,8 +82,8 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     "slots": {"slots": 13},
     **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
     "no run-ahead": {"run_ahead": False},
-    "reuse": {"reuse": True},
-    "guesses": {"guesses": 15},
+    "prefix_cache": {"prefix_cache": True},
+    "draft tokens": {"speculate": 15},
     "widened": {"dtype": "float32"},  # where they are packed
     "threads": {},  # other processes, with 1 thread and with 3
     "prefill": {},  # each answer is read as a prompt
@@ -152,7 +153,7 @@ def ended(handle: Handle) -> Bits:
 
 
 def ask_alone(model: str) -> list[Case]:
-    with Engine.load(model, slots=1, max_len=LENGTH, reuse=False, guesses=0) as engine:
+    with Engine.load(model, slots=1, max_len=LENGTH, prefix_cache=False, speculate=0) as engine:
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)
@@ -198,7 +199,7 @@ def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
 def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tally:
     if way == "threads":
         return compare_threads(model, asked)
-    options = {"slots": SLOTS, "max_len": LENGTH, "reuse": False} | WAYS[way]
+    options = {"slots": SLOTS, "max_len": LENGTH, "prefix_cache": False} | WAYS[way]
     with Engine.load(model, **options) as engine:
         if way == "prefill":
             return compare_prefill(engine, Tally(way), asked)
@@ -210,13 +211,13 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tal
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
                 tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
-        if way == "reuse":  # conversations go on, too, from rows that were decoded
+        if way == "prefix_cache":  # conversations go on, too, from rows that were decoded
             tally = compare_prefill(engine, tally, asked)
             tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
-        if way == "guesses":
-            right = sum(m.right for m in metrics)
-            guessed = sum(m.guessed for m in metrics)
-            tally = tally._replace(note=f"{right:,} of {guessed:,} guesses right")
+        if way == "draft tokens":
+            accepted = sum(m.accepted_tokens for m in metrics)
+            drafted = sum(m.draft_tokens for m in metrics)
+            tally = tally._replace(note=f"{accepted:,} of {drafted:,} draft tokens accepted")
         return tally
 
 
@@ -274,7 +275,7 @@ def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict
         "model": model,
         "model_sha256": hash_of(model),
         "processor": cli.processor(),
-        "product": device.named(),
+        "product": labelled(device.named()),
         "promises": device.is_batch_invariant(),
         "version": cli.version(),
         "demo": hash_of_the_demo(),
@@ -346,7 +347,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
     asked = ask_alone(args.model)
-    say(f"nanobatch: {args.model}; {device.named()}")
+    say(f"nanobatch: {args.model}; {labelled(device.named())}")
     say(
         f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
         "other ways:"

@@ -14,7 +14,7 @@ def measure_roofline(engine: AnyEngine, others: float = 0.0) -> None:
     """
     model = engine.model
     with device_lock, device_stream():
-        found = Roof(*measure(model.view.nbytes, model.dtype), others)
+        found = Roof(*measure(model.cost.nbytes, model.dtype), others)
     engine.registry.roof = engine.registry.roof.joined(found)
 
 

@@ -7,8 +7,8 @@ The way out. A scheduler decides by lengths, common beginnings and a budget. `Re
 of known lengths through it, and turns the wheel as `Engine.step` does: plan -> run -> commit. All that
 is left of the run is how long it takes.
 
-Tokens that were guessed are guessed again, and as many of them are right: a replay knows lengths, and
-cannot know what another policy's steps would have guessed.
+Tokens that were drafted are drafted again, and as many of them are accepted: a replay knows lengths, and
+cannot know what another policy's steps would have drafted.
 
 What this file keeps. It decides nothing, and the standard library is enough. A run that is replayed
 under its own policy has the same steps.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from sched import Plan, Policy, Request, Scheduler, Tokens
 
 SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
-WRONG = SAID + 1  # and a guess that is wrong
+WRONG = SAID + 1  # and a draft that is wrong
 
 
 class Guest(NamedTuple):
@@ -35,8 +35,8 @@ class Guest(NamedTuple):
     tokens: float  # of its answer: after so many it ends by itself
     comes: float
     leaves: Sequence[float] = ()  # if it is cut short: before this plan, and this reading
-    # Of each step in which it decodes: how many tokens are guessed, and how many of these are right
-    guesses: Sequence[tuple[int, int]] = ()
+    # Of each step in which it decodes: how many tokens are drafted, and how many of these are accepted
+    drafts: Sequence[tuple[int, int]] = ()
     begins: int = 0  # before this step it waits for rows that another prompt writes
     behind: int = 0  # and in this step it comes behind a prompt with so many tokens left
 
@@ -48,22 +48,22 @@ class Ran(NamedTuple):
     began: float
     ended: float
     ghosts: tuple[int, ...]  # slots whose request had ended before
-    guesses: tuple[tuple[int, int, int], ...] = ()  # (slot, guessed, right)
+    drafts: tuple[tuple[int, int, int], ...] = ()  # (slot, drafted, accepted)
 
 
-def guesses_in(
+def drafts_in(
     steps: Iterable[
         tuple[Iterable[tuple[int, int]], Collection[int], Iterable[tuple[int, int, int]]]
     ],
 ) -> dict[int, list[tuple[int, int]]]:
-    """By request: of each step in which it decodes, how many tokens were guessed, and how many of
-    these were right.
+    """By request: of each step in which it decodes, how many tokens were drafted, and how many of
+    these were accepted.
 
-    `steps`: of each (slot, request) that decode, the slots of ghosts, and the guesses.
+    `steps`: of each (slot, request) that decode, the slots of ghosts, and the draft tokens.
     """
     found: dict[int, list[tuple[int, int]]] = {}
-    for decodes, ghosts, guesses in steps:
-        of_slot = {slot: (guessed, right) for slot, guessed, right in guesses}
+    for decodes, ghosts, drafts in steps:
+        of_slot = {slot: (drafted, accepted) for slot, drafted, accepted in drafts}
         for slot, request in decodes:
             if slot not in ghosts:
                 found.setdefault(request, []).append(of_slot.get(slot, (0, 0)))
@@ -125,9 +125,9 @@ class Replay:
         self.now = 0.0
         self._coming = deque(sorted(guests, key=lambda guest: guest.comes))
         self._tokens: dict[int, float] = {}  # by request
-        self._guesses: dict[int, deque[tuple[int, int]]] = {}  # by request, of the steps to come
-        if any(guest.guesses for guest in self._coming):
-            sched.guess = self._guess
+        self._drafts: dict[int, deque[tuple[int, int]]] = {}  # by request, of the steps to come
+        if any(guest.drafts for guest in self._coming):
+            sched.draft = self._draft
         self._leaving: list[Guest] = []
         self._in_flight: deque[tuple[Plan, Tokens]] = deque()  # planned, and not committed
 
@@ -140,7 +140,7 @@ class Replay:
         No guest is refused, however long the line is under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
-        eager_first_token = made.pop("hurry", False)
+        eager_first_token = made.pop("eager_first_token", False)
         sched = Retold(**made, policy=policy)
         sched.begins = {guest.request.id: guest.begins for guest in guests}
         sched.behind = {guest.request.id: guest.behind for guest in guests}
@@ -172,27 +172,27 @@ class Replay:
         while len(self._in_flight) > self._max_in_flight(plan):
             yield self._commit()
 
-    def _guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        """What was guessed, as far as there is room."""
+    def _draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        """What was drafted, as far as there is room."""
         found = {}
         for request in decoding:
-            known = self._guesses.get(request.id)
-            guessed, right = known.popleft() if known else (0, 0)
+            known = self._drafts.get(request.id)
+            drafted, accepted = known.popleft() if known else (0, 0)
             most = min(left, request.max_tokens - request.planned - 1)
-            guess = ((SAID,) * right + (WRONG,) * (guessed - right))[: max(0, most)]
-            if guess and request.planned == request.committed:
-                found[request.id] = guess
-                left -= len(guess)
+            draft = ((SAID,) * accepted + (WRONG,) * (drafted - accepted))[: max(0, most)]
+            if draft and request.planned == request.committed:
+                found[request.id] = draft
+                left -= len(draft)
         return found
 
-    def _may_guess(self, plan: Plan) -> bool:
-        """Are there guesses in the next step of one of these answers?"""
-        coming = [self._guesses.get(member.request.id) for member in plan.emitters]
+    def _may_draft(self, plan: Plan) -> bool:
+        """Are there draft tokens in the next step of one of these answers?"""
+        coming = [self._drafts.get(member.request.id) for member in plan.emitters]
         return any(known and known[0][0] for known in coming)
 
     def run(self, plan: Plan) -> Tokens:
         """In place of a device: by slot, a token for each row that yields one."""
-        return {member.slot: [SAID] * (1 + len(member.guess)) for member in plan.emitters}
+        return {member.slot: [SAID] * (1 + len(member.draft)) for member in plan.emitters}
 
     def finite(self, plan: Plan) -> list[int]:
         """In place of a device: the slots of the chunks that were seen to be finite."""
@@ -206,7 +206,7 @@ class Replay:
         """How many steps may stay in flight, as `Engine._max_in_flight` says."""
         if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
             return 0
-        is_due = plan.is_due(self.eager_first_token) or self._may_guess(plan)
+        is_due = plan.is_due(self.eager_first_token) or self._may_draft(plan)
         return 0 if is_due else 1
 
     def _commit(self) -> Ran:
@@ -216,7 +216,7 @@ class Replay:
         self.now += self.seconds(plan)
         self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
-        return Ran(plan, began, self.now, done.ghosts, done.tried)
+        return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
     def _look(self, step: int, is_read: bool) -> None:
         """Before a step is planned or read: who comes, and who leaves?"""
@@ -230,7 +230,7 @@ class Replay:
     def _enter(self) -> None:
         guest = self._coming.popleft()
         self._tokens[guest.request.id] = guest.tokens
-        self._guesses[guest.request.id] = deque(guest.guesses)
+        self._drafts[guest.request.id] = deque(guest.drafts)
         if guest.leaves:
             self._leaving.append(guest)
         self.sched.submit(guest.request)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from runtime.snapshot import ModelView, Roof
+from runtime.model_cost import ModelCost
+from runtime.snapshot import Roof
 
 
 class Member(NamedTuple):
@@ -65,7 +66,7 @@ class Work(NamedTuple):
         )
 
 
-def bill_of(model: ModelView, work: Work, experts: Sequence[int] = ()) -> Bill:
+def bill_of(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Bill:
     """The bill of one pass. Unless a token is asked, nothing behind the keys and values of the last
     layer is computed.
 
@@ -90,7 +91,7 @@ def bill_of(model: ModelView, work: Work, experts: Sequence[int] = ()) -> Bill:
     )
 
 
-def expected(model: ModelView, tokens: int) -> float:
+def expected(model: ModelCost, tokens: int) -> float:
     """How many experts of a layer so many tokens take together, if each chooses by chance."""
     if not model.experts:
         return 0
@@ -114,7 +115,7 @@ def floors_of(bill: Bill, roof: Roof) -> Floors | None:
     return Floors(bill.nbytes / roof.nbytes_per_s, bill.operations / roof.multiplying)
 
 
-def of_rows(model: ModelView, rows: int, length: int) -> Bill:
+def of_rows(model: ModelCost, rows: int, length: int) -> Bill:
     """A step in which so many sequences decode, each of this length."""
     looks = rows * length
     return bill_of(model, Work(rows, looks, looks, rows))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import Any
 
-from analysis.simulator import Guest, Ran, Replay, guesses_in
+from analysis.simulator import Guest, Ran, Replay, drafts_in
 from policies import POLICIES
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from sched import Plan, Request
@@ -87,15 +87,15 @@ def replayed(
     return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
 
 
-def guesses_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
-    """What these steps guessed, for `guest_of`."""
-    return guesses_in((step.decode, step.ghosts, step.guesses) for step in steps)
+def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
+    """What these steps drafted, for `guest_of`."""
+    return drafts_in((step.decode, step.ghosts, step.drafts) for step in steps)
 
 
 def guest_of(
     request: RequestView,
     moment: Callable[[float], float],
-    guesses: Mapping[int, Sequence[tuple[int, int]]],
+    drafts: Mapping[int, Sequence[tuple[int, int]]],
 ) -> Guest:
     """A request for a replay. If it still runs, it counts as far as it is: if its prompt is still
     being read, to its first token.
@@ -109,11 +109,11 @@ def guest_of(
         (0,) * metrics.prompt_tokens,
         tokens if request.reason is None else request.max_tokens,
         moment(request.arrived),
-        reuse=False,
+        prefix_cache=False,
         client=request.client,
         prefilled=metrics.cached_tokens,
     )
-    guest = Guest(again, tokens, again.arrived, guesses=guesses.get(request.id, ()))
+    guest = Guest(again, tokens, again.arrived, drafts=drafts.get(request.id, ()))
     if is_cut_short(request):
         return guest._replace(tokens=math.inf, leaves=[moment(request.ended)] * 2)
     return guest

@@ -30,8 +30,8 @@ from benchmarks.figures import (
     Figures,
     closed_figures,
     decode_figures,
+    draft_figures,
     floor_figures,
-    guess_figures,
     long_figures,
     open_figures,
     step_figures,
@@ -46,6 +46,7 @@ from benchmarks.plan import (
     capacity,
     crowd_lengths,
 )
+from course.overlay import labelled
 from distributed.rendezvous import join
 from kernels import mlx as device
 from kernels.mlx import mx
@@ -54,7 +55,7 @@ from runtime import cli
 from runtime.handle import Result
 from runtime.snapshot import Metrics, StepView
 
-GUESSED = 3  # `guesses`: texts, or for several rows as many at a time
+DRAFTED = 3  # `speculate`: texts, or for several rows as many at a time
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -76,7 +77,7 @@ class Nanobatch:
             spec.folder,
             dtype=spec.dtype,
             policy=spec.contestant.split()[1],
-            guesses=cli.read_guesses(spec.guesses),
+            speculate=cli.read_speculate(spec.speculate),
             slots=slots,
             max_len=max_len,
         )
@@ -292,7 +293,7 @@ class Sample:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         return self.contestant.engine.submit(prompt, sampling).result()
 
-    def guesses(self) -> Figures:
+    def speculate(self) -> Figures:
         """Dictate texts to all rows, or one kind to the first row and another to the others. The model
         itself answers a schema. Count from when all rows decode to the end of the first."""
         engine = self.contestant.engine
@@ -301,11 +302,11 @@ class Sample:
         dictated = DictatedModel(engine)
         kinds = [texts(kind, self.spec.vocabulary) for kind in self.spec.text.split()]
         figures = []
-        for _ in range(GUESSED):
+        for _ in range(DRAFTED):
             rows = [kinds[0], *[kinds[-1]] * (self.spec.rows - 1)]
             handles = [dictated.submit(next(kind)) for kind in rows]
             until = handles[: 1 if kinds[1:] else None]
-            figures.append(guess_figures(engine, handles, until))
+            figures.append(draft_figures(engine, handles, until))
         return sums_of(figures)
 
     def in_schema(self) -> Figures:
@@ -316,7 +317,7 @@ class Sample:
             handles = [engine.submit(request.prompt, sampling)]
         except ValueError:  # a tokenizer without letters writes no JSON
             return {}
-        return sums_of([guess_figures(engine, handles, handles)])
+        return sums_of([draft_figures(engine, handles, handles)])
 
     def decode_steps(self) -> list[StepView]:
         """Steps in which all rows decode, and nothing else happens."""
@@ -376,7 +377,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
     subtle: `subprocess.run` kills the process when it is interrupted, but not while it starts the
     process.
     """
-    spec = spec._replace(contestant=column.engine, dtype=column.dtype, guesses=column.guesses)
+    spec = spec._replace(contestant=column.engine, dtype=column.dtype, speculate=column.speculate)
     if cli.backend():
         return {"figures": take(spec)}
     program = cli.start("bench.py")
@@ -442,7 +443,7 @@ def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
         "processor": cli.processor(),
         "version": cli.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
-        "device": device.named(),
+        "device": labelled(device.named()),
         "commit": commit_of(cli.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):

@@ -88,7 +88,7 @@ def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> F
     }
 
 
-def guess_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Handle]) -> Figures:
+def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Handle]) -> Figures:
     """From the moment when all decode to the end of those in `until`."""
     while any(handle.request.committed == 0 for handle in handles):
         engine.step()
@@ -101,8 +101,8 @@ def guess_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Han
     figures = {
         "tokens": sum(h.request.committed for h in handles) - before,
         "steps": engine.steps - steps,
-        "guessed": sum(handle.metrics.guessed for handle in handles),
-        "right": sum(handle.metrics.right for handle in handles),
+        "drafted": sum(handle.metrics.draft_tokens for handle in handles),
+        "accepted": sum(handle.metrics.accepted_tokens for handle in handles),
         "seconds": time.perf_counter() - began,
         "processor seconds": time.process_time() - spent,
     }
@@ -150,7 +150,7 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """
     measure_roofline(engine)
     roof = engine.snapshot().roof
-    floors = floors_of(of_rows(engine.model.view, rows, length), roof)
+    floors = floors_of(of_rows(engine.model.cost, rows, length), roof)
     return {
         "reading ms": 1e3 * floors.reading,
         "arithmetic ms": 1e3 * floors.multiplying,

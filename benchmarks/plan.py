@@ -30,7 +30,7 @@ PARTS = {  # the name of a part, and the caption of its table
     "steps": "a decode step of nanobatch, and the time that the machine needs for it at best",
     "long": "a long prompt arrives while seven rows decode",
     "chat": "a chat's fifth turn, and a chunk of as many new tokens at the same row",
-    "guesses": "dictated answers, without guesses and with them: code with a name changed, pages, pages repeated",
+    "speculate": "dictated answers without draft tokens and with them: renamed code, pages, pages repeated",
     "same": "tokens of the peer that equal ours, up to the first difference of each answer",
 }
 # The policies that `open` compares. The others differ only where several clients ask, or prompts
@@ -38,7 +38,7 @@ PARTS = {  # the name of a part, and the caption of its table
 OF_ONE_CLIENT = ("continuous", "static", "serial")
 # Those that need nothing but requests and tokens
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
-# Of `guesses`: what is dictated, and to how many rows
+# Of `speculate`: what is dictated, and to how many rows
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
@@ -66,10 +66,10 @@ class Spec(NamedTuple):
     rate: float = math.inf  # open: requests a second (in a plan: the load)
     late: int = 0  # long: length of the late prompt
     length: int = 0  # of a slot; 0: what the longest prompt and its answer need
-    # guesses: what is dictated, or "schema"; of two words, the first row's and the others'
+    # draft tokens: what is dictated, or "schema"; of two words, the first row's and the others'
     text: str = ""
     dtype: str = "auto"
-    guesses: str = "0"  # as for `--guesses`
+    speculate: str = "0"  # as for `--speculate`
     clock: str = "wall"  # as for `--clock`
 
     @property
@@ -100,18 +100,18 @@ class Contestant:
     # Another version of nanobatch, whose bench.py takes the samples; None: this one
     checkout: Path | None = None
     dtype: str = "auto"
-    guesses: str = "0"  # as for `--guesses`
+    speculate: str = "0"  # as for `--speculate`
 
 
 WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
 
 
-def our_column(policy: str, guesses: str = "0") -> Contestant:
-    """This checkout, on the BLAS that the user's environment asks for. Others guess nothing, and
-    beside them neither do we, unless `--guesses` says so."""
+def our_column(policy: str, speculate: str = "0") -> Contestant:
+    """This checkout, on the BLAS that the user's environment asks for. Others draft nothing, and
+    beside them neither do we, unless `--speculate` says so."""
     name = f"nanobatch {policy}"
     return Contestant(
-        name if guesses == "0" else f"{name}, guesses {guesses}", name, guesses=guesses
+        name if speculate == "0" else f"{name}, speculate {speculate}", name, speculate=speculate
     )
 
 
@@ -177,7 +177,7 @@ def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> lis
     if part == "open":
         policies = map(our_column, OF_ONE_CLIENT)
         return [ours, *(column for column in policies if column != ours), *able]
-    if part == "guesses":
+    if part == "speculate":
         policy = ours.engine.split()[1]
         return [our_column(policy), our_column(policy, "auto")]
     if part == "same":
@@ -193,7 +193,7 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
         "open": {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS},
         "long": {"prompt 2000": {"late": 2000, "output": 256}},
         "chat": {f"turn {TURNS}": CHAT},
-        "guesses": {
+        "speculate": {
             f"{text} rows {n}": {"rows": n, "text": text, "length": 2 * LENGTH}
             for text, n in DICTATED
         },

@@ -11,7 +11,7 @@ function, where it calls the reader's other functions.
 
 What this file keeps. The book is chosen before the first chapter is imported, once for a process. A
 line of a traceback names the file in which the code was written. The engine's first line names the
-book, and `engine.exact` is False: our proof is about our chapters.
+book, and `engine.is_batch_invariant` is False: our proof is about our chapters.
 
 Where next: `course/from_zero/start.py`, which makes such a folder.
 """
@@ -262,6 +262,12 @@ def step_of(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def labelled(device: str) -> str:
+    """What a program says of its device; and whose core runs, if it is not ours."""
+    book = opened()
+    return f"{device}, {book}" if book else device
 
 
 def opened() -> Book | None:

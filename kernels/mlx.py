@@ -18,7 +18,6 @@ import threading
 import weakref
 from pathlib import Path
 
-from course.overlay import opened
 from kernels.blas import Blas, preload
 from runtime import cgroup
 from runtime.cli import install
@@ -79,11 +78,8 @@ def is_batch_invariant() -> bool:
 
 
 def named() -> str:
-    """What multiplies matrices here, on a CPU with which kernels; and whose chapters run, if they are
-    not ours."""
-    name = str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
-    book = opened()
-    return f"{name}, {book}" if book else name
+    """What multiplies matrices here, on a CPU with which kernels."""
+    return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
 
 
 def free_memory() -> int | None:

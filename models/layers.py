@@ -22,7 +22,7 @@ from kernels.packed import Matrix
 from models.config import Config
 from models.ops import geglu, rms_norm, softmax, swiglu
 from models.rope import AttentionType
-from runtime.snapshot import ModelView
+from runtime.model_cost import ModelCost
 
 
 class Mlp(NamedTuple):
@@ -176,7 +176,7 @@ class Model:
     kinds: tuple[AttentionType, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
-    view: ModelView = field(default_factory=ModelView)  # for those who watch
+    cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
 
     @property

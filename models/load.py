@@ -158,10 +158,10 @@ class ModelReader:
             choices=self.choices,
             kv_dtype=self.kv_dtype,
         )
-        view = counted(model)
+        cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
-            view = view._replace(form=f"{view.form}, widened")
-        return replace(model, view=view)
+            cost = cost._replace(form=f"{cost.form}, widened")
+        return replace(model, cost=cost)
 
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():

@@ -143,7 +143,7 @@ def described(model: Model, sizes: Sizes) -> str:
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
-        f"{model.view.form}, {readable(nbytes_of(model))}",
+        f"{model.cost.form}, {readable(nbytes_of(model))}",
         f"{slots} in a slab of {readable(slab)}",
     ]
     if device.has_gpu() and not c.cap and not any(kind.has_kernel for kind in model.kinds):

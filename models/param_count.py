@@ -18,11 +18,11 @@ from typing import Any
 from kernels.mlx import mx, tree_flatten
 from kernels.packed import Matrix
 from models.layers import Model
-from runtime.snapshot import ModelView
+from runtime.model_cost import ModelCost
 
 
-def counted(model: Model) -> ModelView:
-    """For those who watch. What this rank has of the model is counted."""
+def counted(model: Model) -> ModelCost:
+    """Count what this rank has of the model."""
     c = model.config
     *before, last = model.layers
     body = [last.attn_norm, last.qkv, last.qk_norm, before]
@@ -36,7 +36,7 @@ def counted(model: Model) -> ModelView:
     experts = max(1, c.experts)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span]
-    return ModelView(
+    return ModelCost(
         form=form_of(leaves([body, tail], Matrix)),
         layers=c.layers,
         body_nbytes=nbytes(body),

@@ -23,12 +23,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 IS_INSTALLED = __name__.startswith("nanobatch.")  # as a package (`package.py`)
 
 
-# The chapters of a reader's own core, before anything imports ours
+# The only effect of importing this file: a reader's own core is found before ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
 _is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
-if _is_ours:
-    # A panic in the tokenizer's Rust is caught, and told in a line: no 100 lines of backtrace before
-    os.environ["RUST_BACKTRACE"] = "0"
 if _is_ours and overlay.asked():
     try:
         if IS_INSTALLED:
@@ -75,6 +72,8 @@ class Stream:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    # A panic in the tokenizer's Rust is caught and reported in a line, without 100 of a backtrace
+    os.environ["RUST_BACKTRACE"] = "0"
     sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
     sys.stderr = sys.stderr and Stream(sys.stderr)
     try:
@@ -210,10 +209,10 @@ def read_network(text: str) -> Any:
         ) from None
 
 
-def read_guesses(text: str) -> int | None:
-    """What `--guesses` takes. None: as many as pay."""
+def read_speculate(text: str) -> int | None:
+    """What `--speculate` takes. None: as many as pay."""
     try:
-        return None if text == "auto" else read_whole("--guesses", text, 0, 64)
+        return None if text == "auto" else read_whole("--speculate", text, 0, 64)
     except ValueError as error:
         raise ValueError(f"{error}, or auto") from None
 
@@ -282,6 +281,16 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
+class OldName(argparse.Action):
+    """An option under its name from before 0.6."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, option: str
+    ) -> None:
+        say(f"{option} is now --{self.dest}; the old name goes in 0.7")
+        setattr(found, self.dest, value)
+
+
 class CommandLine(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
@@ -333,8 +342,13 @@ class CommandLine(argparse.ArgumentParser):
         says = "when the next in line is admitted"
         usual, *_ = policies
         self.add_argument("--policy", default=usual, choices=policies, help=says)
-        says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
-        self.add_read("--guesses", read_guesses, says, metavar="N")
+        says = (
+            "try up to N draft tokens of each answer a step; 0: none (default: auto, where it pays)"
+        )
+        self.add_read("--speculate", read_speculate, says, metavar="N")
+        hidden = argparse.SUPPRESS
+        old = {"action": OldName, "dest": "speculate", "default": hidden}
+        self.add_read("--guesses", read_speculate, hidden, **old)
         says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
         self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         says = "take options from this file, by their names (docs/deploy.md)"

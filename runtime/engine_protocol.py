@@ -36,7 +36,7 @@ class AnyEngine(Protocol):
     steps: int  # that have been run
     summary: str
     has_work: bool
-    exact: bool  # whether a request's bits are independent of its company
+    is_batch_invariant: bool  # whether a request's bits are independent of its company
     is_released: bool  # whether its weights have been let go of
     # Called after each commit and each end from elsewhere, with the handles that have new output
     on_commit: Callable[[list[Handle]], None] | None
@@ -51,8 +51,8 @@ class AnyEngine(Protocol):
         origin: Any = None,
         grammar: Any = None,
         ends: Callable[[str], bool] | None = None,
-        reuse: bool = True,
-        guesses: bool = True,
+        prefix_cache: bool = True,
+        speculate: bool = True,
     ) -> Handle: ...
 
     def cancel(self, handle: Handle) -> None: ...

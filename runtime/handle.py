@@ -194,10 +194,10 @@ class Handle:
             itl_p95_s=percentile(gaps, 0.95),
             itl_max_s=gaps[-1] if gaps else None,
             prompt_tokens=len(r.prompt),
-            cached_tokens=r.reused,
+            cached_tokens=r.cached,
             output_tokens=len(self.tokens),
-            guessed=r.guessed,
-            right=r.right,
+            draft_tokens=r.draft_tokens,
+            accepted_tokens=r.accepted_tokens,
         )
 
     @property
@@ -210,7 +210,7 @@ class Handle:
     def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
         admitted = now if r.admitted is None else r.admitted
-        told = self.prefill_clock.look(len(r.prompt), r.reused, far, admitted, now)
+        told = self.prefill_clock.look(len(r.prompt), r.cached, far, admitted, now)
         # The first token is handed out a moment before its step is recorded
         return told._replace(done=told.total, left_s=0.0) if r.committed else told
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from runtime.errors import describe, show_fault
 from runtime.handle import Handle
+from runtime.model_cost import ModelCost
 from runtime.outputs import StepOutput
 from runtime.progress import UNREAD
 from runtime.snapshot import (
     Limits,
-    ModelView,
     RanksView,
     Roof,
     Seen,
@@ -76,7 +76,7 @@ class RequestRegistry:
     QUEUE = 32  # of the line, so many are shown
     TEXTS = 2**22  # bytes of prompts and answers that are kept
 
-    def __init__(self, model: ModelView) -> None:
+    def __init__(self, model: ModelCost) -> None:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
@@ -133,7 +133,7 @@ class RequestRegistry:
             self.ended.add(handle.view())
             self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
-            handle.request.hints = None  # as many
+            handle.request.draft_source = None  # as many
 
     def take_news(self) -> list[Handle]:
         """The handles that have new output or have ended, since the last call."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from runtime.files import ModelError, read_json_if_any
 from runtime.validation import one_line, real, shown, whole
@@ -90,21 +91,18 @@ class SamplingParams:
     # {"lark": a grammar in Lark's notation}
     grammar: Mapping | None = None
 
-    # Python's TypeError for an unknown field would not name the others
-    def __new__(cls, *args, **given):
-        if unknown := given.keys() - cls.__annotations__.keys():
-            raise ValueError(
-                f"SamplingParams has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
-            )
-        return super().__new__(cls)
-
     def __post_init__(self):
+        vars(self).update(self._checked())  # this class is frozen: nothing changes from here on
+
+    def _checked(self) -> dict[str, Any]:
+        """The fields that change by being checked. A ValueError names the field and its limits."""
+        checked: dict[str, Any] = {}
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
             is_usual = value is getattr(SamplingParams, name)  # the default
             is_none = value is None and name in ("max_tokens", "seed", "logprobs")
             if not (is_usual or is_none):
-                object.__setattr__(self, name, check(name, value, least, most))
+                checked[name] = check(name, value, least, most)
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
         for name in ("ignore_eos", "embeds"):
@@ -112,13 +110,14 @@ class SamplingParams:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} = {shown(value)}, but it must be True or False")
         if self.embeds:  # the step that ends the prompt is the last one; its token is dropped
-            object.__setattr__(self, "max_tokens", 1)
-        self._check_stop()
-        self._check_bias()
+            checked["max_tokens"] = 1
+        checked |= self._checked_stop()
+        checked["logit_bias"] = self._checked_bias()
         if self.grammar is not None:
-            self._check_grammar()
+            checked["grammar"] = self._checked_grammar()
+        return checked
 
-    def _check_stop(self) -> None:
+    def _checked_stop(self) -> dict[str, Any]:
         stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
         if not isinstance(stops, Sequence):
             raise ValueError(f"stop = {shown(stops)}, but it must be texts or token ids")
@@ -127,13 +126,13 @@ class SamplingParams:
                 raise ValueError(
                     f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids"
                 )
-        object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_texts", [stop for stop in stops if isinstance(stop, str)])
-        object.__setattr__(
-            self, "stop_tokens", frozenset(stop for stop in stops if isinstance(stop, int))
-        )
+        return {
+            "stop": tuple(stops),
+            "stop_texts": [stop for stop in stops if isinstance(stop, str)],
+            "stop_tokens": frozenset(stop for stop in stops if isinstance(stop, int)),
+        }
 
-    def _check_bias(self) -> None:
+    def _checked_bias(self) -> Mapping[int, float]:
         if not isinstance(self.logit_bias, Mapping) or not all(
             type(token) is int for token in self.logit_bias
         ):
@@ -144,11 +143,10 @@ class SamplingParams:
             t: real(f"logit_bias for token {t}", b, -(10**9), 10**9)
             for t, b in self.logit_bias.items()
         }
-        # This is a copy, so that what has been checked cannot change any more.
-        object.__setattr__(self, "logit_bias", MappingProxyType(biases))
+        return MappingProxyType(biases)  # a copy: what has been checked cannot change any more
 
-    def _check_grammar(self) -> None:
-        """A grammar is kept as a text, or texts: what has been checked cannot change any more."""
+    def _checked_grammar(self) -> Mapping[str, str | tuple[str, ...]]:
+        """The grammar as a text, or texts: what has been checked cannot change any more."""
         forms = "{'json': schema}, {'regex': text}, {'choice': texts} or {'lark': grammar}"
         entries = [*self.grammar.items()] if isinstance(self.grammar, Mapping) else []
         if len(entries) != 1 or entries[0][0] not in ("json", "regex", "choice", "lark"):
@@ -173,7 +171,7 @@ class SamplingParams:
                 "ignore_eos cannot be kept with a grammar, which has an end; leave it out"
             )
         source = tuple(texts) if kind == "choice" else source
-        object.__setattr__(self, "grammar", MappingProxyType({kind: source}))
+        return MappingProxyType({kind: source})
 
     @property
     def counts(self) -> bool:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
+from runtime.deprecated import renamed_attributes
+from runtime.model_cost import ModelCost
 from runtime.progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
@@ -44,8 +46,10 @@ class Metrics:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    guessed: int = 0  # so many tokens were guessed
-    right: int = 0  # and so many of these were right
+    draft_tokens: int = 0  # proposed
+    accepted_tokens: int = 0  # of these
+
+    __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 
 
 WIDEST = 8  # times as wide as the engine's own, a chunk may become
@@ -60,10 +64,12 @@ class Limits(NamedTuple):
     budget: int
     far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
     max_queue: int
-    hurry: bool  # a step that yields a first token is read before the next one is planned
+    eager_first_token: (
+        bool  # a step that yields a first token is read before the next one is planned
+    )
 
     @staticmethod
-    def of(sched: Scheduler, hurry: bool) -> Limits:
+    def of(sched: Scheduler, eager_first_token: bool) -> Limits:
         return Limits(
             slots=sched.slots,
             max_len=sched.max_len,
@@ -71,7 +77,7 @@ class Limits(NamedTuple):
             budget=sched.budget,
             far=sched.far,
             max_queue=sched.max_queue,
-            hurry=hurry,
+            eager_first_token=eager_first_token,
         )
 
     @property
@@ -114,39 +120,6 @@ class RanksView(NamedTuple):
 
     backend: str = ""  # empty: there is one process
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
-
-
-class ModelView(NamedTuple):
-    """What a forward pass reads and multiplies, counted once when the model is loaded: of several
-    ranks, the first one's share.
-
-    A pass reads its weights once for all tokens in it. Only the tokens that are asked for their
-    next one go through the *tail*, which is all behind the last layer's attention. All other
-    matrices are the *body*. Experts are counted apart: each token takes some of them in each layer.
-    `..._products`: by so many weights each token is multiplied.
-    """
-
-    form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
-    layers: int = 0
-    body_nbytes: int = 0
-    body_products: int = 0
-    tail_nbytes: int = 0
-    tail_products: int = 0
-    token_nbytes: int = 0  # of a token's embedding
-    row_nbytes: int = 0  # of a row of one layer: its key and its value
-    width: int = 0  # of all query heads of a layer: H * Dh
-    window: int | None = None  # so many rows are seen in layers where attention slides
-    windowed: int = 0  # so many layers have that window
-    experts: int = 0  # in each layer; 0: there are none
-    taken: int = 0  # by each token, in each layer
-    expert_nbytes: int = 0  # of one expert of one layer
-    expert_products: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """All weights that a pass may read."""
-        experts = self.layers * self.experts * self.expert_nbytes
-        return self.body_nbytes + self.tail_nbytes + experts
 
 
 class Roof(NamedTuple):
@@ -215,7 +188,7 @@ class SlotView:
             used=owner.prefilled + max(0, owner.committed - 1),
             prompt_tokens=len(owner.prompt),
             output_tokens=owner.committed,
-            reused=owner.reused,
+            reused=owner.cached,
             prefill=prefill,
         )
 
@@ -308,8 +281,12 @@ class StepView:
     # Python waited until the device had done the rest (`mx.eval`), and read the tokens
     wait_s: float
     commit_s: float  # Python handed out the tokens
-    # (slot, guessed, right): so many tokens were guessed behind the newest one, so many were right
-    guesses: tuple[tuple[int, int, int], ...] = ()
+    # (slot, draft tokens, accepted): how many were tried after the newest token, how many were right
+    drafts: tuple[tuple[int, int, int], ...] = ()
+
+    __getattr__ = renamed_attributes(
+        guesses="drafts", guessed="draft_tokens", right="accepted_tokens"
+    )
 
     @staticmethod
     def of(plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes) -> StepView:
@@ -334,7 +311,7 @@ class StepView:
             device_s=run.device_s,
             wait_s=run.wait_s + times.read - times.waited,
             commit_s=times.committed - times.read,
-            guesses=done.tried,
+            drafts=done.drafts,
         )
 
     @property
@@ -343,12 +320,12 @@ class StepView:
         return sum(stop - start for *_, start, stop in self.prefill)
 
     @property
-    def guessed(self) -> int:
-        return sum(guessed for _, guessed, _ in self.guesses)
+    def draft_tokens(self) -> int:
+        return sum(tried for _, tried, _ in self.drafts)
 
     @property
-    def right(self) -> int:
-        return sum(right for *_, right in self.guesses)
+    def accepted_tokens(self) -> int:
+        return sum(accepted for *_, accepted in self.drafts)
 
     @property
     def python_s(self) -> float:
@@ -398,7 +375,7 @@ class Snapshot:
     steps_s: float  # the seconds of all steps so far
     seen: Seen
     ranks: RanksView
-    model: ModelView
+    model: ModelCost
     roof: Roof
 
     @property

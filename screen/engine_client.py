@@ -318,7 +318,7 @@ class LocalEngineClient(Publisher):
                 break
             self.note_answer(ask, handle.id)
 
-    def _submit(self, ask: Ask, reuse: bool = True) -> Handle:
+    def _submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
         """Submit with `max_tokens`, or with as many as the slot has left."""
         engine = self.engine
         prompt = self.read(ask).read
@@ -336,18 +336,18 @@ class LocalEngineClient(Publisher):
         if ask.temperature is not None:
             settings["temperature"] = ask.temperature
         sampling = SamplingParams(**settings, **{"logprobs": ask.logprobs, **form})
-        told = {"client": ask.client, "guesses": ask.guesses}
+        told = {"client": ask.client, "speculate": ask.speculate}
         told["origin"] = ask._replace(messages=(), read=None)
-        handle = engine.submit(prompt, sampling, reuse=reuse, **told)
+        handle = engine.submit(prompt, sampling, prefix_cache=prefix_cache, **told)
         self.own[handle.id] = handle
         return handle
 
-    def submit(self, ask: Ask, reuse: bool = True) -> Handle:
+    def submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
         """Queue a prompt of an experiment, and keep its handle. A prompt that does not fit raises.
 
-        `reuse`: whether cached rows of a common prefix may be used.
+        `prefix_cache`: whether cached rows of a common prefix may be used.
         """
-        return self.keep(self._submit(ask, reuse))
+        return self.keep(self._submit(ask, prefix_cache))
 
     def keep(self, handle: Handle) -> Handle:
         """A request of the experiment: it ends with the experiment."""

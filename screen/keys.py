@@ -166,11 +166,11 @@ WORDS = (
     ("batch size", "how many slots did useful work at a time."),
     (
         "useful",
-        "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong guesses.",
+        "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong draft tokens.",
     ),
     (
         "¹ ² ³",
-        "tokens were guessed, and checked in one step: so many came. A wrong guess costs its row, and nothing else.",
+        "tokens were drafted, and checked in one step: so many came. A wrong draft costs its row, and nothing else.",
     ),
     (
         "client",

@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from analysis.simulator import Guest
-from analysis.step_times import LEAST, Prices, guesses_by_request, guest_of, is_cut_short
+from analysis.step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
 from policies import POLICIES
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
@@ -133,9 +133,9 @@ def with_a_chunk(prices: Prices) -> Prices:
     row."""
     if not is_noisy(prices):
         return prices
-    guessed = copy(prices)
-    guessed.chunk = prices.of(1, 0) or LEAST
-    return guessed
+    estimated = copy(prices)
+    estimated.chunk = prices.of(1, 0) or LEAST
+    return estimated
 
 
 def _look_at_line(
@@ -271,12 +271,12 @@ def outcomes(
     ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)
-    guesses = guesses_by_request(column.view for column in columns)
+    drafts = drafts_by_request(column.view for column in columns)
     halting = halts_of(columns)
     most_halt = 2 * len(halting) > len(columns)
     # Elsewhere a request with an early end goes on up to the same number of tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
-    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, guesses)], request.policy, prices)
+    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
     arrived = moment(request.arrived)
     came = next_plan(columns, request.arrived)
     real = outcome("measured", request, columns, request.arrived, came)
@@ -287,11 +287,11 @@ def outcomes(
         first = 0
         if policy == request.policy:
             first = came
-            guests = by_steps(company, columns, moment, guesses)
+            guests = by_steps(company, columns, moment, drafts)
             steps = simulated(limits, guests, policy, prices, by_steps=True, halting=halting)
         else:
             others = [whole if r.id == request.id else r for r in company]
-            guests = [guest_of(r, moment, guesses) for r in others]
+            guests = [guest_of(r, moment, drafts) for r in others]
             steps = simulated(limits, guests, policy, prices, run_ahead=not most_halt)
         out.append(outcome(policy, request, steps, arrived, first))
     return out
@@ -301,7 +301,7 @@ def by_steps(
     company: Sequence[RequestView],
     columns: Sequence[Column],
     moment: Callable[[float], float],
-    guesses: Mapping[int, Sequence[tuple[int, int]]],
+    drafts: Mapping[int, Sequence[tuple[int, int]]],
 ) -> list[Guest]:
     """The same requests: each comes, begins and leaves before the same steps as in the real run.
 
@@ -319,7 +319,7 @@ def by_steps(
             left = lengths.get(id, start) - start
     guests = []
     for r in company:
-        guest = guest_of(r, moment, guesses)
+        guest = guest_of(r, moment, drafts)
         leaves = ()
         if guest.leaves:
             read = bisect_right(columns, r.ended, key=lambda column: column.ended)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from analysis.simulator import Guest
-from analysis.step_times import Prices, guesses_by_request, guest_of, replayed
+from analysis.step_times import Prices, drafts_by_request, guest_of, replayed
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import number, span
 from screen.step_columns import Cell, Column, column, last_in, merge, said_in, useful_of
@@ -153,9 +153,9 @@ def replay(
     steps: Iterable[StepView] = (),
 ) -> Run:
     """The same requests through the same scheduler under another policy, on the clock of the
-    prices: timeline and figures. `steps`: the steps that were run, with their guesses."""
-    guesses = guesses_by_request(steps)
-    guests = [guest_of(request, moment, guesses) for request in requests]
+    prices: timeline and figures. `steps`: the steps that were run, with their draft tokens."""
+    drafts = drafts_by_request(steps)
+    guests = [guest_of(request, moment, drafts) for request in requests]
     columns = [*simulated(limits, guests, policy, prices)]
     return Run(policy, "simulated", columns, ttfts_of(columns, requests, moment))
 
@@ -165,18 +165,18 @@ def simulated(
 ) -> Iterator[Column]:
     """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
     before = None
-    for plan, _, ended, ghosts, guessed in replayed(limits, guests, policy, prices, **options):
+    for plan, _, ended, ghosts, drafted in replayed(limits, guests, policy, prices, **options):
         view = StepView.of(
             plan,
             ghosts=ghosts,
-            tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in guessed),
+            tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in drafted),
             ended=ended,
             plan_s=0.0,
             build_s=0.0,
             device_s=ended - plan.at,
             wait_s=0.0,
             commit_s=0.0,
-            guesses=guessed,
+            drafts=drafted,
         )
         before = column(view, limits.slots, before)
         yield before

@@ -48,7 +48,7 @@ class TourText(NamedTuple):
     text: str  # the question, or the explanation
     answers: tuple[str, ...] = ()
     asks: bool = False  # waits for an answer
-    guess: int | None = None  # from 1
+    draft: int | None = None  # from 1
     verdict: str = ""  # the right answer
     pressed: tuple[str, ...] = ()  # keys for the same
     place: str = ""  # the line of code
@@ -275,7 +275,7 @@ class State:
             self._begin_period(new, last, working.values(), ended)
         self.history.append(new)
         self._count(new)
-        if step.decode and not step.prefill and not step.guesses:
+        if step.decode and not step.prefill and not step.drafts:
             self.costs.setdefault(len(step.decode), deque(maxlen=256)).append(step.seconds)
         self.owners |= working
 

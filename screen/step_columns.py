@@ -10,7 +10,7 @@ two pictures, one above the other, say why the policy matters:
     static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy keeps it shut,
                 1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
 
-Where tokens were guessed, a cell says how many came: ⁴ if three guesses were right, ¹ if none was.
+Where tokens were drafted, a cell says how many came: ⁴ if three draft tokens were right, ¹ if none was.
 
 A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, too.
 
@@ -49,7 +49,7 @@ class Column(NamedTuple):
     cells: tuple[Cell, ...]  # by slot
     tokens: int  # delivered
     # Cells with work for a request; in a merged column, the sum of all its steps. Of a cell with
-    # guesses, the share of its rows that yielded a token
+    # draft tokens, the share of its rows that yielded a token
     useful: float
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
@@ -87,9 +87,9 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
         cells[slot] = Cell(GHOST if is_ghost else DECODE, request)
         rows[slot] += not is_ghost
     useful = 0.0
-    for slot, guessed, right in step.guesses:
+    for slot, drafted, right in step.drafts:
         rows[slot] += right
-        useful -= (guessed - right) / (1 + guessed)
+        useful -= (drafted - right) / (1 + drafted)
     for slot, cell in enumerate(cells):
         useful += cell.kind in (PREFILL, DECODE)
         if cell.request is None:
@@ -143,7 +143,7 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
     """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the
     steps have failed."""
     nothing = dict.fromkeys(
-        ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "guesses"), ()
+        ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "drafts"), ()
     )
     nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
     times = {"began": before.ended, "ended": max(before.ended, first.began)}

@@ -59,7 +59,7 @@ class Ask(NamedTuple):
     client: str = ""  # name of the client
     question: int = 0  # its number, if it belongs to a conversation
     messages: Sequence[dict[str, str]] = ()  # the conversation, ending with the prompt
-    guesses: bool = True  # may tokens of the answer be guessed?
+    speculate: bool = True  # may tokens of the answer be drafted?
     read: Any = None  # the tokenized prompt (`Prompt` in `text/tokenizer.py`)
 
 
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
     client: str = ""  # name of this client: `fair` shares slots among clients
-    guesses: bool = True  # False: a token a step, so that all steps can be foretold
+    speculate: bool = True  # False: a token a step, so that all steps can be foretold
 
     @property
     def words(self) -> str:
@@ -92,5 +92,5 @@ class Settings(NamedTuple):
         seed."""
         seed = None if self.seed is None else self.seed + number
         most = min(most, self.max_tokens)
-        rest = {"client": self.client, "guesses": self.guesses}
+        rest = {"client": self.client, "speculate": self.speculate}
         return Ask(prompt, most, self.temperature, seed, **rest)

@@ -36,8 +36,8 @@ FIGURES = (
     "prompt_tokens",
     "cached_tokens",
     "tokens",
-    "guessed",
-    "right",
+    "draft_tokens",
+    "accepted_tokens",
     "ttft_s",
     "prompt_tps",
     "generation_tps",
@@ -62,8 +62,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
-    guessed: int = 0  # tokens of the answers were guessed,
-    right: int = 0  # and so many of them rightly
+    draft_tokens: int = 0  # proposed for the answers
+    accepted_tokens: int = 0  # of these
     ttft_s: float | None = None
     prompt_tps: float | None = None
     generation_tps: float | None = None
@@ -90,8 +90,8 @@ class RequestRecord:
         }
         if self.requests:
             values |= {name.removesuffix("_s"): getattr(self, name) for name in FIGURES}
-            if not self.guessed:
-                del values["guessed"], values["right"]
+            if not self.draft_tokens:
+                del values["draft_tokens"], values["accepted_tokens"]
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
         return logfmt(values)

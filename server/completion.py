@@ -371,8 +371,8 @@ class Answer:
             prompt_tokens=total.prompt,
             cached_tokens=sum(m.cached_tokens for m in metrics[:: self.parsed.n]),
             tokens=total.output,
-            guessed=sum(m.guessed for m in metrics),
-            right=sum(m.right for m in metrics),
+            draft_tokens=sum(m.draft_tokens for m in metrics),
+            accepted_tokens=sum(m.accepted_tokens for m in metrics),
             ttft_s=first_tokens[0],
             prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
             if reading > 0

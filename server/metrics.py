@@ -35,8 +35,11 @@ class ServerMetrics:
         self.cached_tokens = self._counter(
             "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
         )
-        self.guessed = self._counter("guessed_tokens", "Tokens of answers that were guessed.")
-        self.right = self._counter("right_guesses", "Guesses that were right.")
+        self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were proposed.")
+        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
+        # Their names before 0.6, for one release
+        self.guessed = self._counter("guessed_tokens", "Old name of draft_tokens; goes in 0.7.")
+        self.right = self._counter("right_guesses", "Old name of accepted_tokens; goes in 0.7.")
         self.tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
@@ -58,8 +61,10 @@ class ServerMetrics:
         self.requests.labels(record.status or 0, record.reason).inc()
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)
-        self.guessed.inc(record.guessed)
-        self.right.inc(record.right)
+        for counter in (self.draft_tokens, self.guessed):
+            counter.inc(record.draft_tokens)
+        for counter in (self.accepted_tokens, self.right):
+            counter.inc(record.accepted_tokens)
         self.tokens.inc(record.tokens)
         if record.requests and record.latency_s is not None:
             self.latency.observe(record.latency_s)

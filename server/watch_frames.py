@@ -187,7 +187,7 @@ def check_slots(engine: Snapshot) -> None:
         raise ValueError(f"a frame has {len(engine.slots)} slots, and {count:,} in its limits")
     named = {request.slot for request in (*engine.requests, *engine.ended)} - {None}
     for step in engine.steps:
-        pairs = (*step.admitted, *step.prefill, *step.decode, *step.held, *step.guesses)
+        pairs = (*step.admitted, *step.prefill, *step.decode, *step.held, *step.drafts)
         named |= {slot for slot, *_ in pairs} | {*step.ghosts, *step.blocked}
     if named and not 0 <= min(named) <= max(named) < count:
         raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")

@@ -80,23 +80,23 @@ class Grammar:
         self._left += A_TOKEN
         return self._charge(self._matcher.compute_bitmask)
 
-    def masks(self, guesses: Sequence[int]) -> list[bytes]:
-        """The mask of the next place, and of each place behind a guess that the grammar allows, up
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """The mask of the next place, and of each place behind a draft that the grammar allows, up
         to the first that it forbids. The answer stands afterwards where it stood before."""
         masks = [self.mask()]
-        if not guesses:
+        if not drafts:
             return masks
-        # A wrong guess may lead where the library fails, and that is no fault of the answer.
+        # A wrong draft may lead where the library fails, and that is no fault of the answer.
         ahead = self.copy()
         ahead._left = min(self._left, A_TOKEN)
         try:
-            for guess in guesses:
-                if ahead.is_complete or not ahead._matcher.validate_tokens([guess]):
+            for draft in drafts:
+                if ahead.is_complete or not ahead._matcher.validate_tokens([draft]):
                     break
-                ahead.accept(guess)
+                ahead.accept(draft)
                 masks.append(ahead.mask())
         except BaseException:  # a Rust panic is no Exception
-            nothing = bytes(len(masks[0]))  # no token is finite then, and no guess is taken
+            nothing = bytes(len(masks[0]))  # no token is finite then, and no draft is taken
             masks.append(nothing)
         return masks
 

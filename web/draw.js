@@ -189,7 +189,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;
       const middle = x + column / 2;
       print(pen, 9, ink, "center", cell.request, middle, y + row / 2 + 0.5);
-      // Where some were guessed: so many came
+      // With draft tokens: how many came
       if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, y + 5);
     });
   });

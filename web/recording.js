@@ -15,12 +15,15 @@ export const EMPTY = "empty";
 export const BLOCKED = "blocked"; // free, but kept shut while others wait
 export const HELD = "held"; // its request is in the slot, but without a chunk in this step
 export const PREFILL = "prefill"; // a chunk of the prompt goes in
-export const DECODE = "decode"; // one more token comes out, or several where some were guessed
+export const DECODE = "decode"; // one more token comes out, or several with draft tokens
 export const GHOST = "ghost"; // its request had ended; that was seen one step late, and the token is dropped
 
-// A list of values as an object, by the names of a recording's fields.
+// Names in recordings of earlier versions, and what they are now (simulate.py has the same table).
+const RENAMED = { guesses: "drafts", guessed: "draft_tokens", right: "accepted_tokens", hurry: "eager_first_token" };
+
+// A list of values as an object, by today's names of a recording's fields.
 export function named(names, values) {
-  return Object.fromEntries(names.map((name, i) => [name, values[i]]));
+  return Object.fromEntries(names.map((name, i) => [RENAMED[name] ?? name, values[i]]));
 }
 
 // How many of the ascending `values` are at most `limit`.
@@ -78,7 +81,7 @@ export class Lane {
   }
 
   add(told, began, ended) {
-    const step = { guesses: [], ...told }; // earlier recordings know of no guesses
+    const step = { drafts: [], ...told }; // the earliest recordings know of no draft tokens
     const index = this.steps.length;
     const cells = this.stretches.map(() => ({ kind: EMPTY, request: 0 }));
     const put = (kind, pairs) => {
@@ -90,9 +93,9 @@ export class Lane {
     for (const slot of step.blocked) cells[slot].kind = BLOCKED;
     for (const slot of step.ghosts) cells[slot].kind = GHOST; // one of those that decode
     let useful = step.prefill.length + step.decode.length - step.ghosts.length;
-    for (const [slot, guessed, right] of step.guesses) {
-      cells[slot].tokens = 1 + right;
-      useful -= (guessed - right) / (1 + guessed);
+    for (const [slot, drafted, accepted] of step.drafts) {
+      cells[slot].tokens = 1 + accepted;
+      useful -= (drafted - accepted) / (1 + drafted);
     }
     this.steps.push(step);
     this.began.push(began);

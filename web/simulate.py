@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import policies
-from analysis.simulator import Guest, Ran, Replay, Stuck, guesses_in
+from analysis.simulator import Guest, Ran, Replay, Stuck, drafts_in
 from policies import POLICIES
 from sched import Plan, Policy, Request
 
@@ -45,24 +45,38 @@ class Sent(NamedTuple):
     tokens: int  # of its answer
     arrived: float
     client: str = ""
-    guesses: Sequence[tuple[int, int]] = ()  # of each step in which it decodes: guessed, right
+    drafts: Sequence[tuple[int, int]] = ()  # of each step in which it decodes: drafted, accepted
+
+
+# Names in recordings of earlier versions, and what they are now (web/recording.js has the same table)
+RENAMED = {
+    "guesses": "drafts",
+    "guessed": "draft_tokens",
+    "right": "accepted_tokens",
+    "hurry": "eager_first_token",
+}
+
+
+def named(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    """A list of values as a recording has it, by today's names."""
+    return {RENAMED.get(name, name): value for name, value in zip(names, values, strict=True)}
 
 
 def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]:
     """The prompts of a recorded run."""
-    steps = [dict(zip(fields["StepView"], step, strict=True)) for step in run["steps"]]
-    guesses = guesses_in((s["decode"], s["ghosts"], s.get("guesses", ())) for s in steps)
+    steps = [named(fields["StepView"], step) for step in run["steps"]]
+    drafts = drafts_in((s["decode"], s["ghosts"], s.get("drafts", ())) for s in steps)
     out = []
     for i, packed in enumerate(run["requests"]):
-        request = dict(zip(fields["RequestView"], packed, strict=True))
-        metrics = dict(zip(fields["Metrics"], request["metrics"], strict=True))
+        request = named(fields["RequestView"], packed)
+        metrics = named(fields["Metrics"], request["metrics"])
         # Of a prompt whose tokens are not known, the length is
         prompt = run["ids"][i] or [-1 - i] * metrics["prompt_tokens"]
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
         client = request.get("client", "")
-        guessed = guesses.get(i + 1, ())
-        out.append(Sent(tuple(prompt), most, tokens, run["arrivals"][i], client, guessed))
+        drafted = drafts.get(i + 1, ())
+        out.append(Sent(tuple(prompt), most, tokens, run["arrivals"][i], client, drafted))
     return out
 
 
@@ -76,7 +90,7 @@ def play(
     guests = []
     for number, sent in enumerate(prompts, start=1):
         request = Request(number, sent.prompt, sent.max_tokens, sent.arrived, client=sent.client)
-        guests.append(Guest(request, sent.tokens, sent.arrived, guesses=sent.guesses))
+        guests.append(Guest(request, sent.tokens, sent.arrived, drafts=sent.drafts))
 
     def seconds(plan: Plan) -> float:
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -104,8 +118,10 @@ def step_of(ran: Ran) -> dict[str, Any]:
         "blocked": list(plan.blocked),
         "waiting": plan.waiting,
         "policy": plan.policy,
-        "tokens": len(plan.emitters) - len(ran.ghosts) + sum(right for *_, right in ran.guesses),
-        "guesses": ran.guesses,
+        "tokens": len(plan.emitters)
+        - len(ran.ghosts)
+        + sum(accepted for *_, accepted in ran.drafts),
+        "drafts": ran.drafts,
         "cost": plan.cost,
     }
 

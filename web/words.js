@@ -83,7 +83,7 @@ const namesOf = (pairs) => listed(pairs.map(([, request]) => r(request)));
 // The plan of a step, in sentences.
 export function planInWords(lane, index) {
   const step = lane.steps[index];
-  const { read, charged, guessed } = spentOn(step);
+  const { read, charged, drafted } = spentOn(step);
   const decoding = step.decode.filter(([slot]) => !step.ghosts.includes(slot));
   const said = [];
   if (step.admitted.length) {
@@ -101,9 +101,9 @@ export function planInWords(lane, index) {
     const many = count(decoding.length, "request");
     said.push(`One more token for ${many}: ${namesOf(decoding)}.`);
   }
-  if (guessed) {
-    const right = step.guesses.reduce((sum, [, , some]) => sum + some, 0);
-    said.push(`Behind that, guessed ${guessed}, ${right} right: so many more tokens came in the same step.`);
+  if (drafted) {
+    const accepted = step.drafts.reduce((sum, [, , some]) => sum + some, 0);
+    said.push(`Draft tokens: ${drafted}, ${accepted} accepted, so that many more tokens came in the same step.`);
   }
   if (step.held.length) {
     // A step that stops for want of budget has less than the price of a token left, which is 4 at most
@@ -139,22 +139,22 @@ export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-// What a step spent on prompts and on guesses: so many tokens of prompts are read, and so many of the budget are
+// What a step spent on prompts and on draft tokens: so many tokens of prompts are read, and so many of the budget are
 // charged for them.
 function spentOn(step) {
   const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
-  const guessed = step.guesses.reduce((sum, [, some]) => sum + some, 0);
-  return { read, guessed, charged: step.cost - step.decode.length - guessed };
+  const drafted = step.drafts.reduce((sum, [, some]) => sum + some, 0);
+  return { read, drafted, charged: step.cost - step.decode.length - drafted };
 }
 
 // What a step paid of its budget.
 export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);
-  const { read, charged, guessed } = spentOn(step);
+  const { read, charged, drafted } = spentOn(step);
   const price = charged > read ? `, at a price of ${charged}` : "";
-  const guesses = guessed ? `, ${guessed} for guesses` : "";
-  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${guesses}, ${read} for prompts${price}`;
+  const drafts = drafted ? `, ${drafted} for draft tokens` : "";
+  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${drafts}, ${read} for prompts${price}`;
 }
 
 // What became of a request in a lane, in one sentence.

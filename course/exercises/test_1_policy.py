@@ -48,16 +48,16 @@ def test_gentle_admits_one_newcomer_a_step():
     """Four prompts that come at once: the timeline at the top of this file, step by step."""
     gentle = story()
     for _ in range(4):
-        gentle.submit(4, 3, reuse=False)
+        gentle.submit(4, 3, prefix_cache=False)
     assert [" ".join(line.split()) for line in gentle.drawn()] == TIMELINE
 
 
 def test_gentle_fills_a_free_slot_in_mid_answer():
     """It is no kind of `serial`: B comes while A decodes."""
     gentle = story()
-    gentle.submit(4, 20, reuse=False)
+    gentle.submit(4, 20, prefix_cache=False)
     assert gentle.step() and gentle.step()
-    gentle.submit(4, 5, reuse=False)
+    gentle.submit(4, 5, prefix_cache=False)
     assert gentle.step() and len(gentle.sched.running) == 2
     room = POLICIES["gentle"].room
     assert [room(0, 3), room(1, 2), room(3, 0)] == [0, 1, 1], "room: never more than there is"
@@ -69,5 +69,5 @@ def test_the_other_policies_are_as_before():
     for policy, admitted in usual.items():
         other = Story(slots=3, policy=policy)
         for _ in range(4):
-            other.submit(4, 3, reuse=False)
+            other.submit(4, 3, prefix_cache=False)
         assert other.step() and len(other.plans[0].admitted) == admitted, policy

@@ -54,7 +54,7 @@ def load(bits: int = 8, **options) -> Engine:
     if "cache_bits" not in inspect.signature(Engine.__init__).parameters:
         not_done("nanobatch.py: Engine has no option cache_bits")
     sizes = {"slots": 4, "max_len": 128, "chunk": 96} | options
-    return Engine.load("demo", cache_bits=bits, guesses=0, **sizes)
+    return Engine.load("demo", cache_bits=bits, speculate=0, **sizes)
 
 
 def nbytes(engine: Engine) -> int:
@@ -64,7 +64,7 @@ def nbytes(engine: Engine) -> int:
 @cache
 def alone(bits: int) -> list[tuple[list[int], list, np.ndarray]]:
     """Each prompt by itself: its tokens, their log probabilities, and all logits."""
-    with load(bits, reuse=False) as engine:
+    with load(bits, prefix_cache=False) as engine:
         tap = Tap(engine)
         handles = []
         for prompt in PROMPTS:

@@ -107,7 +107,7 @@ def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
 
 @contextmanager
 def new_engine(slots: int, policy: str = "continuous", **options) -> Iterator[Engine]:
-    options = {"max_len": 128, "chunk": 32, "reuse": False, "guesses": 0} | options
+    options = {"max_len": 128, "chunk": 32, "prefix_cache": False, "speculate": 0} | options
     with Engine(*demo(), slots=slots, policy=policy, **options) as engine:
         yield engine
 
@@ -150,7 +150,7 @@ class Tale(Story):
     """A story in which requests share no rows."""
 
     def submit(self, *rest, **options) -> Request:
-        return super().submit(*rest, reuse=False, **options)
+        return super().submit(*rest, prefix_cache=False, **options)
 
     def should_be(self, drawing: str) -> None:
         __tracebackhide__ = True

@@ -2,7 +2,7 @@
 
 No program by itself: `start.py` writes the tasks into the blank book, `check.py` tries what was
 written and tells hints. Beside each function stands what it must do in a *first* engine. Ours does
-more (guesses, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
+more (draft tokens, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
 book until you want it.
 """
 
@@ -397,7 +397,7 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
                 has the slot. `held` are in prefill and have no chunk. `blocked` are the slots that
-                are free after admission, if requests wait. (No guesses.)""",
+                are free after admission, if requests wait. (No draft tokens.)""",
                 (
                     "Who decodes is known before anything is planned: make that list first. A decode "
                     "goes into `request.next_row`, as it is before you count the new token.",
@@ -425,7 +425,7 @@ return plan""",
                 `accept(request, token)` is told of each, and says why the answer ends, or None. With
                 `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A
                 request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
-                `Committed`: those that ended now, the slots of ghosts, and no guesses.""",
+                `Committed`: those that ended now, the slots of ghosts, and no draft tokens.""",
                 (
                     "`request.finish_reason` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
@@ -546,7 +546,7 @@ return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., 
                 "nanobatch.Engine._max_in_flight",
                 """How many steps may be left unread now? With run-ahead one, if a step was just
                 planned; else none. If `self.eager_first_token`, a step that yields a first token is read at once.
-                (No guesses.)""",
+                (No draft tokens.)""",
                 (
                     "Nothing was planned: then there is nothing to run ahead with.",
                     "`plan.is_due(self.eager_first_token)` says whether its tokens must be read first.",

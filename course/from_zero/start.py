@@ -25,7 +25,10 @@ from course.overlay import CHAPTERS, file_in, functions, our_file
 
 MADE_OF = "made-of.txt"
 # Of the engine: switched off in the blank book, until it is wanted
-SWITCHES = {r"(reuse: bool) = True": r"\1 = False", r"(guesses: int \| None) = \w+": r"\1 = 0"}
+SWITCHES = {
+    r"(prefix_cache: bool) = True": r"\1 = False",
+    r"(speculate: int \| None) = \w+": r"\1 = 0",
+}
 
 
 def task_of(task: Task, stage: int, indent: int) -> list[str]:

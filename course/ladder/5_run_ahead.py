@@ -65,7 +65,7 @@ class Engine:
             prompt=tuple(ids),
             max_tokens=64,
             arrived=time.perf_counter(),
-            reuse=False,
+            prefix_cache=False,
         )
         self.sched.submit(request)
         return request
@@ -125,7 +125,7 @@ class Engine:
         """Hand out the tokens of a step."""
         tokens = {}  # by slot
         for member, token in zip(plan.emitters, sampled.tolist(), strict=True):  # here Python waits
-            tokens[member.slot] = [token]  # of guesses there would be several
+            tokens[member.slot] = [token]  # of draft tokens there would be several
         self.draw(plan)
         self.sched.commit(plan, tokens, why_it_ends, time.perf_counter())
 

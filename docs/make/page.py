@@ -66,8 +66,8 @@ CARD = """<meta property="og:image" content="{address}card.png">
 <meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
-GUESSES = """Tokens that were guessed are guessed again, and as many of them are right: nobody knows what other
-steps would have guessed."""
+DRAFTS = """Draft tokens are tried again where they were tried, and as many of them are accepted: nobody knows
+what other steps would have tried."""
 ASKS = "Why can one machine answer many people at once?"
 LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
 every request in a slot, and it reads the whole model once. {bargain}So no slot should be empty while requests wait.
@@ -129,7 +129,7 @@ def record_demo() -> dict:
     tried depends on the clock, and readers of the page plan each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
-        command = [*cli.start("tui.py"), "--plain", "--guesses", "0", "--script", "race24"]
+        command = [*cli.start("tui.py"), "--plain", "--speculate", "0", "--script", "race24"]
         command += ["--record", file]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         return read(file)
@@ -175,7 +175,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     parts = head_of(recording) | {
         "card": CARD.format(address=address) if is_ours else "",
         "nav": NAVIGATION if is_ours else "",
-        "lab": texts["lab"].replace("{guesses}", GUESSES if guessed_in(recording) else ""),
+        "lab": texts["lab"].replace("{drafts}", DRAFTS if has_drafts(recording) else ""),
         "game": texts["game"] if is_ours else "",
         "talk": told(texts["talk"], talk) if talk else "",
         "budget": budget_in_words(recording),
@@ -207,13 +207,11 @@ def is_race(recording: dict, of: int | None = None) -> bool:
     return policies == ["static", "continuous"] and is_alike and of in (None, len(first["hashes"]))
 
 
-def guessed_in(recording: dict) -> bool:
-    """Earlier recordings know of no guesses."""
+def has_drafts(recording: dict) -> bool:
+    """The earliest recordings know of no draft tokens."""
     names = recording["fields"]["StepView"]
-    steps = (
-        dict(zip(names, step, strict=True)) for run in recording["runs"] for step in run["steps"]
-    )
-    return any(step.get("guesses") for step in steps)
+    steps = (simulate.named(names, step) for run in recording["runs"] for step in run["steps"])
+    return any(step.get("drafts") for step in steps)
 
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
@@ -255,11 +253,11 @@ def game_of(recording: dict) -> dict:
         # No two prompts share a prefix
         prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        # Nothing is guessed, as in the player's slots
-        hand.append(sent._replace(prompt=prompt, client=client, guesses=()))
+        # No draft tokens, as in the player's slots
+        hand.append(sent._replace(prompt=prompt, client=client, drafts=()))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
-    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    limits = simulate.named(recording["fields"]["Limits"], run["limits"])
     limits |= {"slots": 8, "max_len": 2000, "chunk": 64, "budget": 104}
     runs = []
     for name, policy in POLICIES.items():
@@ -324,7 +322,7 @@ def budget_in_words(recording: dict) -> str:
     """The budget of a step, why it has this size, and how much of it most steps use."""
     fields = recording["fields"]
     run = recording["runs"][-1]
-    limits = dict(zip(fields["Limits"], run["limits"], strict=True))
+    limits = simulate.named(fields["Limits"], run["limits"])
     slots, chunk, budget = (int(limits[name]) for name in ("slots", "chunk", "budget"))
     prompts = fields["StepView"].index("prefill")
     quiet = sum(not step[prompts] for step in run["steps"])

@@ -6,7 +6,7 @@
 A generated table follows a comment, which is invisible in the page:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
-    <!-- made: gains bench-guesses-demo.json -->
+    <!-- made: gains bench-speculate-demo.json -->
     <!-- made: counts -->
     <!-- made: sizes -->
 
@@ -71,7 +71,7 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts guesses`: with draft tokens, how many times as many tokens
+    """A line for each text of `bench.py --parts speculate`: with draft tokens, how many times as many tokens
     a processor second has, how many times fewer the steps are, and how many draft tokens were accepted."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
@@ -87,13 +87,13 @@ def gains(*files: str) -> str:
             name = "tokens a processor second"
             row.append(f"{on(name) / off(name):.2f}")
             row.append(f"{off('steps') / on('steps'):.2f}")
-            row.append(f"{on('right'):.0f} / {on('guessed'):.0f}")
+            row.append(f"{on('accepted'):.0f} / {on('drafted'):.0f}")
     rows = [row + ["–"] * (len(heads) - len(row)) for row in found.values()]
     return table(heads, rows, left=1)
 
 
 def of_line(figures: dict, x: str, who: str, name: str) -> float:
-    return figures["guesses", x, name, who].median
+    return figures["speculate", x, name, who].median
 
 
 class Published(NamedTuple):

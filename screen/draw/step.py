@@ -49,8 +49,8 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)
-    whole = prefill + decode + step.guessed
-    more = f" + {step.guessed} guessed" if step.guessed else ""
+    whole = prefill + decode + step.draft_tokens
+    more = f" + {step.draft_tokens} drafted" if step.draft_tokens else ""
     computed = f"{prefill:,} prefill + {decode} decode{more} = {whole:,} in one step"
     held = ", ".join(f"r{request}" for _, request in sorted(step.held))
     budget = state.limits_at(step.step).budget
@@ -59,8 +59,8 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
         "prefill": ", ".join(chunks) or "no chunk",
         "decode": named(slot for slot, _ in step.decode) if decode else "no slot",
         "tokens": f"{computed}; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode - step.guessed:,} + {decode}{more} of {budget:,}",
-        "guesses": guesses_line(step),
+        "budget": f"cost {step.cost - decode - step.draft_tokens:,} + {decode}{more} of {budget:,}",
+        "drafts": drafts_line(step),
     }
     if held:
         entries["held"] = f"{held}: over the budget, or what they share is being written"
@@ -72,12 +72,12 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
     return entries
 
 
-def guesses_line(step: StepView) -> str:
-    """ "guessed 4, 3 right", and in which slots."""
-    if not step.guesses:
+def drafts_line(step: StepView) -> str:
+    """ "drafted 4, 3 accepted", and in which slots."""
+    if not step.drafts:
         return ""
-    slots = ", ".join(f"slot {slot}: {right} of {of}" for slot, of, right in sorted(step.guesses))
-    return f"guessed {step.guessed}, {step.right} right ({slots})"
+    slots = ", ".join(f"slot {slot}: {right} of {of}" for slot, of, right in sorted(step.drafts))
+    return f"drafted {step.draft_tokens}, {step.accepted_tokens} accepted ({slots})"
 
 
 def admissions(step: StepView) -> str:

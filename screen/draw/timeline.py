@@ -30,7 +30,7 @@ def draw_cells(
 
     The first cell stays the same: so a prefill of one step can be seen, and numbers of neighbours
     never touch. A request with too few cells for the number is shown without. In other cells a
-    small number says how many tokens came where some were guessed.
+    small number says how many tokens came where some were drafted.
     """
     first = 0
     for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
@@ -52,8 +52,8 @@ def draw_cells(
 
 
 def tokens_of(column: Column, slot: int) -> str:
-    """How many tokens came, in a sign: where a step is a column, and some were guessed."""
-    right = {guesser: right for guesser, _, right in column.view.guesses}
+    """How many tokens came, in a sign: where a step is a column, and some were drafted."""
+    right = {drafter: right for drafter, _, right in column.view.drafts}
     is_known = column.steps == 1 and slot in right
     return style.SMALL[min(1 + right[slot], 10)] if is_known else ""
 

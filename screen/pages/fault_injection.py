@@ -162,7 +162,7 @@ class Breaking(Experiment):
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         title, _ = BREAKS[self.found.what]
-        self.tell(f"break it: {title}", exact=self.engine.exact)
+        self.tell(f"break it: {title}", exact=self.engine.is_batch_invariant)
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
         yield from ways[self.found.what]()
@@ -289,7 +289,7 @@ class Breaking(Experiment):
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
         origin = handle.origin._replace(mute=True)
         prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
-        again = self.engine.submit(prompt, sampling, origin=origin, reuse=False)
+        again = self.engine.submit(prompt, sampling, origin=origin, prefix_cache=False)
         return self.client.keep(again)
 
     def _tell_the_end(self) -> None:
@@ -308,7 +308,7 @@ def where(handle: Handle) -> str:
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
-UNPROMISED = "this product promises no bits in company (engine.exact is False)"
+UNPROMISED = "this product promises no bits in company (engine.is_batch_invariant is False)"
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:

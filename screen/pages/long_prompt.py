@@ -354,7 +354,7 @@ class Herd(Experiment):
 
 
 def asked(prompt: str, most: int) -> Ask:
-    return Ask(prompt, most, temperature=0.0, seed=None, mute=True, guesses=False)
+    return Ask(prompt, most, temperature=0.0, seed=None, mute=True, speculate=False)
 
 
 def decoding(chats: int) -> str:

@@ -73,7 +73,7 @@ def figures_of(r: RequestView, now: float) -> str:
         r.reason or "open",
         r.policy or never,
         f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused",
-        count(m.output_tokens, "new token") + guessed_of(m),
+        count(m.output_tokens, "new token") + drafted_of(m),
         f"waited {span(m.queued_s)}",
         f"TTFT {span(m.ttft_s)}",
         f"{number(m.tokens_per_s)} tokens/s",
@@ -82,10 +82,10 @@ def figures_of(r: RequestView, now: float) -> str:
     return "; ".join(figures)
 
 
-def guessed_of(metrics: Metrics) -> str:
-    if not metrics.guessed:
+def drafted_of(metrics: Metrics) -> str:
+    if not metrics.draft_tokens:
         return ""
-    return f", guessed {metrics.guessed:,}, {metrics.right:,} right"
+    return f", drafted {metrics.draft_tokens:,}, {metrics.accepted_tokens:,} accepted"
 
 
 def steps_of(state: State, request: RequestView, now: float) -> str:

@@ -61,8 +61,8 @@ class Answered(NamedTuple):
     beside: float  # so many others at a time, on average over all steps
     reused: int  # tokens of the prompt, with rows from a slot's memory
     met: int  # so many others in all
-    guessed: int = 0  # so many tokens of the answer were guessed
-    right: int = 0  # and so many of the guesses were right
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of these
 
 
 class Alike(NamedTuple):
@@ -135,13 +135,13 @@ class Company(NamedTuple):
         )
 
     @property
-    def guesses(self) -> str:
-        """In how many runs something was guessed: half of them may."""
-        some = [run for run in self.runs if run.guessed]
-        guessed = sum(run.guessed for run in some)
-        right = sum(run.right for run in some)
+    def drafts(self) -> str:
+        """In how many runs something was drafted: half of them may."""
+        some = [run for run in self.runs if run.draft_tokens]
+        drafted = sum(run.draft_tokens for run in some)
+        accepted = sum(run.accepted_tokens for run in some)
         of = f"{len(some):,} of {len(self.runs):,} runs"
-        return f"in {of}: {guessed:,} tokens, {right:,} of them right"
+        return f"in {of}: {drafted:,} tokens, {accepted:,} accepted"
 
     @property
     def beginnings(self) -> str:
@@ -175,7 +175,7 @@ class Gathering(Experiment):
         # Drawn at random, the same tokens need the same seed
         seed = ask.seed if ask.seed is not None else 0
         self.ask = ask._replace(
-            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, guesses=False
+            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
         )
         super().__init__(Company(self.ask, runs))
         self.dice = random.Random(0)
@@ -189,7 +189,7 @@ class Gathering(Experiment):
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
         product = product.partition(", so ")[0]  # `exact` says so, too
-        self.tell(exact=self.engine.exact, product=product)
+        self.tell(exact=self.engine.is_batch_invariant, product=product)
         self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
         yield from self.until_idle()
         yield from self._run_alone()
@@ -210,7 +210,7 @@ class Gathering(Experiment):
 
     def _run_alone(self) -> Iterator[Company]:
         self.tell(stage="alone")
-        handle = yield from self.alone(lambda: self.client.submit(self.ask, reuse=False))
+        handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
         check(handle)
         alone = Bits.of(handle)
         tokens = handle.metrics.prompt_tokens
@@ -228,7 +228,7 @@ class Gathering(Experiment):
         self.ran += 1
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
-            ask = self.ask._replace(guesses=left % 2 == 0)
+            ask = self.ask._replace(speculate=left % 2 == 0)
             self.guests.append(UnderWay(self.client.submit(ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
             with suppress(ValueError):  # the prompt does not fit a slot
@@ -277,7 +277,9 @@ class Gathering(Experiment):
             beside = guest.beside / max(1, guest.steps)
             m = guest.handle.metrics
             met = len(guest.met)
-            run = Answered(answer.digest, beside, m.cached_tokens, met, m.guessed, m.right)
+            run = Answered(
+                answer.digest, beside, m.cached_tokens, met, m.draft_tokens, m.accepted_tokens
+            )
             self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
             done = len(self.found.runs)
             if done % 50 == 0 and done < self.found.wanted:
@@ -297,7 +299,7 @@ class Gathering(Experiment):
         self.tell(
             found.so_far,
             f"a hash covers {found.covers}",
-            f"{found.company}; {found.beginnings}; guesses {found.guesses}",
+            f"{found.company}; {found.beginnings}; draft tokens {found.drafts}",
             *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
             stage="over",
         )
@@ -341,7 +343,7 @@ def draw(state: State, on: Canvas) -> None:
         "hash of": found.covers,
         "company": found.company,
         "rows": found.beginnings,
-        "guesses": found.guesses,
+        "draft tokens": found.drafts,
     }
     on.entries(facts, on.muted)
     on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
@@ -350,8 +352,8 @@ def draw(state: State, on: Canvas) -> None:
 
 def product_of(found: Company) -> str:
     if found.exact:
-        return f"{found.product}; engine.exact: no bit depends on the company"
-    return f"{found.product}; engine.exact is False: bits may depend on the company"
+        return f"{found.product}; engine.is_batch_invariant: no bit depends on the company"
+    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the company"
 
 
 def draw_counter(state: State, on: Canvas, found: Company) -> None:

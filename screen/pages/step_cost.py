@@ -27,7 +27,8 @@ from statistics import fmean
 
 from analysis.step_costs import Bill, Member, Work, bill_of, expected, floors_of, of_rows
 from runtime.cli import command
-from runtime.snapshot import ExpertsView, ModelView, Roof, StepView
+from runtime.model_cost import ModelCost
+from runtime.snapshot import ExpertsView, Roof, StepView
 from runtime.validation import shown
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
@@ -50,17 +51,17 @@ def parts_of(column: Column) -> list[Member]:
     """The sequences of a step, the farthest look back first."""
     step = column.view
     parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
-    guesses = {slot: (guessed, right) for slot, guessed, right in step.guesses}
+    drafts = {slot: (drafted, right) for slot, drafted, right in step.drafts}
     for slot, request in step.decode:
-        guessed, right = guesses.get(slot, (0, 0))
-        # Rows of ghosts and of wrong guesses are written and read, and counted by nobody
-        rows = column.rows[slot] + (slot in step.ghosts) + guessed - right
-        parts.append(Member(request, 1 + guessed, rows))
+        drafted, right = drafts.get(slot, (0, 0))
+        # Rows of ghosts and of wrong draft tokens are written and read, and counted by nobody
+        rows = column.rows[slot] + (slot in step.ghosts) + drafted - right
+        parts.append(Member(request, 1 + drafted, rows))
     return sorted(parts, key=lambda part: -part.rows)
 
 
 def asked_of(step: StepView) -> int:
-    return step.tokens + len(step.ghosts) + step.guessed - step.right
+    return step.tokens + len(step.ghosts) + step.draft_tokens - step.accepted_tokens
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
@@ -138,7 +139,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
     return words
 
 
-def what_is_shared(model: ModelView, length: int) -> str:
+def what_is_shared(model: ModelCost, length: int) -> str:
     """Why eight cost hardly more than one."""
     one, eight = (of_rows(model, rows, length) for rows in (1, 8))
     shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
@@ -149,7 +150,7 @@ def what_is_shared(model: ModelView, length: int) -> str:
     return f"{words} Of keys and values each pays for its own {keys}."
 
 
-def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
+def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
     """With how many rows one more costs as much as the first."""
     ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
@@ -167,7 +168,7 @@ def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
     return f"The gain ends where {', or where '.join(ends)}."
 
 
-def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) -> int | None:
+def first_count(is_so: Callable[[Bill], bool], model: ModelCost, length: int) -> int | None:
     """With how many rows this is so for the first time. With more rows it stays so."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
@@ -255,7 +256,7 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
     return f"{words}; expected: {number(chance)} a layer{which}"
 
 
-def windows_of(model: ModelView, column: Column) -> str:
+def windows_of(model: ModelCost, column: Column) -> str:
     """Where attention slides, if that would matter here."""
     rows = max((part.rows for part in parts_of(column)), default=0)
     if model.window is None or rows <= model.window:

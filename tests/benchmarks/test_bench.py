@@ -346,16 +346,16 @@ def test_columns_of_each_part(spec, checkout):
         "before",
     ]
     assert names["same"] == ["mlx-lm"]
-    assert names["guesses"] == ["nanobatch continuous", "nanobatch continuous, guesses auto"]
+    assert names["speculate"] == ["nanobatch continuous", "nanobatch continuous, speculate auto"]
 
 
 def test_no_drafts_by_default():
     """Peers guess nothing. And a sample's process is told only what is not usual, since another
     checkout may not know it."""
-    assert our_column("static").guesses == Spec._field_defaults["guesses"] == "0"
-    guessing = our_column("static", "auto")
-    assert guessing.guesses == "auto" and "guesses auto" in guessing.name
-    assert our_column("static").engine == guessing.engine == "nanobatch static"
+    assert our_column("static").speculate == Spec._field_defaults["speculate"] == "0"
+    drafting = our_column("static", "auto")
+    assert drafting.speculate == "auto" and "speculate auto" in drafting.name
+    assert our_column("static").engine == drafting.engine == "nanobatch static"
 
 
 def test_dictated_answers(tmp_path):
@@ -363,8 +363,8 @@ def test_dictated_answers(tmp_path):
     folder = make_checkpoint(tmp_path)
     parts = read_model(folder), Tokenizer(folder, 272)
     said = []
-    for guesses in (0, 3):
-        with Engine(*parts, slots=2, max_len=512, guesses=guesses) as engine:
+    for speculate in (0, 3):
+        with Engine(*parts, slots=2, max_len=512, speculate=speculate) as engine:
             dictation = DictatedModel(engine)
             wishes = [text for text, _ in zip(texts("rewrite", 272), range(2), strict=False)]
             handles = [dictation.submit(text) for text in wishes]
@@ -382,7 +382,7 @@ SMALL = {
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
     "chat": {"rows": 1, "prompt": 40, "length": 240},
-    "guesses": {"rows": 2, "text": "rewrite fresh", "length": 480},
+    "speculate": {"rows": 2, "text": "rewrite fresh", "length": 480},
     "same": {"output": 8},
 }
 
@@ -394,7 +394,7 @@ SMALL = {
         for part in PARTS
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS or part in PARTS_OF_A_PEER
-        if part != "guesses" or who == "nanobatch continuous"
+        if part != "speculate" or who == "nanobatch continuous"
     ],
 )
 def test_small_sample_of_each_part(spec, part, who):
@@ -402,8 +402,8 @@ def test_small_sample_of_each_part(spec, part, who):
         pytest.skip(
             obstacle(who)
         )  # llama.cpp would have to be compiled; tests/benchmarks/test_peers.py has a stand-in for it
-    guesses = "3" if part == "guesses" else "0"
-    sample = Sample(spec._replace(part=part, contestant=who, guesses=guesses, **SMALL[part]))
+    speculate = "3" if part == "speculate" else "0"
+    sample = Sample(spec._replace(part=part, contestant=who, speculate=speculate, **SMALL[part]))
     figures = getattr(sample, part)()
     sample.contestant.close()
     assert figures and all(value > 0 for value in figures.values()), figures
@@ -484,7 +484,7 @@ def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
         sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
         assert sample.decode()["decode tokens/s"] > 0
-        dtypes.append(sample.contestant.engine.model.view.form)
+        dtypes.append(sample.contestant.engine.model.cost.form)
         sample.contestant.close()
     narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
     assert dtypes == [
@@ -502,7 +502,7 @@ def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
         (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
-        (["--parts", "decode,cold"], ["'cold'", "guesses"]),
+        (["--parts", "decode,cold"], ["'cold'", "speculate"]),
         (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
         (["--vs", "mlx-lm,"], ["''", "folder"]),
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),

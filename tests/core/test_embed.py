@@ -87,14 +87,14 @@ def test_embedding_is_batch_invariant(folder):
     any chunks, and under all that a step in flight does."""
     rng = np.random.default_rng(11)
     asked = texts(rng, 9)
-    with Engine.load(folder, slots=1, max_len=192, chunk=128, reuse=False) as engine:
+    with Engine.load(folder, slots=1, max_len=192, chunk=128, prefix_cache=False) as engine:
         alone = [engine.embed([ids])[0].tobytes() for ids in asked]
     reused = 0
-    for run_ahead, guesses in ((True, 0), (False, 3)):
+    for run_ahead, speculate in ((True, 0), (False, 3)):
         with Engine.load(
-            folder, slots=5, max_len=192, chunk=32, run_ahead=run_ahead, guesses=guesses
+            folder, slots=5, max_len=192, chunk=32, run_ahead=run_ahead, speculate=speculate
         ) as engine:
-            assert engine.exact
+            assert engine.is_batch_invariant
             handles = []
             others = []
             for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold all of it
@@ -118,7 +118,7 @@ def test_neighbours_of_vectors_answer_as_alone(folder):
     wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
     with Engine.load(folder, slots=3, max_len=128) as engine:
         alone = engine.generate([prompt], wish)[0]
-    with Engine.load(folder, slots=3, max_len=128, reuse=False) as engine:
+    with Engine.load(folder, slots=3, max_len=128, prefix_cache=False) as engine:
         handle = engine.submit(prompt, wish)
         while not handle.finish_reason:
             engine.submit(prompt[: 5 + engine.steps % 20], EMBED)

@@ -69,7 +69,7 @@ def test_metrics_say_what_happened(parts):
 def test_token_0_is_a_token_like_any_other(parts):
     """With run-ahead, the device hands each step's token to the next one: token 0, too."""
     asked = SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={0: 30.0}, logprobs=5)
-    with Engine(*parts, slots=1, max_len=128, chunk=32, reuse=False, guesses=0) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=32, prefix_cache=False, speculate=0) as engine:
         assert any(engine.submit([1], LONG).result().tokens)  # and the slot has had others
         ahead = engine.submit([7, 8], asked).result()
         engine.run_ahead = False
@@ -421,7 +421,7 @@ def test_decoding_leaks_no_memory(parts, run_ahead, rounds):
     """Two answers of 500 tokens at a time. Were one layer's slab copied once, the peak would show
     it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
-    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
+    with Engine(*parts, **sizes, run_ahead=run_ahead, speculate=0) as engine:
         engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
         mx.reset_peak_memory()

@@ -61,7 +61,7 @@ def blocks(text: str) -> list[str]:
 def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_ahead):
     """The traceback names the line, and the next request is answered right."""
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
-    with Engine(*parts, **sizes, run_ahead=run_ahead, guesses=0) as engine:
+    with Engine(*parts, **sizes, run_ahead=run_ahead, speculate=0) as engine:
         expected = engine.submit([4, 5], FEW).result().tokens
         handles = [engine.submit([n], LONG) for n in (1, 2, 3)]
         for _ in range(3):

@@ -53,7 +53,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
         tap = Tap(engine)
         handles = [engine.submit(*ask) for ask in asks]
         engine.wait(lambda: all(handle.finish_reason for handle in handles))
-    with Engine(*parts, slots=1, max_len=128, chunk=64, reuse=False) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=64, prefix_cache=False) as engine:
         lonely = Tap(engine)
         for handle, ask in zip(handles, asks, strict=True):
             alone = engine.submit(*ask)
@@ -162,7 +162,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
 
         return call
 
-    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
         engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
@@ -205,7 +205,7 @@ def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
         return mask(self, masks)
 
     monkeypatch.setattr(runner.SlotState, "mask", counted)
-    with Engine(*parts, slots=4, max_len=64, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []
         handles = [engine.submit([n], PLAIN) for n in range(3)]
@@ -227,7 +227,7 @@ def test_grammar_is_compiled_at_submit(engine, monkeypatch):
         make(self, matcher)
 
     monkeypatch.setattr(Grammar, "__init__", noted)
-    engine.sched.guess = lambda decoding, left: {}  # a guess is tried on a copy
+    engine.sched.draft = lambda decoding, left: {}  # a draft is tried on a copy
     with engine.serving():
         handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))
         assert makers == ["grammar"]
@@ -291,7 +291,7 @@ def test_failure_between_forward_and_sampling(parts, monkeypatch, caplog):
 def test_a_tap_records_no_ghost(parts):
     """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
     sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
-    with Engine(*parts, slots=1, max_len=128, guesses=0) as engine:
+    with Engine(*parts, slots=1, max_len=128, speculate=0) as engine:
         tap = Tap(engine)
         handle = engine.submit([5, 6, 7], sampling)
         handle.result()

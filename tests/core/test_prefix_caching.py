@@ -38,7 +38,7 @@ def test_shared_system_prompt_is_computed_once(parts, slots):
         results = engine.generate(prompts, SHORT)
         assert [r.metrics.cached_tokens for r in results] == [0, 480] + [500] * 6
         assert prefilled(engine) == 8 * 520 - sum(r.metrics.cached_tokens for r in results)
-    with Engine(*parts, slots=slots, max_len=640, chunk=32, reuse=False) as plain:
+    with Engine(*parts, slots=slots, max_len=640, chunk=32, prefix_cache=False) as plain:
         expected = plain.generate(prompts, SHORT)
         assert prefilled(plain) == 8 * 520
     assert [r.tokens for r in results] == [r.tokens for r in expected]
@@ -94,7 +94,7 @@ def test_stretched_positions_share_rows(kind, tmp_path):
         opening + tokens(50, seed=1),
         opening + tokens(60, seed=2),
     ]
-    with Engine.load(folder, slots=1, max_len=256, chunk=32, reuse=False) as engine:
+    with Engine.load(folder, slots=1, max_len=256, chunk=32, prefix_cache=False) as engine:
         alone = [result.tokens for result in engine.generate(prompts, SHORT)]
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
         results = [engine.submit(prompt, SHORT).result() for prompt in prompts]
@@ -143,7 +143,7 @@ def test_the_next_turn_reads_only_what_is_new(parts):
         assert [length for length, *_ in told] == [40, 79, 118, 157]
         assert [cached for _, cached, _ in told] == [0, 69, 108, 147]
         assert prefilled(engine) == 40 + 3 * 10
-    with Engine(*parts, slots=2, max_len=256, chunk=32, reuse=False) as plain:
+    with Engine(*parts, slots=2, max_len=256, chunk=32, prefix_cache=False) as plain:
         assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [
             answer for *_, answer in told
         ]
@@ -221,7 +221,7 @@ def test_cached_rows_are_shown(parts):
 
 @pytest.fixture(scope="module")
 def plain(parts):
-    with Engine(*parts, slots=16, max_len=320, reuse=False) as engine:
+    with Engine(*parts, slots=16, max_len=320, prefix_cache=False) as engine:
         yield engine
 
 
@@ -268,7 +268,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
                 if handle.finish_reason and rng.random() < 0.5:
                     going.remove(talk)
                     done.append(handle)
-                    reused += max(0, handle.request.reused - before)
+                    reused += max(0, handle.request.cached - before)
                     said = [*handle.request.prompt, *handle.tokens]
                     if rng.random() < 0.2:  # it was written in other tokens, or changed
                         said = said[: int(rng.integers(1, len(said) + 1))]
@@ -314,7 +314,9 @@ def test_planted_unwritten_row_is_caught(parts, plain, monkeypatch):
     def one_more(self, request):
         leave(self, request)
         whole = (*request.prompt, *request.answer)
-        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.reuse), len(whole))
+        self.prefixes.hold(
+            request.slot, self.prefixes.trail(whole, request.prefix_cache), len(whole)
+        )
 
     monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     assert differ()

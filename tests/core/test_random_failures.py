@@ -95,7 +95,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
 def test_failing_step_spares_a_finished_answer(parts, monkeypatch):
     """A's third and last token is in flight when the step after it, which holds B alone, cannot be
     built."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=0) as engine:
         expected = (
             engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True)).result().tokens
         )

@@ -185,7 +185,7 @@ def test_deep_chunks_cost_more_budget():
     of a prompt."""
     story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
     for _ in range(4):
-        story.submit(400, 1, reuse=False)
+        story.submit(400, 1, prefix_cache=False)
     story.drawn()
     late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
     assert len(late) > 10
@@ -199,9 +199,9 @@ def test_short_prompt_does_not_wait_for_a_long_one():
     """S comes in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
     first, L took all of it until step 3."""
     story = Story(budget=8, chunk=8)
-    story.submit(24, 1, reuse=False)
+    story.submit(24, 1, prefix_cache=False)
     story.step()
-    story.submit(6, 2, reuse=False)
+    story.submit(6, 2, prefix_cache=False)
     assert story.drawn() == timeline("""
          1 | A:P
          2 | A:P B:P
@@ -219,9 +219,9 @@ def test_short_prompt_does_not_wait_for_a_long_one():
 def test_oldest_prompt_keeps_half_the_budget():
     """A short prompt comes in every step. All the time, the long one reads 4 of the budget of 8."""
     story = Story(slots=4, budget=8, chunk=8)
-    long = story.submit(40, 1, reuse=False)
+    long = story.submit(40, 1, prefix_cache=False)
     while long.finish_reason is None:
-        story.submit(5, 1, reuse=False)
+        story.submit(5, 1, prefix_cache=False)
         story.step()
     widths = [stop - start for cuts in story.cuts() for start, stop in [cuts["A"]]]
     assert widths == [4] * 10
@@ -231,7 +231,7 @@ def test_unneeded_half_is_not_reserved():
     """A has 2 tokens left in step 2, which is less than half: B and C have all the rest."""
     story = Story(slots=3, budget=8, chunk=8)
     for length in (10, 12, 9):
-        story.submit(length, 1, reuse=False)
+        story.submit(length, 1, prefix_cache=False)
     story.drawn()
     assert story.cuts() == [
         {"C": (0, 4), "A": (0, 4)},
@@ -266,7 +266,7 @@ def first_tokens(
     budget = usual_budget(slots, 128)
     continuous = POLICIES["continuous"]
     planner = Scheduler(slots, 20_000, continuous, chunk=128, budget=budget, far=far)
-    chats = [Request(id, (id,), 10_000, 0.0, reuse=False) for id in range(decoding)]
+    chats = [Request(id, (id,), 10_000, 0.0, prefix_cache=False) for id in range(decoding)]
     for chat in chats:
         planner.submit(chat)
     asked: dict[int, Request] = {}
@@ -275,7 +275,7 @@ def first_tokens(
     while len(first) < len(prompts):
         step = planner.steps + 1
         if step in prompts:
-            asked[step] = Request(100 + step, (0,) * prompts[step], 2, 0.0, reuse=False)
+            asked[step] = Request(100 + step, (0,) * prompts[step], 2, 0.0, prefix_cache=False)
             planner.submit(asked[step])
         plan = planner.plan(0.0)
         assert plan.cost <= max(budget, 128 + len(plan.decodes)), "who decodes would wait longer"
@@ -671,7 +671,7 @@ def test_next_turn_continues_in_its_slot(lag, said, taken):
     story.drawn()
     again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
     story.drawn()
-    assert (again.slot, again.reused) == (first.slot, taken)
+    assert (again.slot, again.cached) == (first.slot, taken)
     assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
 
 
@@ -687,7 +687,7 @@ def test_next_turn_copies_from_a_taken_slot(lag):
     story.step()
     c = story.submit((*said[:17], 8, 8, 8), 1)
     story.drawn()
-    assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
+    assert (b.slot, b.cached) == (0, 19) and (c.slot, c.cached) == (1, 17)
     copies = [
         (chunk.source, chunk.start)
         for plan in story.plans
@@ -710,7 +710,7 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
     assert story.sched.prefixes.rows == [9 + 5, 0]
     again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
     story.drawn()
-    assert (again.slot, again.reused) == (0, 9 + 5)
+    assert (again.slot, again.cached) == (0, 9 + 5)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
     last = 9 + first.planned + 4  # a chunk more than was written
     assert scrubs == [(0, 14, last)] * lag
@@ -727,7 +727,7 @@ def test_cancelled_prompt_keeps_its_finite_chunks():
     assert (first.prefilled, story.sched.prefixes.rows) == (12, [8])
     again = story.submit(24, 2)
     story.step()
-    assert again.reused == 8
+    assert again.cached == 8
     assert story.plans[-1].scrubs == ((0, 8, 12 + 4),)
     story.drawn()
 
@@ -747,7 +747,7 @@ def test_chunk_in_flight_at_a_cancel_is_kept():
         if late:
             again = story.submit(24, 2)
             story.step()
-            assert again.reused == 4
+            assert again.cached == 4
         story._in_flight.append((plan, tokens))
         if not late:
             again = story.submit(24, 2)
@@ -755,7 +755,7 @@ def test_chunk_in_flight_at_a_cancel_is_kept():
                 story._commit()
             assert story.sched.prefixes.rows == [12]
             story.step()
-            assert again.reused == 12
+            assert again.cached == 12
         story.sched.check()
 
 
@@ -771,7 +771,7 @@ def test_non_finite_chunks_are_not_cached(lag, at):
     assert story.sched.prefixes.rows == [at // 4 * 4]
     good = story.submit((*range(at), *range(200, 230)), 2)
     story.drawn()  # asserts that no such row is left
-    assert (good.reused, good.finish_reason) == (at // 4 * 4, "length")
+    assert (good.cached, good.finish_reason) == (at // 4 * 4, "length")
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
@@ -798,7 +798,7 @@ def test_long_conversation_keeps_its_slot():
     story.drawn()
     again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
     story.drawn()
-    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
+    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.cached, again.cached) == (8, 40)
 
 
 def test_few_rows_are_used_but_not_copied():
@@ -810,7 +810,7 @@ def test_few_rows_are_used_but_not_copied():
         story.drawn()
         other = story.submit((*range(20), *[900] * 20), 1)
         story.drawn()
-        assert other.reused == taken
+        assert other.cached == taken
 
 
 # --- at random ----------------------------------------------------------------------------------
@@ -818,7 +818,7 @@ def test_few_rows_are_used_but_not_copied():
 
 reused = Counter()  # by seed: rows of answers that a next turn took over
 left = Counter()  # by seed: rows that prompts cancelled before their first token left
-guessed = Counter()  # right and wrong
+drafted = Counter()  # right and wrong
 overtaken = Counter()  # by policy: how often a request was admitted before an older one
 
 
@@ -946,24 +946,24 @@ def random_schedule(seed: int) -> int:
             assert request.finish_reason == ("stop" if request.id in story.eos else "length")
         assert request.ended is not None
     assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
-    guessed["right"] += sum(request.right for request in requests)
-    guessed["wrong"] += sum(request.guessed - request.right for request in requests)
-    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
+    drafted["right"] += sum(request.accepted_tokens for request in requests)
+    drafted["wrong"] += sum(request.draft_tokens - request.accepted_tokens for request in requests)
+    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.cached])
     return story.sched.steps
 
 
 def test_random_schedules():
-    reused.clear(), overtaken.clear(), guessed.clear(), left.clear()
+    reused.clear(), overtaken.clear(), drafted.clear(), left.clear()
     steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
     print(
         f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused, "
         f"{left.total():,} rows of cancelled prompts kept, "
-        f"overtaken: {dict(overtaken)}, guessed: {dict(guessed)}",
+        f"overtaken: {dict(overtaken)}, drafted: {dict(drafted)}",
         file=sys.stderr,
     )
     assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
     assert left.total() > SCHEDULES
-    assert min(guessed["right"], guessed["wrong"]) > SCHEDULES
+    assert min(drafted["right"], drafted["wrong"]) > SCHEDULES
     assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
 
 
@@ -1003,7 +1003,7 @@ def no_age(scheduler: Scheduler) -> Iterator[Request]:
         "a ghost's token goes to the slot's new owner",
         "the newest token is remembered, whose row is not written",
         "a ghost's row is remembered, which is to be scrubbed",
-        "what is said behind a wrong guess is taken",
+        "what is said behind a wrong draft is taken",
         "a chunk that nobody has seen is remembered",
         "a chunk that was given away is remembered",
         "fair knows no turns",
@@ -1040,11 +1040,11 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
             self.waiting.move_to_end(request.id, last=False)
 
         monkeypatch.setattr(Scheduler, "submit", push_in)
-    elif bug == "what is said behind a wrong guess is taken":
+    elif bug == "what is said behind a wrong draft is taken":
         commit = Scheduler.commit
 
         def all_right(self, plan, tokens, accept, now):
-            decodes = [d._replace(guess=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
+            decodes = [d._replace(draft=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
             return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
 
         monkeypatch.setattr(Scheduler, "commit", all_right)
@@ -1073,9 +1073,9 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
                 request.planned > request.committed,
                 (*request.prompt, *request.answer),
             )
-            if request.reuse and request.answer and is_ghost == ("ghost" in bug):
+            if request.prefix_cache and request.answer and is_ghost == ("ghost" in bug):
                 self.prefixes.hold(
-                    request.slot, self.prefixes.trail(whole, request.reuse), len(whole)
+                    request.slot, self.prefixes.trail(whole, request.prefix_cache), len(whole)
                 )
 
         monkeypatch.setattr(Scheduler, "_leave_slot", one_more)

@@ -45,17 +45,17 @@ def test_run_ahead_sees_an_end_a_step_late():
         return timeline(Replay.under(OLD | options, CONTINUOUS, both, lambda plan: 2.0))
 
     assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts [0]", "4-6 | 2:d ghosts [1]"]
-    assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
+    assert played(eager_first_token=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
 
 
-def test_what_was_guessed_is_guessed_again_and_as_much_of_it_is_right():
+def test_what_was_drafted_is_drafted_again_and_as_much_of_it_is_right():
     """A lane of the page whose answers had come several tokens a step would have taken a step for each
-    token here. And the step before a guess is read first."""
+    token here. And the step before a draft is read first."""
     (guest,) = guests((9, math.inf))
-    guest = guest._replace(guesses=[(0, 0), (3, 2), (2, 0), (9, 2)])
+    guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
-    assert [step.guesses for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
-    assert guest.request.committed == 9 and guest.request.right == 4
+    assert [step.drafts for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
+    assert guest.request.committed == 9 and guest.request.accepted_tokens == 4
 
 
 def test_limits_of_an_old_recording():
@@ -69,7 +69,7 @@ def test_limits_of_an_old_recording():
         return [chunk.stop - chunk.start for step in played for chunk in step.plan.chunks]
 
     assert cuts() == [32, 32, 6]
-    assert cuts(far=8, hurry=False) == [32, 16, 16, 6]
+    assert cuts(far=8, eager_first_token=False) == [32, 16, 16, 6]
 
 
 def test_nobody_is_refused_who_was_let_in():

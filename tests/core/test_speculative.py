@@ -1,5 +1,5 @@
-"""Guesses change no bit: tokens, log probabilities, text, reasons and usage are the same with and
-without them, for every kind of request, in company. Right and wrong guesses are counted."""
+"""Draft tokens change no bit: tokens, log probabilities, text, reasons and usage are the same with and
+without them, for every kind of request, in company. Right and wrong draft tokens are counted."""
 
 import os
 from collections import Counter
@@ -54,25 +54,25 @@ def asks(rng: np.random.Generator) -> list[tuple[str, list[int], SamplingParams]
 
 
 class Oracle:
-    """Knows how answers go on without guesses, and guesses that, but for some tokens."""
+    """Knows how answers go on without draft tokens, and draft tokens that, but for some tokens."""
 
     def __init__(self, answers: dict[int, list[int]], dice: np.random.Generator, wrong: int = -1):
         self.answers = answers  # by request
         self.dice = dice
-        self.wrong = wrong  # the token of a wrong guess; -1: any
+        self.wrong = wrong  # the token of a wrong draft; -1: any
 
     def __call__(self, decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
-        guesses = {}
+        speculate = {}
         for request in decoding:
-            if request.hints is None or request.planned != request.committed:
+            if request.draft_source is None or request.planned != request.committed:
                 continue
             most = min(left, request.max_tokens - request.planned - 1, int(self.dice.integers(6)))
             known = self.answers.get(request.id, [])[request.committed :][: max(most, 0)]
-            guess = [self.bent(token) for token in known]
-            if guess:
-                left -= len(guess)
-                guesses[request.id] = tuple(guess)
-        return guesses
+            draft = [self.bent(token) for token in known]
+            if draft:
+                left -= len(draft)
+                speculate[request.id] = tuple(draft)
+        return speculate
 
     def bent(self, token: int) -> int:
         if self.dice.random() < 0.75:
@@ -100,35 +100,39 @@ def serve(
 
 
 def compare(parts, seed: int, **options) -> tuple[list[str], Counter, Counter]:
-    """All kinds of requests without guesses and with them. Which differ? How many guesses were right
+    """All kinds of requests without draft tokens and with them. Which differ? How many draft tokens were right
     and wrong, by kind?"""
     rng = np.random.default_rng(seed)
     wishes = asks(rng)
     sizes = {"slots": 5, "max_len": 80, "chunk": 32, "budget": 64}
-    with Engine(*parts, guesses=0, **sizes) as engine:
+    with Engine(*parts, speculate=0, **sizes) as engine:
         plain = serve(engine, wishes, rng)
         for kind, prompt, sampling in wishes[:: len(wishes) // 6]:
             stop = plain[wishes.index((kind, prompt, sampling))].text[5:7]
             if stop and sampling.grammar is None:
                 wishes.append(("stop", prompt, replaced(sampling, stop)))
         plain += serve(engine, wishes[len(plain) :], rng)
-        assert engine.snapshot().steps[-1].guessed == 0
+        assert engine.snapshot().steps[-1].draft_tokens == 0
     right: Counter = Counter()
     wrong: Counter = Counter()
     differ = []
-    with Engine(*parts, guesses=5, **sizes, **options) as engine:
+    with Engine(*parts, speculate=5, **sizes, **options) as engine:
         answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
-        engine.sched.guess = Oracle(answers, rng)
+        engine.sched.draft = Oracle(answers, rng)
         # Else no step would be in flight while another is planned.
-        engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.6)
+        engine.drafter.may_follow = lambda plan: bool(rng.random() < 0.6)
         found = serve(engine, wishes, rng)
         steps = engine.snapshot().steps
         assert sum(step.tokens for step in steps) == sum(len(h.tokens) for h in found)
-        assert sum(step.guessed for step in steps) == sum(h.metrics.guessed for h in found)
-        assert sum(step.right for step in steps) == sum(h.metrics.right for h in found)
+        assert sum(step.draft_tokens for step in steps) == sum(
+            h.metrics.draft_tokens for h in found
+        )
+        assert sum(step.accepted_tokens for step in steps) == sum(
+            h.metrics.accepted_tokens for h in found
+        )
         for (kind, _, _), one, other in zip(wishes, plain, found, strict=True):
-            right[kind] += other.metrics.right
-            wrong[kind] += other.metrics.guessed - other.metrics.right
+            right[kind] += other.metrics.accepted_tokens
+            wrong[kind] += other.metrics.draft_tokens - other.metrics.accepted_tokens
             if outcome(one) != outcome(other):
                 differ.append(f"{kind}: {one.tokens} became {other.tokens}")
     return differ, right, wrong
@@ -140,7 +144,7 @@ def replaced(sampling: SamplingParams, stop: str) -> SamplingParams:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, run_ahead):
+def test_no_draft_changes_a_token_a_log_probability_a_text_or_a_reason(parts, run_ahead):
     right: Counter = Counter()
     wrong: Counter = Counter()
     for seed in range(ROUNDS):
@@ -153,7 +157,7 @@ def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, ru
         assert right[kind] and wrong[kind], f"{kind}: nothing was tried"
 
 
-@pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the guesses"])
+@pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the draft tokens"])
 def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
     sampling_rows = nanobatch.sampling_rows
     field = "index" if bug == "one index for all rows" else "before"
@@ -168,7 +172,7 @@ def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
 
 
 @pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
-def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch, bug):
+def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch, bug):
     """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
     say nothing, too, and later steps would read what it has left."""
     model, text = poisoned(parts[0], 99), parts[1]
@@ -177,15 +181,15 @@ def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
     elif bug:
         monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
-    never = {99: -100.0}  # it is guessed, and never said
+    never = {99: -100.0}  # it is drafted, and never said
     wish = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=never)
     wishes = [("", [n, 5, 6], wish) for n in range(6)]
     dice = np.random.default_rng(1)
-    with Engine(model, text, guesses=0, **sizes) as engine:
+    with Engine(model, text, speculate=0, **sizes) as engine:
         plain = serve(engine, wishes, dice)
-    with Engine(model, text, guesses=5, **sizes) as engine:
+    with Engine(model, text, speculate=5, **sizes) as engine:
         answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
-        engine.sched.guess = Oracle(answers, dice, wrong=99)
+        engine.sched.draft = Oracle(answers, dice, wrong=99)
         try:
             found = serve(engine, wishes, dice)
         except AssertionError:
@@ -194,8 +198,8 @@ def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
         is_same = [outcome(handle) for handle in plain] == [outcome(handle) for handle in found]
         assert is_same == (not bug)
         if not bug:
-            assert all(handle.metrics.guessed for handle in found)
-            assert all(handle.request.hints is None for handle in found)
+            assert all(handle.metrics.draft_tokens for handle in found)
+            assert all(handle.request.draft_source is None for handle in found)
 
 
 def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
@@ -203,12 +207,12 @@ def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_o
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
     wish = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
     prompts = [[7, n, 9, 7, n] for n in range(20)]
-    with Engine(*parts, guesses=0, **sizes) as engine:
+    with Engine(*parts, speculate=0, **sizes) as engine:
         plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
     right = 0
-    with Engine(*parts, guesses=5, **sizes) as engine:
+    with Engine(*parts, speculate=5, **sizes) as engine:
         answers = {1 + n: tokens for n, tokens in enumerate(plain)}
-        engine.sched.guess = Oracle(answers, np.random.default_rng(3))
+        engine.sched.draft = Oracle(answers, np.random.default_rng(3))
         for n, prompt in enumerate(prompts):
             handle = engine.submit(prompt, wish)
             for _ in range(n // 2):
@@ -219,79 +223,82 @@ def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_o
             tokens = handle.result().tokens
             assert tokens == plain[n][: len(tokens)]
             assert n % 2 or len(tokens) == 30
-            right += handle.metrics.right
+            right += handle.metrics.accepted_tokens
     assert right > 20
 
 
-def test_a_conversation_goes_on_behind_guesses_in_its_own_rows(parts):
-    """The rows of right guesses are taken over by the next turn, and those of wrong ones are not."""
+def test_a_conversation_goes_on_behind_draft_tokens_in_its_own_rows(parts):
+    """The rows of right draft tokens are taken over by the next turn, and those of wrong ones are not."""
     sizes = {"slots": 1, "max_len": 160, "chunk": 32}
     wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
     turns = []
-    for guesses in (0, 5):
-        with Engine(*parts, guesses=guesses, **sizes) as engine:
-            if guesses:
+    for speculate in (0, 5):
+        with Engine(*parts, speculate=speculate, **sizes) as engine:
+            if speculate:
                 first = turns[0][0]
-                engine.sched.guess = Oracle({1: first.tokens}, np.random.default_rng(5))
+                engine.sched.draft = Oracle({1: first.tokens}, np.random.default_rng(5))
             one = engine.submit([1, 2, 3], wish)
             one.result()
             two = engine.submit([1, 2, 3, *one.tokens, 8, 9], wish)
             two.result()
             turns.append((one, two))
-    plain, guessed = turns
-    assert [outcome(handle) for handle in plain] == [outcome(handle) for handle in guessed]
-    assert guessed[0].metrics.right > 10 and guessed[0].metrics.guessed > guessed[0].metrics.right
-    assert guessed[1].metrics.cached_tokens == plain[1].metrics.cached_tokens == 42
+    plain, drafted = turns
+    assert [outcome(handle) for handle in plain] == [outcome(handle) for handle in drafted]
+    assert (
+        drafted[0].metrics.accepted_tokens > 10
+        and drafted[0].metrics.draft_tokens > drafted[0].metrics.accepted_tokens
+    )
+    assert drafted[1].metrics.cached_tokens == plain[1].metrics.cached_tokens == 42
 
 
-# --- what is guessed ----------------------------------------------------------------------------
+# --- what is drafted ----------------------------------------------------------------------------
 
 
 def hints_of(prompt: list[int]) -> PromptLookup:
-    hints = PromptLookup()
-    hints.begin(prompt, None)
-    return hints
+    lookup = PromptLookup()
+    lookup.begin(prompt, None)
+    return lookup
 
 
-def test_what_stood_behind_the_two_newest_tokens_before_is_guessed():
-    hints = hints_of([1, 2, 3, 4, 5, 9, 1])
-    assert hints.guess(3) == []
-    hints.follow([2])
-    assert hints.guess(3) == [3, 4, 5] and hints.hits == 0
-    hints.follow([2, 3, 4])
-    assert hints.guess(9) == [5, 9, 1, 2, 3, 4] and hints.hits == 2
-    hints.follow([2, 3, 4, 8])
-    assert hints.guess(3) == [] and hints.hits == 0
+def test_what_stood_behind_the_two_newest_tokens_before_is_drafted():
+    lookup = hints_of([1, 2, 3, 4, 5, 9, 1])
+    assert lookup.draft(3) == []
+    lookup.follow([2])
+    assert lookup.draft(3) == [3, 4, 5] and lookup.hits == 0
+    lookup.follow([2, 3, 4])
+    assert lookup.draft(9) == [5, 9, 1, 2, 3, 4] and lookup.hits == 2
+    lookup.follow([2, 3, 4, 8])
+    assert lookup.draft(3) == [] and lookup.hits == 0
 
 
-def test_how_likely_a_guess_is_right_is_learned_for_each_length_of_a_run():
+def test_how_likely_a_draft_is_right_is_learned_for_each_length_of_a_run():
     """One rate for all took a copy with changes for a copy, and a pair of words for a quotation."""
-    hints = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
-    assert hints.chances(6) == [0.4, 0.6, 0.7, 0.85, 0.93, 0.93]
+    lookup = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
+    assert lookup.chances(6) == [0.4, 0.6, 0.7, 0.85, 0.93, 0.93]
     answer = []
     for n in range(40):  # two tokens that stood before, and a third that did not
         answer += [2, 3, 100 + n, 1]
-        hints.follow(answer)
-    assert hints.hits == 0 and hints.next == (pytest.approx(0.25, abs=0.05), 0)
-    hints.follow([*answer, 2])
-    first, second, third = hints.chances(3)
+        lookup.follow(answer)
+    assert lookup.hits == 0 and lookup.next == (pytest.approx(0.25, abs=0.05), 0)
+    lookup.follow([*answer, 2])
+    first, second, third = lookup.chances(3)
     assert first > 0.95 and second < 0.05 and third == 0.7
-    hints.follow([*answer, 2, 3])
-    assert hints.next == (second, 2)
+    lookup.follow([*answer, 2, 3])
+    assert lookup.next == (second, 2)
 
 
 def priced(row_s: float) -> Drafter:
     """A step takes 1 second, and so many more for each row."""
-    guesses = Drafter()
-    guesses._step_s = 1.0
-    guesses._row_s = row_s
-    return guesses
+    speculate = Drafter()
+    speculate._step_s = 1.0
+    speculate._row_s = row_s
+    return speculate
 
 
 def copying(id: int, client: str = "") -> Request:
     """An answer that copies its prompt, and one token of which is to be planned."""
     request = Request(id, tuple(range(40)), 30, 0.0, client=client)
-    request.hints = PromptLookup()
+    request.draft_source = PromptLookup()
     request.slot = id
     request.answer += range(8)
     request.planned = 8
@@ -319,28 +326,28 @@ def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
     """Each step of free text under a grammar waited for its tokens, and asked in vain."""
     grammar = Silent()
     request = inventing(0)
-    request.hints = PromptLookup(grammar)
-    guesses = priced(0.4)
+    request.draft_source = PromptLookup(grammar)
+    speculate = priced(0.4)
     waited = 0
     for n in range(200):
         request.answer.append(200 + n)
         request.planned = len(request.answer)
         request.max_tokens = 1000
         decode = Decode(request, 0, request.next_row)
-        if guesses.may_follow(SimpleNamespace(emitters=(decode,))):
+        if speculate.may_follow(SimpleNamespace(emitters=(decode,))):
             waited += 1
-            guesses([request], 100)
+            speculate([request], 100)
     assert 10 <= waited <= 40 and grammar.asked == waited
 
 
 @pytest.mark.parametrize(("row_s", "wide"), [(0.02, 15), (0.4, 8), (2.0, 3), (9.0, 1)])
-def test_the_dearer_a_row_is_the_fewer_tokens_are_guessed(row_s, wide):
-    guesses = priced(row_s)([copying(0)], 100)
-    assert len(guesses[0]) == wide
+def test_the_dearer_a_row_is_the_fewer_tokens_are_drafted(row_s, wide):
+    speculate = priced(row_s)([copying(0)], 100)
+    assert len(speculate[0]) == wide
 
 
-def test_a_step_is_read_at_once_only_if_the_guesses_behind_it_pay():
-    """Else every answer in which a pair came again lost run-ahead, though nothing was guessed."""
+def test_a_step_is_read_at_once_only_if_the_draft_tokens_behind_it_pay():
+    """Else every answer in which a pair came again lost run-ahead, though nothing was drafted."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
@@ -352,58 +359,58 @@ def test_a_step_is_read_at_once_only_if_the_guesses_behind_it_pay():
     assert not may_follow(9.0, *map(copying, range(8)))
 
 
-def test_who_gains_nothing_by_guesses_waits_a_twentieth_longer_at_most():
+def test_who_gains_nothing_by_draft_tokens_waits_a_twentieth_longer_at_most():
     """A copier took the half of a step more of three neighbours, in each of its steps."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
-    guesses = priced(0.1)
+    speculate = priced(0.1)
     longer = 0.0
     made = 0
     for _ in range(1000):
-        found = guesses(requests, 100)
+        found = speculate(requests, 100)
         count = sum(map(len, found.values()))
         longer += (0.05 + 0.1 * count / 1.4) if count else 0
         made += count > 0
     assert made > 20 and longer / 1000 == pytest.approx(0.05, rel=0.1)
-    alone = [guesses([copying(0), copying(1)], 100) for _ in range(10)]
+    alone = [speculate([copying(0), copying(1)], 100) for _ in range(10)]
     assert all(len(found) == 2 for found in alone), "among themselves they may"
 
 
 def test_a_step_that_another_program_made_long_is_no_price():
-    guesses = Drafter()
+    speculate = Drafter()
     now = 0.0
     for n in range(60):
         decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
         began = now
         now += 0.01 * (1 + 0.1 * (n % 4)) + (2.0 if n % 20 == 10 else 0.0)
-        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, guessed=n % 4)
-        guesses.learn(plan, now)
-    assert guesses._seconds(1) == pytest.approx(0.01, rel=0.2)
+        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, drafted=n % 4)
+        speculate.learn(plan, now)
+    assert speculate._seconds(1) == pytest.approx(0.01, rel=0.2)
 
 
 def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
-    guesses = Drafter(4)
+    speculate = Drafter(4)
 
-    def guessed(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
+    def drafted(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
         request = Request(1, prompt, 20, 0.0, client=client)
-        request.hints = PromptLookup()
+        request.draft_source = PromptLookup()
         request.slot = slot
         request.planned = 1
         request.answer.append(4)
-        return guesses([request], 10).get(1)
+        return speculate([request], 10).get(1)
 
     long, short = (1, 2, 3, 4, 5, 6), (8, 3)
-    guessed("ann", long)
-    assert guessed("ann", short, slot=1) is None, "another slot remembers other words"
-    assert guessed("ann", short) == (5, 6, 4)
-    guessed("ann", long)
-    assert guessed("bob", short) is None
-    assert guessed("ann", short) is None, "the slot has Bob's words now"
-    guessed("", long)
-    assert guessed("", short) is None, "all without a name are strangers"
+    drafted("ann", long)
+    assert drafted("ann", short, slot=1) is None, "another slot remembers other words"
+    assert drafted("ann", short) == (5, 6, 4)
+    drafted("ann", long)
+    assert drafted("bob", short) is None
+    assert drafted("ann", short) is None, "the slot has Bob's words now"
+    drafted("", long)
+    assert drafted("", short) is None, "all without a name are strangers"
 
 
-@pytest.mark.parametrize("guesses", [None, 3])
-def test_an_engine_guesses_by_itself_and_says_the_same(parts, guesses):
+@pytest.mark.parametrize("speculate", [None, 3])
+def test_an_engine_draft_tokens_by_itself_and_says_the_same(parts, speculate):
     """A random model soon repeats itself. And JSON's keys are forced."""
     schema = {
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
@@ -414,26 +421,28 @@ def test_an_engine_guesses_by_itself_and_says_the_same(parts, guesses):
     ]
     wishes += [("", [4, 2, 3], SamplingParams(max_tokens=90, grammar=schema))]
     found = []
-    for most in (0, guesses):
-        with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=most) as engine:
+    for most in (0, speculate):
+        with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=most) as engine:
             handles = serve(engine, wishes, np.random.default_rng(0))
             found.append([outcome(handle) for handle in handles])
-            last = [(handle.metrics.guessed, handle.metrics.right) for handle in handles]
+            last = [
+                (handle.metrics.draft_tokens, handle.metrics.accepted_tokens) for handle in handles
+            ]
     assert found[0] == found[1]
     assert last[1][1] > 5, last
-    if guesses:
+    if speculate:
         assert last[0][0] > 5, last
 
 
-def test_a_number_of_guesses_below_0_is_refused(parts):
-    with pytest.raises(ValueError, match="guesses = -1, but it must be at least 0"):
-        Engine(*parts, slots=1, max_len=64, guesses=-1)
+def test_a_number_of_draft_tokens_below_0_is_refused(parts):
+    with pytest.raises(ValueError, match="speculate = -1, but it must be at least 0"):
+        Engine(*parts, slots=1, max_len=64, speculate=-1)
 
 
-def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_to(
+def test_an_engine_whose_bits_depend_on_the_company_draft_tokens_only_if_it_is_asked_to(
     parts, monkeypatch
 ):
     monkeypatch.setattr("models.memory.is_batch_invariant", lambda model: False)
     for asked, most in ((None, 0), (4, 4)):
-        with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
-            assert engine.guesser.most == most
+        with Engine(*parts, slots=1, max_len=64, speculate=asked) as engine:
+            assert engine.drafter.most == most

@@ -209,7 +209,7 @@ def test_the_blank_book_differs_only_in_bodies():
         short = [function.rpartition(".")[2] for function in wanted[chapter]]
         assert without_bodies(text, short) == without_bodies(ours, short)
     assert "start <= slab.length - L" in written["kv.py"]
-    assert "reuse: bool = False" in written["nanobatch.py"]
+    assert "prefix_cache: bool = False" in written["nanobatch.py"]
 
 
 def test_a_later_stage_can_be_begun_with():
@@ -227,7 +227,7 @@ def test_every_task_has_hints_and_a_test():
         assert stage.minutes <= 60
         tried = {name for test in stage_tests(stage.number) for name in about(test)}
         for task in stage.tasks:
-            assert task.does.strip() and all(hint.strip() for hint in task.hints)
+            assert task.does.strip() and all(hint.strip() for hint in task.draft_source)
             assert task.short in tried or len(stage.tasks) == 1, task.name
         assert tried <= {task.short for task in stage.tasks}
         assert all(test.__doc__ for test in stage_tests(stage.number))
@@ -474,7 +474,7 @@ overlay.open_book(sys.argv[1])
 from nanobatch import Engine
 import kv
 with Engine.load("demo", slots=1, max_len=64) as engine:
-    print(kv.__file__, engine.exact, engine.summary, sep="\\n")
+    print(kv.__file__, engine.is_batch_invariant, engine.summary, sep="\\n")
 """
     said = run("-c", code, folder)
     file, exact, summary = said.stdout.splitlines()

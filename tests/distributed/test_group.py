@@ -246,9 +246,9 @@ class Wire(Ranks):
 def test_orders_survive_the_wire(parts, budget):
     """What a follower receives is what the leader ran."""
     orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
-    options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
+    options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "speculate": 2}
     with Engine(*parts, **options) as engine:
-        engine.sched.guess = again
+        engine.sched.draft = again
         engine.runner.ranks = wire
         begin = engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)
@@ -698,7 +698,7 @@ def test_two_processes_answer_like_one(tmp_path):
         for folder in folders:
             with Engine.load(folder, **SIZES) as engine:
                 alone.append(live(engine))
-                assert sum(step.guessed for step in engine.snapshot().steps) > 20
+                assert sum(step.draft_tokens for step in engine.snapshot().steps) > 20
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert [tokens for tokens, *_ in pair.found()] == alone and min(map(len, alone)) >= 8
         assert len({token for answers in alone for answer in answers for token in answer}) > 20

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "runtime/model_source": "kernels/* models/* distributed/* text/*",
     "runtime/*": "sched",
     "distributed/*": "runtime/snapshot kernels/*",
-    "models/*": "runtime/snapshot distributed/* kernels/*",
+    "models/*": "runtime/model_cost distributed/* kernels/*",
     "analysis/*": "sched policies runtime/* kernels/*",
     "course/overlay": "",
     "server/*": "runtime/* text/* sched",

@@ -386,7 +386,7 @@ def test_a_hash_that_should_be_another_is_said():
 
 
 def test_an_engine_says_whether_it_is_exact():
-    code = "from nanobatch import Engine; print(Engine.load('demo').exact)"
+    code = "from nanobatch import Engine; print(Engine.load('demo').is_batch_invariant)"
     for choice, exact in (("", bool(COMPILED)), ("openblas", False), ("off", False)):
         done = python(code, NANOBATCH_BLAS=choice)
         assert done.stdout == f"{exact}\n", done

@@ -140,7 +140,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
         assert np.array_equal(whole(narrow, prompt), whole(wide, prompt)), way
     kept = [part for part in claimants(narrow) if part.bits < 16]
     assert {part.bits for part in kept} <= {4, 8}
-    assert narrow.view.nbytes < 0.8 * wide.view.nbytes
+    assert narrow.cost.nbytes < 0.8 * wide.cost.nbytes
 
 
 def claimants(model) -> list:
@@ -310,7 +310,7 @@ def test_memory_is_as_estimated(tmp_path, bits):
     assert taken == pytest.approx(ModelReader(folder).nbytes, rel=0.02)
     largest = max(array.nbytes for array in arrays((model.layers, model.table)))
     assert most <= taken + 3.5 * largest
-    assert model.view.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
+    assert model.cost.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
         bits, "float16"
     )
 
@@ -320,7 +320,7 @@ def test_without_our_product_weights_are_widened(tmp_path):
     code = (
         "from nanobatch import Engine\n"
         f"engine = Engine.load({str(folder)!r}, slots=1, max_len=64)\n"
-        "print(engine.summary)\nprint(engine.exact)\n"
+        "print(engine.summary)\nprint(engine.is_batch_invariant)\n"
     )
     said = {}
     for choice in ("rows", "openblas"):

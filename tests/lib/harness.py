@@ -46,7 +46,7 @@ class Tap:
         def tapped_finish(begun, picks):
             chosen = [pick for slot in begun.slots for pick in picks[slot]]
             found = [row for logits in calls for row in np.array(logits)]
-            # Behind a wrong guess, logits are recorded once more when the right token is known.
+            # Behind a wrong draft, logits are recorded once more when the right token is known.
             for pick, logits in zip(chosen, found, strict=True):
                 # A ghost's pick counts from 0, as that of a new request does (`Engine._picks`).
                 if owners[pick.slot] in engine.sched.running:

@@ -20,7 +20,7 @@ RUNNER = "tests/core/test_runner.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
 SAMPLING = "tests/core/test_sampling.py"
-GUESSES = "tests/core/test_speculative.py"
+SPECULATIVE = "tests/core/test_speculative.py"
 OPS = "tests/models/test_ops.py"
 DOOR = "tests/server/test_app.py"
 SERVE = "tests/server/test_serve.py"
@@ -132,7 +132,7 @@ CORE = [
         "kv.py",
         "        for array in self.arrays:\n            array[slot, :, start:stop] = 0",
         "        for array in self.k:\n            array[slot, :, start:stop] = 0",
-        f"{GUESSES}::test_a_wrong_guess_that_is_not_finite_spoils_no_right_row",
+        f"{SPECULATIVE}::test_a_wrong_draft_that_is_not_finite_spoils_no_right_row",
     ),
     # --- llama.py
     Mutant(

@@ -130,7 +130,7 @@ class Count(NamedTuple):
     # one by one
     read: int
     masked: int  # logit vectors of requests under a grammar
-    right: int  # guesses that were right
+    right: int  # draft tokens that were right
     wrong: int  # and those that were not
 
     def __add__(self, other: "Count") -> "Count":
@@ -177,18 +177,18 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     crowded = random_sizes(rng, is_long, slots)
     lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
     total = NONE
-    guesses = int(rng.choice([0, 1, 5]))
+    speculate = int(rng.choice([0, 1, 5]))
     run_ahead = bool(rng.random() < 0.7)
     with Engine(
-        model, text, policy=policy, run_ahead=run_ahead, guesses=guesses, **crowded
+        model, text, policy=policy, run_ahead=run_ahead, speculate=speculate, **crowded
     ) as engine:
-        if guesses:
-            engine.guesser.may_follow = lambda plan: bool(rng.random() < 0.7)
-            engine.sched.guess = partial(boldly, engine.guesser)
+        if speculate:
+            engine.drafter.may_follow = lambda plan: bool(rng.random() < 0.7)
+            engine.sched.draft = partial(boldly, engine.drafter)
         # What an earlier owner might have left
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
-        with Engine(model, text, reuse=False, guesses=0, **lonely) as alone:
+        with Engine(model, text, prefix_cache=False, speculate=0, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
             for turn in range(rounds):
                 where = f"schedule {seed}, round {turn}, model {seed % len(models)}, {policy}"
@@ -203,10 +203,12 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     return total
 
 
-def boldly(guesses: Drafter, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-    """What the engine guesses by itself, and of any other answer that its newest token comes again:
+def boldly(
+    speculate: Drafter, decoding: Sequence[Request], left: int
+) -> dict[int, tuple[int, ...]]:
+    """What the engine draft tokens by itself, and of any other answer that its newest token comes again:
     random models repeat themselves."""
-    found = guesses(decoding, left)
+    found = speculate(decoding, left)
     left -= sum(map(len, found.values()))
     for request in decoding:
         most = min(left, request.max_tokens - request.planned - 1, 3)
@@ -274,8 +276,8 @@ def compare(
     beside = many if is_beside else 0
     masked = many if handle.sampling.grammar else 0
     m = handle.metrics
-    wrong = m.guessed - m.right
-    total = Count(many, tuple(found), m.cached_tokens, beside, 0, masked, m.right, wrong)
+    wrong = m.draft_tokens - m.accepted_tokens
+    total = Count(many, tuple(found), m.cached_tokens, beside, 0, masked, m.accepted_tokens, wrong)
     if many > 1:
         # The same answer read as a prompt: its rows come from a chunk, and not one by one.
         said = [*prompt, *handle.tokens[: many - 1]]

@@ -30,7 +30,7 @@ from nanobatch import POLICIES, Engine, SamplingParams
 from sched import Request
 
 channel.SILENCE_S = 2  # while one is silent, the other waits inside MLX, with all of a processor
-SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "guesses": 2}
+SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "speculate": 2}
 OPENING = list(range(40, 110))  # longer than two chunks
 SETTINGS = [
     {},
@@ -43,18 +43,18 @@ SETTINGS = [
 
 def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
     """The newest token comes twice more. Nearly always this is wrong."""
-    guesses = {}
+    speculate = {}
     for request in decoding:
         most = min(2, left // len(decoding), request.max_tokens - request.planned - 1)
         if most > 0 and request.planned == request.committed:
-            guesses[request.id] = (request.answer[-1],) * most
-    return guesses
+            speculate[request.id] = (request.answer[-1],) * most
+    return speculate
 
 
 def live(engine: Engine) -> list[list[int]]:
     """A short life under each policy: bursts, prompts that begin alike, and a cancel in line, in
-    prefill, in decode. Tokens are guessed."""
-    engine.sched.guess = again
+    prefill, in decode. Tokens are drafted."""
+    engine.sched.draft = again
     answers = []
     for policy in POLICIES:
         engine.drain(policy)
@@ -105,7 +105,7 @@ def answer(rounds: int, folders: list[str]) -> None:
             tokens = live(engine)
             engine.drain("continuous")
             found = compare_bits(engine, np.random.default_rng(1), rounds)
-            print(json.dumps([tokens, engine.exact, *found]), flush=True)
+            print(json.dumps([tokens, engine.is_batch_invariant, *found]), flush=True)
 
 
 def fail(fault: str) -> None:

@@ -19,7 +19,7 @@ class Story(Replay):
 
     `lag`: 0 is the plain loop, 1 is run-ahead. `rows` is a slab of tokens instead of keys: what the
     device would have written in each slot.
-    `dice`: tokens are guessed at random, right and wrong.
+    `dice`: tokens are drafted at random, right and wrong.
     `fails`: requests whose numbers are not finite: their rows are NaN, and their tokens -1.
 
     What a scheduler does wrong is an assertion that says in which step, and what.
@@ -39,7 +39,7 @@ class Story(Replay):
         policy = POLICIES[policy]
         self.dice = dice
         if dice:
-            options["guess"] = self.guess
+            options["draft"] = self.draft
         sched = Scheduler(slots, max_len, policy, chunk=chunk, budget=budget, **options)
         super().__init__(sched, seconds=lambda plan: 1.0, run_ahead=bool(lag))
         self.plans: list[Plan] = []
@@ -53,11 +53,11 @@ class Story(Replay):
         prompt: int | tuple[int, ...],
         max_tokens: int,
         eos: int | None = None,
-        reuse: bool = True,
+        prefix_cache: bool = True,
         client: str = "",
     ) -> Request:
         prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
-        request = Request(len(self.tokens), prompt, max_tokens, self.now, reuse, client)
+        request = Request(len(self.tokens), prompt, max_tokens, self.now, prefix_cache, client)
         self.sched.submit(request)
         self.tokens[request.id] = []
         if eos:
@@ -73,19 +73,19 @@ class Story(Replay):
         """A token that no other request says, and no prompt holds, unless it goes on from there."""
         return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
 
-    def guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        guesses = {}
+    def draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        drafts = {}
         for request in decoding:
             most = min(left, request.max_tokens - request.planned - 1, self.dice.randint(0, 4))
             if request.planned == request.committed and most > 0:
                 places = range(request.committed, request.committed + most)
                 tokens = [self.says(request, index) for index in places]
-                guesses[request.id] = tuple(t if self.dice.random() < 0.7 else 7 for t in tokens)
+                drafts[request.id] = tuple(t if self.dice.random() < 0.7 else 7 for t in tokens)
                 left -= most
-        return guesses
+        return drafts
 
     def _max_in_flight(self, plan: Plan | None) -> int:
-        if self.dice and self.dice.random() < 0.6:  # else nothing could be guessed with a lag
+        if self.dice and self.dice.random() < 0.6:  # else nothing could be drafted with a lag
             return 0
         return super()._max_in_flight(plan)
 
@@ -100,14 +100,14 @@ class Story(Replay):
             f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
         )
         said = {}
-        for request, slot, *_, guess in plan.emitters:
-            index = request.planned - 1 - len(guess)
+        for request, slot, *_, draft in plan.emitters:
+            index = request.planned - 1 - len(draft)
             is_right = True
             said[slot] = []
-            for i, guessed in enumerate((*guess, None)):
+            for i, drafted in enumerate((*draft, None)):
                 token = self.says(request, index + i)
-                said[slot].append(token if is_right else guessed or 0)  # behind it nonsense
-                is_right = is_right and token == guessed
+                said[slot].append(token if is_right else drafted or 0)  # behind it nonsense
+                is_right = is_right and token == drafted
         return said
 
     def finite(self, plan: Plan) -> list[int]:
@@ -127,11 +127,11 @@ class Story(Replay):
             self.look_back(plan, chunk.request, chunk.slot, prompt[: chunk.start])
             new = prompt[chunk.start : chunk.stop]
             rows[chunk.start : chunk.stop] = self.kept(chunk.request, chunk.start, new)
-        for request, slot, position, guess in plan.decodes:
+        for request, slot, position, draft in plan.decodes:
             rows = self.rows[slot]
-            assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
-            rows[position + 1 : position + 1 + len(guess)] = guess
-            count = request.planned - 1 - len(guess)
+            assert position + len(draft) < self.sched.max_len, "a draft beyond the slot's end"
+            rows[position + 1 : position + 1 + len(draft)] = draft
+            count = request.planned - 1 - len(draft)
             answer = [self.says(request, index) for index in range(count)]
             rows[position] = self.kept(request, position, answer[-1:])[0]
             self.look_back(plan, request, slot, [*request.prompt, *answer])

@@ -162,14 +162,14 @@ class EndsAfter:
         return len(self.handle.tokens) >= self.tokens
 
 
-def guess_at_random(engine: Engine, dice: random.Random) -> None:
+def draft_at_random(engine: Engine, dice: random.Random) -> None:
     """What will be said, but for some tokens."""
 
-    def guess(decoding, left):
+    def draft(decoding, left):
         found = {}
         for r in decoding:
             most = min(left, r.max_tokens - r.planned - 1, dice.randint(0, 4))
-            if most < 1 or r.planned != r.committed or r.hints is None:
+            if most < 1 or r.planned != r.committed or r.draft_source is None:
                 continue
             tokens = [engine.runner.says(r.slot, r.planned + i) for i in range(most)]
             if dice.random() < 0.4:
@@ -178,9 +178,9 @@ def guess_at_random(engine: Engine, dice: random.Random) -> None:
             left -= most
         return found
 
-    engine.guesser.most = 4
-    engine.sched.guess = guess
-    engine.guesser.may_follow = lambda plan: dice.random() < 0.5
+    engine.drafter.most = 4
+    engine.sched.draft = draft
+    engine.drafter.may_follow = lambda plan: dice.random() < 0.5
 
 
 def disturb(stage: Stage, seconds: float) -> None:

@@ -86,7 +86,7 @@ def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))
     sizes = {"slots": 6, "max_len": 192, "chunk": 32}
-    with Engine(model, text, reuse=False, **sizes) as engine:
+    with Engine(model, text, prefix_cache=False, **sizes) as engine:
         alone = [engine.submit(*case).result().tokens for case in cases]
 
     def client(numbers: Iterator[int]) -> None:

@@ -17,8 +17,8 @@ from models.rope import Rope
 from nanobatch import Engine
 from policies import POLICIES
 from runner import ForwardBatch, SamplingRows
+from runtime.model_cost import ModelCost
 from runtime.outputs import StepOutput, TokenLogprob
-from runtime.snapshot import ModelView
 from sched import Scheduler
 from text.tokenizer import Prompt
 
@@ -159,7 +159,7 @@ CONFIG = Config(
     "words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO
 )
 
-VIEW = ModelView(
+VIEW = ModelCost(
     form="float32",
     layers=4,
     body_nbytes=60_000_000,
@@ -178,11 +178,11 @@ def word_engine(
     text = WordText()
     nothing = {"layers": (), "norm": None, "table": None, "head": None}
     model = SimpleNamespace(
-        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW, **nothing
+        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, cost=VIEW, **nothing
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(
-        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
+        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, speculate=0
     )
     engine.eager_first_token = False
     engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)

@@ -31,7 +31,7 @@ EXPERTS = {
 
 def test_a_small_llama_is_counted_as_by_hand(tmp_path):
     """D 64, 4 heads and 2 key heads of 16, 96 inside the MLP, 272 tokens, 2 layers."""
-    view = read_model(make_checkpoint(tmp_path)).view
+    view = read_model(make_checkpoint(tmp_path)).cost
     qkv = (64 + 32 + 32) * 64
     out = 64 * 64
     mlp = 3 * 96 * 64
@@ -61,8 +61,8 @@ def test_packed_bytes(tmp_path):
         intermediate_size=256,
         quantize=lambda module: (4, 32),
     )
-    view = read_model(folder, "checkpoint").view
-    whole = read_model(folder, "float32").view
+    view = read_model(folder, "checkpoint").cost
+    whole = read_model(folder, "float32").cost
     assert (view.form, whole.form) == ("4 bits in groups of 32", "float32, widened")
     assert (view.body_products, view.tail_products) == (whole.body_products, whole.tail_products)
     assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 128
@@ -72,7 +72,7 @@ def test_packed_bytes(tmp_path):
         view.row_nbytes == whole.row_nbytes == read_model(folder, kv="float32").view.row_nbytes // 2
     )
     if device.is_batch_invariant():  # packed as well, but for norms and the slab
-        kept = read_model(folder).view
+        kept = read_model(folder).cost
         assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
             row_nbytes=0, body_nbytes=0, tail_nbytes=0
         )
@@ -82,7 +82,7 @@ def test_packed_bytes(tmp_path):
 
 def test_sixteen_bit_bytes(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
-    view, whole = read_model(folder).view, read_model(folder, "float32").view
+    view, whole = read_model(folder).cost, read_model(folder, "float32").cost
     if device.is_batch_invariant():
         rows = 2 * 128 + 64 + 2 * 96 + 64
         assert view.form == "bfloat16"
@@ -91,7 +91,7 @@ def test_sixteen_bit_bytes(tmp_path):
 
 
 def test_experts_are_counted_apart(tmp_path):
-    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).view
+    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).cost
     assert (view.experts, view.taken) == (6, 2)
     assert view.expert_products == 3 * 40 * 64
     assert view.expert_nbytes == 4 * 3 * 40 * 64
@@ -107,14 +107,14 @@ def test_experts_are_counted_apart(tmp_path):
 
 def test_layers_with_a_window_are_counted(tmp_path):
     changes = {"model_type": "gemma2", "head_dim": 16, "sliding_window": 50}
-    view = read_model(make_checkpoint(tmp_path, **changes, num_hidden_layers=4)).view
+    view = read_model(make_checkpoint(tmp_path, **changes, num_hidden_layers=4)).cost
     assert (view.window, view.windowed, view.layers) == (50, 2, 4)
 
 
 def test_each_rank_counts_its_share(tmp_path):
     folder = make_checkpoint(tmp_path)
-    whole = read_model(folder).view
-    first, second = (ModelReader(folder, "float32", Ranks(r, 2)).read().view for r in (0, 1))
+    whole = read_model(folder).cost
+    first, second = (ModelReader(folder, "float32", Ranks(r, 2)).read().cost for r in (0, 1))
     assert first.body_products == second.body_products == whole.body_products // 2
     head = 272 * 64
     assert first.tail_products - head == second.tail_products == (whole.tail_products - head) // 2
@@ -204,10 +204,10 @@ def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
 
 def compare(model: Model, step, metered: Counter, exact: bool) -> None:
     asked = asked_of(step.view)
-    bill = bill_of(model.view, Work.of(parts_of(step), asked))
+    bill = bill_of(model.cost, Work.of(parts_of(step), asked))
     assert bill.products == metered["products"]
     # The last layer's attention is in the graph, and not computed if no token is asked
-    layers = model.view.layers
+    layers = model.cost.layers
     looked = {name: metered[name] * (1 if asked else (layers - 1) / layers) for name in metered}
     assert 0 < bill.keys <= looked["keys"] and 0 < bill.attention <= looked["attention"]
     if exact:

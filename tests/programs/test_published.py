@@ -173,7 +173,7 @@ def test_ten_turns(published, roomy):
         assert cached >= before["prompt_tokens"], text
     if published.name == "qwen":  # SmolLM2 says another name
         assert "Ida" in answers[1][1]
-    with Engine.load(published, slots=1, max_len=2048, reuse=False, guesses=0) as engine:
+    with Engine.load(published, slots=1, max_len=2048, prefix_cache=False, speculate=0) as engine:
         for messages, text, _ in answers[::3]:
             alone = engine.submit(messages, SamplingParams(max_tokens=40)).result()
             assert alone.text == text and alone.metrics.cached_tokens == 0

@@ -19,7 +19,7 @@ from kernels.mlx import mx
 from kernels.packed import Matrix
 
 IS_LONG = "NANOBATCH_VERIFY" in os.environ
-WAYS = ",".join(verify.WAYS) if IS_LONG else "company,reuse,guesses,prefill"
+WAYS = ",".join(verify.WAYS) if IS_LONG else "company,prefix_cache,draft tokens,prefill"
 COUNT, STORY, COPY, LONG, ALPHABET = verify.QUESTIONS
 
 
@@ -48,8 +48,10 @@ def test_no_bit_differs(capsys, few):
     assert found["answers"] == sum(tally["answers"] for tally in ways.values())
     whole = few * verify.TOKENS * (1 + verify.LIKELIEST)
     assert 0.8 * whole < ways["company"]["numbers"] <= whole  # a grammar may end an answer
-    assert int(ways["reuse"]["note"].split()[0].replace(",", "")) > 200  # or nothing was tried
-    assert int(ways["guesses"]["note"].split()[0]) > 10
+    assert (
+        int(ways["prefix_cache"]["note"].split()[0].replace(",", "")) > 200
+    )  # or nothing was tried
+    assert int(ways["draft tokens"]["note"].split()[0]) > 10
     assert {"greedy", "drawn", "penalties", "regex"} <= set(found["settings"])
     assert len(found["model_sha256"]) == len(found["answers_sha256"]) == 64
     assert found["product"].startswith("rows (") and found["version"].startswith("nanobatch ")
@@ -88,7 +90,7 @@ def accept_draft_tokens_from_the_fourth_on(monkeypatch):
     def trusting(self, plan, tokens, *rest):
         tokens = [list(row) for row in tokens]
         for decode in plan.decodes:
-            tokens[decode.slot][3 : len(decode.guess)] = decode.guess[3:]
+            tokens[decode.slot][3 : len(decode.draft)] = decode.draft[3:]
         return commit(self, plan, tokens, *rest)
 
     monkeypatch.setattr(sched.Scheduler, "commit", trusting)
@@ -115,7 +117,7 @@ def mask_with_the_grammar_of_a_neighbour(monkeypatch):
     [
         (hide_rows_from_256_on, "company", [LONG, COUNT]),
         (change_logits_from_token_25_on, "company", [COUNT, COPY]),
-        (accept_draft_tokens_from_the_fourth_on, "guesses", [COPY]),
+        (accept_draft_tokens_from_the_fourth_on, "draft tokens", [COPY]),
         (penalize_what_the_first_of_the_batch_said, "company", [COUNT, COPY]),
         (mask_with_the_grammar_of_a_neighbour, "company", [COUNT, STORY]),
     ],

@@ -114,7 +114,7 @@ def test_waiting_command_is_refused(engine, loop, how):
 
 def test_between_is_called_as_often_as_it_asks(parts):
     """After each step."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=0) as engine:
         steps = []
         loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
         engine.submit([1], LONG).result(timeout=60)

@@ -59,7 +59,7 @@ def test_step_view(parts):
     """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
     the oldest, keeps 20. E waits in line."""
     with Engine(
-        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
+        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, prefix_cache=False
     ) as engine:
         a = engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
         engine.step()
@@ -81,7 +81,7 @@ def test_step_view(parts):
 
 
 def test_ghost_is_shown_in_its_step(parts):
-    with Engine(*parts, slots=1, max_len=128, chunk=32, guesses=0) as engine:
+    with Engine(*parts, slots=1, max_len=128, chunk=32, speculate=0) as engine:
         token = engine.submit([1, 2], SHORT).result().tokens[1]
         before = engine.snapshot()
         engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[token])).result()

@@ -1,9 +1,9 @@
-"""What the screen shows of guesses: several tokens in a cell, wrong ones as waste, and in words."""
+"""What the screen shows of draft tokens: several tokens in a cell, wrong ones as waste, and in words."""
 
 import random
 
 import pytest
-from screen_stage import Stage, drawn, guess_at_random, plain
+from screen_stage import Stage, draft_at_random, drawn, plain
 
 from nanobatch import SamplingParams
 from screen.draw.step import draw_step
@@ -14,24 +14,24 @@ from screen.recording import record
 from screen.step_columns import useful_of
 
 
-def guessing(seed: int = 3) -> Stage:
-    """Two answers of 40 tokens, many of which are guessed."""
+def drafting(seed: int = 3) -> Stage:
+    """Two answers of 40 tokens, many of which are drafted."""
     stage = Stage(slots=2).load()
-    guess_at_random(stage.engine, random.Random(seed))
+    draft_at_random(stage.engine, random.Random(seed))
     for letter in (97, 98):
         stage.engine.submit([letter] * 20, SamplingParams(max_tokens=40, ignore_eos=True))
     return stage.finish()
 
 
-def test_cells_with_guesses_say_how_many_tokens_came_and_how_many_rows_were_wasted():
-    stage = guessing()
+def test_cells_with_draft_tokens_say_how_many_tokens_came_and_how_many_rows_were_wasted():
+    stage = drafting()
     state = stage.state
-    known = [column for column in state.history if column.view.guesses]
+    known = [column for column in state.history if column.view.drafts]
     assert len(known) > 5 and len(state.history) < 40, "answers took a step for each token"
     assert sum(column.tokens for column in state.history) == 80
     for column in known:
         step = column.view
-        wrong = sum((of - right) / (1 + of) for _, of, right in step.guesses)
+        wrong = sum((of - right) / (1 + of) for _, of, right in step.drafts)
         working = len(step.decode) + len(step.prefill) - len(step.ghosts)
         assert column.useful == pytest.approx(working - wrong)
     assert useful_of(known) < 100
@@ -41,29 +41,37 @@ def test_cells_with_guesses_say_how_many_tokens_came_and_how_many_rows_were_wast
     assert "¹" in picture and "⁴" in picture, picture
 
 
-def test_a_step_and_a_request_tell_of_guesses_in_words():
-    stage = guessing()
+def test_a_step_and_a_request_tell_of_draft_tokens_in_words():
+    stage = drafting()
     state = stage.state
-    column = next(c for c in state.history if c.view.right and c.view.guessed > c.view.right)
+    column = next(
+        c
+        for c in state.history
+        if c.view.accepted_tokens and c.view.draft_tokens > c.view.accepted_tokens
+    )
     state.cursor = column.step
     step = column.view
     words = " ".join(" ".join(plain(drawn(draw_step, state, 200, 40))).split())
-    assert f"guessed {step.guessed}, {step.right} right (slot " in words
-    assert f"{len(step.decode)} decode + {step.guessed} guessed = " in words
-    assert f" + {len(step.decode)} + {step.guessed} guessed of " in words
-    rows = len(step.decode) + step.guessed + sum(stop - start for *_, start, stop in step.prefill)
+    assert f"drafted {step.draft_tokens}, {step.accepted_tokens} accepted (slot " in words
+    assert f"{len(step.decode)} decode + {step.draft_tokens} drafted = " in words
+    assert f" + {len(step.decode)} + {step.draft_tokens} drafted of " in words
+    rows = (
+        len(step.decode) + step.draft_tokens + sum(stop - start for *_, start, stop in step.prefill)
+    )
     assert sum(part.tokens for part in parts_of(column)) == rows
-    assert asked_of(step) == len(step.decode) + step.guessed
+    assert asked_of(step) == len(step.decode) + step.draft_tokens
     request = state.requests[1]
     m = request.metrics
-    assert f"40 new tokens, guessed {m.guessed}, {m.right} right" in figures_of(request, 9.0)
+    assert f"40 new tokens, drafted {m.draft_tokens}, {m.accepted_tokens} accepted" in figures_of(
+        request, 9.0
+    )
 
 
-def test_steps_with_guesses_are_recorded_as_they_were():
-    state = guessing().state
+def test_steps_with_draft_tokens_are_recorded_as_they_were():
+    state = drafting().state
     about = {"command": "", "version": "", "processor": "", "model": "words", "engine": ""}
     recording = record(state, about, lambda request: ())
     (run,) = recording["runs"]
-    place = recording["fields"]["StepView"].index("guesses")
-    told = [[list(one) for one in step.view.guesses] for step in state.history]
+    place = recording["fields"]["StepView"].index("drafts")
+    told = [[list(one) for one in step.view.drafts] for step in state.history]
     assert [step[place] for step in run["steps"]] == told and any(told)

@@ -23,7 +23,7 @@ def broken(stage: Stage, what: str) -> FaultInjection:
     stage.finish()
     found = stage.state.view.finding
     assert found.stage == "over" and found.what == what, stage.state.faults
-    assert not stage.state.view.busy and stage.engine.reuse and not stage.client.own
+    assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
     return found
 
 
@@ -50,7 +50,7 @@ def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     assert len(found.ended) == len(ended) and {*found.ended} <= {*in_slots}
     assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
     assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
-    if demo.engine.exact:
+    if demo.engine.is_batch_invariant:
         assert not found.changed and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
     errors = {each.error for each in found.ended}
@@ -132,7 +132,7 @@ def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
 @pytest.mark.parametrize(("wrong", "words"), [("bits", "✗ other bits"), ("token", "✗ other words")])
 def test_answers_that_change_with_their_company_are_reported(wrong, words):
     stage = Stage().load()
-    stage.engine.exact = False
+    stage.engine.is_batch_invariant = False
     turned_by_company(stage, 5, wrong)
     found = broken(stage, "client")
     changed = found.changed
@@ -219,7 +219,7 @@ def test_the_page_is_as_drawn(what):
     async def scenario(it):
         if what == "nan":
             with_slab(it.stage)
-        it.stage.engine.exact = True
+        it.stage.engine.is_batch_invariant = True
         await it.press("K", str([*BREAKS].index(what) + 1))
         it.stage.finish()
         await it.turns(1)

@@ -35,10 +35,10 @@ def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
     assert len(other.ttfts) < len(ran.ttfts) == 10
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("hurry", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
+def test_a_replay_under_the_same_policy_is_what_happened(policy, prefix_cache, hurry):
     """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for
     cell.
 
@@ -47,9 +47,9 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     prompts that begin alike are of one length, and are admitted together.)
     """
     if policy == "short":
-        reuse = False
+        prefix_cache = False
     stage = Stage(policy=policy).load()
-    stage.engine.reuse = reuse
+    stage.engine.prefix_cache = prefix_cache
     # Long prompts have narrow chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
@@ -277,7 +277,7 @@ def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_
 def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(policy):
     """Compare's cost of a chunk came out as 1.9 to 249 ms."""
     stage = Stage(policy=policy).load()
-    stage.engine.reuse = False
+    stage.engine.prefix_cache = False
     disturb(stage, 0.1)
     stage.session.obey("/burst 20")
     stage.turns(60)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from screen_stage import EndsAfter, Stage, drawn, guess_at_random, like_golden, plain, show
+from screen_stage import EndsAfter, Stage, draft_at_random, drawn, like_golden, plain, show
 
 from nanobatch import SamplingParams
 from policies import POLICIES
@@ -22,18 +22,18 @@ REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
 
 
-def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = False) -> Stage:
+def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = False) -> Stage:
     """Some crowds of several clients, one behind the other, under each policy in turn."""
     dice = random.Random(seed)
     stage = Stage(policy=list(POLICIES)[seed % len(POLICIES)], slots=dice.randint(1, 5)).load()
     engine = stage.engine
-    engine.reuse = shares
+    engine.prefix_cache = shares
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
     engine.sched.far = dice.choice([20, 2**40])
     engine.eager_first_token = dice.random() < 0.5
-    if guesses:
-        guess_at_random(engine, dice)
+    if drafts:
+        draft_at_random(engine, dice)
     clients = "abc"[: dice.randint(1, 3)]
     handles = []
     for _ in range(dice.randint(1, 2)):
@@ -96,14 +96,14 @@ def outcomes(state: State, id: int) -> list[life.Outcome]:
 
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
-@pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
-def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, guesses):
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, drafts):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
-    not matter, since it is told before which plan each request came, and went. What was guessed is
-    guessed again: without that, each answer took a step for each token."""
+    not matter, since it is told before which plan each request came, and went. What was drafted is
+    drafted again: without that, each answer took a step for each token."""
     compared = Counter()
     for seed in range(REPLAYS):
-        stage = random_run(seed, cancels, shares, guesses)
+        stage = random_run(seed, cancels, shares, drafts)
         state = stage.state
         for request in state.requests.values():
             if not request.metrics.output_tokens:
@@ -115,12 +115,12 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, 
             compared[request.policy] += 1
             compared["waited"] += ran["measured"][0] > 0
             compared["shared"] += request.metrics.cached_tokens > 0
-            compared["guessed"] += request.metrics.right > 0
+            compared["accepted"] += request.metrics.accepted_tokens > 0
             compared["cancelled"] += not is_whole
     assert {*POLICIES} < {*compared} and compared["waited"] > 4 * REPLAYS, compared
     assert (compared["shared"] > REPLAYS) == shares, compared
     assert (compared["cancelled"] > REPLAYS / 10) == cancels, compared
-    assert (compared["guessed"] > REPLAYS) == guesses, compared
+    assert (compared["accepted"] > REPLAYS) == drafts, compared
 
 
 def test_a_prompt_that_is_still_being_read_counts_in_a_replay():

@@ -7,8 +7,8 @@ import pytest
 from rich.cells import cell_len
 from screen_stage import (
     Stage,
+    draft_at_random,
     drawn,
-    guess_at_random,
     like_golden,
     plain,
     show,
@@ -65,16 +65,16 @@ def test_rows_of_the_prompt_are_computed_in_some_runs_and_taken_over_in_the_othe
     assert f"{60 - len(taken)} runs computed all rows" in found.beginnings
 
 
-def test_half_of_the_runs_have_guesses_and_the_same_answer():
+def test_half_of_the_runs_have_draft_tokens_and_the_same_answer():
     stage = Stage().load()
-    guess_at_random(stage.engine, random.Random(1))
+    draft_at_random(stage.engine, random.Random(1))
     found = gathered(stage, "/same 40")
-    guessed = [run for run in found.runs if run.guessed]
-    assert 8 <= len(guessed) <= 20 and found.so_far == "40 runs, 1 answer"
-    right = sum(run.right for run in guessed)
-    assert 0 < right < sum(run.guessed for run in guessed)
-    assert f"in {len(guessed)} of 40 runs: " in found.guesses
-    assert f"{right:,} of them right" in found.guesses
+    drafted = [run for run in found.runs if run.draft_tokens]
+    assert 8 <= len(drafted) <= 20 and found.so_far == "40 runs, 1 answer"
+    right = sum(run.accepted_tokens for run in drafted)
+    assert 0 < right < sum(run.draft_tokens for run in drafted)
+    assert f"in {len(drafted)} of 40 runs: " in found.speculate
+    assert f"{right:,} of them right" in found.speculate
 
 
 @pytest.mark.parametrize("many", [6, 7])
@@ -146,7 +146,7 @@ def demo_stage() -> Stage:
 def test_the_demo_gives_one_answer_down_to_the_bits_if_its_product_promises_that():
     stage = demo_stage()
     found = gathered(stage, "/same 24 Tell me a story about a fox and a lantern. It is late.")
-    assert len(found.runs) == 24 and found.exact == stage.engine.exact
+    assert len(found.runs) == 24 and found.exact == stage.engine.is_batch_invariant
     assert found.alone.numbers == 6 * len(found.alone.tokens) >= 60
     assert len({value for place in found.alone.likely for _, value in place}) > 40
     if found.exact:
@@ -197,7 +197,7 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     stage.turns(20 if when == "runs" else 2)
     stage.session.obey("/cancel all")
     stage.turns(3)
-    assert not stage.state.view.busy and stage.engine.reuse and not stage.client.own
+    assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
     assert stage.state.view.finding.stage == when
     assert gathered(stage).so_far == "30 runs, 1 answer"
 
@@ -255,7 +255,7 @@ def test_a_run_that_fails_ends_the_trial_with_a_reason():
     assert not sched.waiting and not sched.running
     faults = " ".join(fault.message for fault in stage.state.faults)
     assert "a run failed: RuntimeError: the device is on fire" in faults
-    assert not stage.state.view.experimenting and stage.engine.reuse
+    assert not stage.state.view.experimenting and stage.engine.prefix_cache
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_prompt_is_the_one_behind_the_number_or_one_that_was_typed_or_our_lo
 @pytest.mark.parametrize("wrong, others", [("", "one"), ("token", "two")])
 def test_the_page_is_as_drawn(wrong, others):
     async def scenario(it):
-        it.stage.engine.exact = not wrong
+        it.stage.engine.is_batch_invariant = not wrong
         it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
         if wrong:
             turned_by_company(it.stage, 7, wrong)

@@ -8,7 +8,8 @@ from screen_stage import Stage, drawn, like_golden, plain, show
 from word_engine import VIEW
 
 from analysis.step_costs import Floors, Member, Work, bill_of, floors_of, of_rows
-from runtime.snapshot import ExpertsView, ModelView, RanksView, Roof
+from runtime.model_cost import ModelCost
+from runtime.snapshot import ExpertsView, RanksView, Roof
 from screen.commands import PlainLog, orders_of
 from screen.draw.style import UNSEEN
 from screen.pages import step_cost
@@ -17,7 +18,7 @@ from screen.step_columns import gap
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
 # Numbers that can be added up by heart
-MODEL = ModelView(
+MODEL = ModelCost(
     form="float32",
     layers=3,
     body_nbytes=1_000,
@@ -76,10 +77,10 @@ def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
     work = Work(tokens=3, rows=3, looks=3, asked=1)
     known = bill_of(EXPERTS, work, experts=[4, 5, 2])
     assert known.weights == 1_000 + 400 + 3 * 8 + 11 * 60
-    guessed = bill_of(EXPERTS, work)
+    drafted = bill_of(EXPERTS, work)
     chance = 8 * (1 - 0.75**3)
-    assert guessed.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
-    assert known.products == guessed.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
+    assert drafted.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
+    assert known.products == drafted.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
 
 
 def test_a_small_model_has_the_roof_of_the_cache_that_it_lies_in():

@@ -31,7 +31,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
 
 def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
-    with Engine.load("demo", slots=1, max_len=256, guesses=0) as engine:
+    with Engine.load("demo", slots=1, max_len=256, speculate=0) as engine:
         wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
         handle = engine.submit(engine.text.ask("Tell me a story about a fox."), wish)
         said, forbidden = "", 0

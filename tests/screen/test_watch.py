@@ -337,7 +337,7 @@ def test_a_view_of_another_process_has_every_step_and_every_end(server):
             time.sleep(0.25)  # nobody looks meanwhile
         it.sees(lambda state: len(state.ended) == ends + 4)
         steps = [column.step for column in it.state.history if column.step > first]
-        # Where tokens are guessed, a step brings several
+        # Where tokens are drafted, a step brings several
         assert steps == list(range(first + 1, first + 1 + len(steps))) and len(steps) >= 60
         assert sum(column.tokens for column in it.state.history if column.step > first) == 120
         assert not it.state.faults

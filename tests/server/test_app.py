@@ -821,7 +821,7 @@ def test_the_engine_is_told_the_clients_address(here, more):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, seed):
-    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    """They confirmed a draft at it, sixteen tokens at a time. 40 requests of two clients, with
     prompts that begin alike."""
     dice = random.Random(seed)
     said = {"127.0.0.2": [], "127.0.0.3": []}

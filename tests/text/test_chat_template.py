@@ -1035,11 +1035,11 @@ def test_a_turn_reads_what_the_template_writes_anew(published, name):
             request = talk.say(prompt, answer)
             same = [a == b for a, b in zip(prompt, held, strict=False)]
             common = [*same, False].index(False)
-            assert request.reused == (common if common >= SEGMENT else 0)
+            assert request.cached == (common if common >= SEGMENT else 0)
             held = prompt + answer[:-1]
             reply = {"role": "assistant", "content": "So."}
             messages.append(reply | ({"reasoning_content": "Easy."} if "think" in opens else {}))
             if turn in (1, 9):
-                read.append(len(prompt) - request.reused)
+                read.append(len(prompt) - request.cached)
     second, tenth, _, tenth_with_system = read
     assert (second, tenth, tenth_with_system) == expected

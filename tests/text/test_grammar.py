@@ -351,25 +351,25 @@ def test_an_answer_whose_grammar_takes_too_long_ends(grammars, monkeypatch):
 
 
 def test_a_grammar_answers_for_several_places_and_stands_where_it_stood(grammars):
-    """Guesses that it allows, a guess that it forbids, and guesses beyond its end."""
+    """Draft tokens that it allows, a draft that it forbids, and draft tokens beyond its end."""
     dice = random.Random(1)
     source = {"json": {"type": "array", "items": {"enum": [17, "ab", None]}, "maxItems": 3}}
     right = wrong = beyond = 0
     for _ in range(30):
         grammar = make(grammars, **source)
         while not grammar.is_complete:
-            guesses, expected, ahead = [], [grammar.mask()], grammar.copy()
+            drafts, expected, ahead = [], [grammar.mask()], grammar.copy()
             for _ in range(dice.randint(0, 6)):
-                guess = dice.randrange(256) if dice.random() < 0.2 else inside(ahead, dice)
-                guesses.append(guess)
-                if ahead.is_complete or guess not in allowed(ahead):
+                draft = dice.randrange(256) if dice.random() < 0.2 else inside(ahead, dice)
+                drafts.append(draft)
+                if ahead.is_complete or draft not in allowed(ahead):
                     beyond += ahead.is_complete
                     wrong += not ahead.is_complete
                     break
-                ahead.accept(guess)
+                ahead.accept(draft)
                 expected.append(ahead.mask())
                 right += 1
-            assert grammar.masks(guesses) == expected
+            assert grammar.masks(drafts) == expected
             assert grammar.mask() == expected[0]
             grammar.accept(inside(grammar, dice))
     assert right > 100 and wrong > 20 and beyond > 10

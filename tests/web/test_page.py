@@ -15,7 +15,7 @@ from recordings import HOSTILE, recording
 from screen_stage import Stage
 
 from docs.make import page as page_program
-from docs.make.page import GUESSES
+from docs.make.page import DRAFTS
 from screen import recording as record
 from screen.draw.style import clean
 from screen.pages import race
@@ -88,17 +88,17 @@ def test_a_page_of_another_run_claims_nothing_of_the_demo():
     assert 'id="data-game"' not in text and 'id="data-lab"' in text
 
 
-def test_where_a_replay_guesses_as_the_run_did_the_page_says_so():
-    """The lab's runs had the recorded guesses under any setting, and the page did not say so. In the
+def test_where_a_replay_draft_tokens_as_the_run_did_the_page_says_so():
+    """The lab's runs had the recorded draft tokens under any setting, and the page did not say so. In the
     game the policies had them, too, and the player none."""
     run = recording(burst=24)
     names = run["fields"]["StepView"]
     alike = page_program.game_of(run)["runs"]
-    told = [GUESSES in body_of(page_program.make([run]))]
+    told = [DRAFTS in body_of(page_program.make([run]))]
     step = next(step for step in run["runs"][0]["steps"] if step[names.index("decode")])
     ((slot, _), *_) = step[names.index("decode")]
-    step[names.index("guesses")] = [[slot, 3, 2]]
-    told.append(GUESSES in body_of(page_program.make([run])))
+    step[names.index("drafts")] = [[slot, 3, 2]]
+    told.append(DRAFTS in body_of(page_program.make([run])))
     assert told == [False, True]
     assert page_program.game_of(run)["runs"] == alike
 

@@ -24,7 +24,7 @@ at_every_run = pytest.mark.parametrize("run", RECORDING["runs"], ids=lambda run:
 
 
 def named(kind: str, values: list) -> dict:
-    return dict(zip(FIELDS[kind], values, strict=True))
+    return simulate.named(FIELDS[kind], values)
 
 
 @at_every_run
@@ -35,7 +35,7 @@ def test_the_scheduler_plans_each_step_of_the_page_again(run):
     played = simulate.play(limits, POLICIES[run["policy"]], wishes, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
-        step = {"guesses": []} | named("StepView", packed)  # it was recorded before there were any
+        step = {"drafts": []} | named("StepView", packed)  # it was recorded before there were any
         for name, value in plan.items():
             assert json.loads(json.dumps(value)) == step[name], (plan["step"], name)
     # With each token of a prompt at its mean price, it takes as long as the recording says

@@ -2,20 +2,23 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import pytest
+from browsers import in_node, needs_node
 
 from policies import POLICIES
 from web import simulate
 
 ROOT = Path(__file__).parents[2]
+OLD = ROOT / "tests" / "web" / "recording-0.5.json"
 LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
 PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
 FIELDS = {
     "RequestView": ["metrics"],
     "Metrics": ["prompt_tokens", "output_tokens"],
-    "StepView": ["decode", "ghosts", "guesses"],
+    "StepView": ["decode", "ghosts", "drafts"],
 }
 RUN = {
     "requests": [[[20, 5 + 7 * (number % 4)]] for number in range(12)],
@@ -50,11 +53,11 @@ def test_the_lines_as_they_are_change_no_plan(policy):
 
 
 def test_answers_that_came_several_tokens_a_step_take_as_many_steps_in_the_page():
-    """r3 decodes in three steps, with seven guesses in the second, five of which were right."""
+    """r3 decodes in three steps, with seven draft tokens in the second, five of which were right."""
     steps = [[[[0, 3]], [], []], [[[0, 3]], [], [[0, 7, 5]]], [[[0, 3]], [], []]]
     played = asked(run=RUN | {"steps": steps})
     plain = asked()
-    assert [step["guesses"] for step in played["steps"] if step["guesses"]] == [[[2, 7, 5]]]
+    assert [step["drafts"] for step in played["steps"] if step["drafts"]] == [[[2, 7, 5]]]
     tokens = [sum(step["tokens"] for step in run["steps"]) for run in (plain, played)]
     assert tokens[0] == tokens[1]
 
@@ -112,3 +115,42 @@ def test_python_comes_in_one_version_and_each_file_with_its_hash():
     for integrity in pyodide["files"].values():
         kind, _, digest = integrity.partition("-")
         assert kind == "sha384" and len(base64.b64decode(digest)) == 48
+
+
+def test_a_recording_of_version_0_5_plays():
+    """Its steps and metrics have older names: guesses, guessed, right."""
+    recording = json.loads(OLD.read_text())
+    fields, (run,) = recording["fields"], recording["runs"]
+    assert "guesses" in fields["StepView"]
+    limits = simulate.named(fields["Limits"], run["limits"])
+    price = {"step": 0.01, "row": 0.0, "token": 0.0}
+    played = simulate.play(limits, POLICIES["continuous"], simulate.sent_of(run, fields), price)
+    steps = [simulate.named(fields["StepView"], step) for step in run["steps"]]
+    assert [step["tokens"] for step in played["steps"]] == [step["tokens"] for step in steps]
+    assert sum(len(step["drafts"]) for step in steps) > 5
+
+
+def test_python_and_the_page_have_the_same_table_of_old_names():
+    line = re.search(
+        r"const RENAMED = \{(.*?)\}", (ROOT / "web" / "recording.js").read_text(), re.S
+    )
+    pairs = re.findall(r'(\w+): "(\w+)"', line[1])
+    assert dict(pairs) == simulate.RENAMED and len(pairs) == len(simulate.RENAMED)
+
+
+PLAYS = """
+import { lanesOf } from "./recording.js";
+const [lane] = lanesOf(asked);
+const { draft_tokens, accepted_tokens, tokenSteps } = lane.requests.get(1);
+tell({ drafts: lane.steps.map((step) => step.drafts), draft_tokens, accepted_tokens, tokens: tokenSteps.length });
+"""
+
+
+@needs_node
+def test_the_page_plays_a_recording_of_version_0_5():
+    recording = json.loads(OLD.read_text())
+    fields, (run,) = recording["fields"], recording["runs"]
+    played = in_node(PLAYS, recording)
+    place = fields["StepView"].index("guesses")
+    assert played["drafts"] == [step[place] for step in run["steps"]]
+    assert played["tokens"] == 12 and 0 < played["accepted_tokens"] < played["draft_tokens"]
