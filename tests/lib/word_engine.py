@@ -178,7 +178,13 @@ def word_engine(
     text = WordText()
     nothing = {"layers": (), "norm": None, "table": None, "head": None}
     model = SimpleNamespace(
-        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, cost=VIEW, **nothing
+        config=CONFIG,
+        dtype=mx.float32,
+        kv_dtype=mx.float32,
+        is_float32=True,
+        ranks=ALONE,
+        cost=VIEW,
+        **nothing,
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(
