@@ -24,7 +24,7 @@ def choice_of(reason: str) -> tuple[Choice, list]:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_each_item_starts_grows_and_stops_before_the_next_one(reason):
+def test_items_start_grow_and_stop_in_order(reason):
     kinds = set()
     for seed in range(400):
         dice = random.Random(seed)

@@ -61,7 +61,7 @@ def said(choices: list[dict], index: int) -> str:
     return text
 
 
-def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
+def test_random_deltas_join_to_the_answer(demo):
     """Several tokens of a step (accepted drafts) are one delta, and a slow reader loses nothing."""
     dice = random.Random(7)
     settings = [
@@ -97,7 +97,7 @@ def test_deltas_taken_at_random_moments_join_to_the_answer(demo):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_is_whole(demo, kind):
+def test_streamed_equals_whole(demo, kind):
     asked = {"messages": QUESTION, "max_tokens": 50, "temperature": 0, "seed": 5} | KINDS[kind]
     with Here(demo) as here:
         whole = here.ask(CHAT, asked).json["choices"]
@@ -110,7 +110,7 @@ def test_streamed_is_whole(demo, kind):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_wake_up_a_step_and_one_for_a_whole_answer(demo, monkeypatch, stream):
+def test_one_wake_up_per_step(demo, monkeypatch, stream):
     """A wake-up is a system call of the thread that steps."""
     wakes = []
     wake = APIServer._wake
@@ -161,7 +161,7 @@ class Tracer:
                 self._files[thread] = frame.f_code.co_filename
 
 
-def test_the_way_to_a_first_token_is_short(demo, monkeypatch):
+def test_file_changes_to_the_first_token(demo, monkeypatch):
     """From a POST to the first event with text, execution changed file 353 times when three classes
     asked each other for news and each field of a body was read by a call of its own."""
     tracer = Tracer()

@@ -31,7 +31,7 @@ def server_view(request_log: RequestLog, since: int = 0) -> ServerView:
     )
 
 
-def test_every_frame_is_the_same_at_the_other_end(engine):
+def test_frames_survive_the_wire(engine):
     """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
     request_log, sender, receiver = RequestLog(), watch_frames.Sender(True), watch_frames.Receiver()
     number = request_log.begin("127.0.0.1", "POST /v1/completions")
@@ -51,7 +51,7 @@ def test_every_frame_is_the_same_at_the_other_end(engine):
     assert grew > 20 and seen.finished == 5
 
 
-def test_of_a_text_only_what_is_new_is_sent(engine):
+def test_only_new_text_is_sent(engine):
     """An answer of 8,000 tokens would else be sent ten times a second, as long as it grows."""
     sender, seen, sizes = watch_frames.Sender(True), None, []
     engine.submit("a prompt of some length " * 2, LONG)
@@ -74,7 +74,7 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
     )
 
 
-def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
+def test_frames_without_texts(engine):
     request_log = RequestLog()
     request_log.note(request_log.begin("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
@@ -92,7 +92,7 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
 @pytest.mark.parametrize(
     "origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"]
 )
-def test_an_origin_may_be_anything(engine, origin):
+def test_origin_may_be_anything(engine, origin):
     engine.submit("a prompt", LONG, origin=origin)
     frame = watch_frames.Frame(False, 0, 0.0, engine.snapshot(), server_view(RequestLog()))
     (request,) = over_the_wire(
@@ -101,7 +101,7 @@ def test_an_origin_may_be_anything(engine, origin):
     assert request.origin == origin or isinstance(request.origin, (str, list))
 
 
-def test_another_version_is_noticed():
+def test_other_version_is_noticed():
     """The fields are sent without their names: those of another version would be taken for ours."""
     assert watch_frames._shape(Snapshot) != watch_frames._shape(RequestView) and "steps_s" in repr(
         watch_frames._shape(Snapshot)
@@ -110,7 +110,7 @@ def test_another_version_is_noticed():
         watch_frames.unpack(RequestRecord, [1, 2, 3])
 
 
-def test_the_journal_is_bounded_and_tells_what_was_missed():
+def test_request_log_is_bounded():
     request_log = RequestLog()
     for n in range(3000):
         request_log.note(request_log.begin("x", "GET /"), status=404)
@@ -120,7 +120,7 @@ def test_the_journal_is_bounded_and_tells_what_was_missed():
     assert [call.number for call in server_view(request_log, 2998).ended] == [2999, 3000]
 
 
-def test_a_journal_may_be_looked_at_while_it_is_written():
+def test_request_log_is_thread_safe():
     request_log, faults, done = RequestLog(), [], threading.Event()
 
     def look() -> None:
@@ -164,7 +164,7 @@ def watch(server: Server, *headers: str, host: str = "localhost"):
         (["Authorization: Bearer eye", "X-Forwarded-For: 10.0.0.1"], "llm.example", True),
     ],
 )
-def test_where_keys_are_set_the_watch_key_alone_shows_texts(server, headers, host, texts):
+def test_watch_key_shows_texts(server, headers, host, texts):
     """Behind a plain proxy on this machine everybody seems to be this machine, so the key that asks
     showed everybody's prompts."""
     line, hello = watch(server, *headers, host=host)
@@ -203,7 +203,7 @@ USUAL_NGINX = [
         ({}, "", [*PLAIN_NGINX, "Via: 1.1 proxy"], False),
     ],
 )
-def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
+def test_texts_through_a_local_proxy(engine, keys, key, head, texts):
     api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     with engine.serving() as loop:
         api.open(engine, loop, "small")
@@ -242,7 +242,7 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
         ({"api_key": "key", "watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
     ],
 )
-def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
+def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, key, told):
     """Any page of this machine, on whatever port, read everybody's prompts and answers."""
     api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
     loop = engine.serving()
@@ -263,7 +263,7 @@ def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin,
         api.close()
 
 
-def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
+def test_stalled_watcher_is_dropped(engine, monkeypatch):
     """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
     in this process."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
