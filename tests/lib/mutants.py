@@ -219,6 +219,12 @@ SERVER = [
         "tests/server/test_choice.py::test_calls_are_numbered_among_themselves",
     ),
     Mutant(
+        "server/choice.py",
+        "if word.offset < len(text)]",
+        "if word.offset <= len(text)]",
+        "tests/server/test_choice.py::test_words_end_with_the_answer",
+    ),
+    Mutant(
         "server/app.py",
         "if answer and answer.waits_for(handle):",
         "if answer:",
