@@ -23,7 +23,6 @@ from server.schema import (
     APIError,
     BodyReader,
     call_of,
-    choose_tools,
     conversation,
     invalid,
     read_body,
@@ -71,8 +70,7 @@ def error(refusal: APIError) -> dict:
 def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> ParsedRequest:
     """`is_count`: nothing is generated, so max_tokens is not required."""
     request = read_body(body, names)
-    tools = read_tools(request, schema="input_schema", type="custom")
-    tools, must_call = choose_tools(request, tools, words=CHOICES)
+    tools, must_call = read_tools(request, "", "input_schema", "custom", CHOICES)
     choice = request.inner("tool_choice")
     # The budget of thinking is a hint, too
     hints = THINKING[request.inner("thinking").one_of("type", THINKING, "adaptive")]

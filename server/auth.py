@@ -14,8 +14,11 @@ from server.schema import APIError
 
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
     """Whether the Origin is a page under one of this server's names."""
+    origin = request.headers.get("origin")
+    if not origin:
+        return False
     names = "|".join(map(re.escape, options.names))
-    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", request.headers.get("origin", "")))
+    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", origin))
 
 
 def share(request: HTTPRequest, options: Options) -> Reply | None:

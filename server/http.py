@@ -128,6 +128,8 @@ class HTTPRequest:
         target = head.target.decode()
         if not target.startswith("/"):
             target = self._read_address(target)
+        # The name by which the client knows this server
+        self.host = re.sub(r":\d+$", "", self.headers["host"]).lower()
         self.path = unquote(target.partition("?")[0])
         self.status: int | None = None  # of the response, once it has begun
         self.is_logged = False  # not so for /health
@@ -151,11 +153,6 @@ class HTTPRequest:
                 self.headers["host"] = address.netloc
                 return address.path
         raise bad_http(f"{shown(target)} is no address")
-
-    @property
-    def host(self) -> str:
-        """The name by which the client knows this server."""
-        return re.sub(r":\d+$", "", self.headers["host"]).lower()
 
     @property
     def record(self) -> RequestRecord:
@@ -245,6 +242,7 @@ class Connection(asyncio.Protocol):
         self._news = asyncio.Event()  # bytes have come, or the client has closed its half
         self._room = asyncio.Event()  # the client takes what we write
         self.blocked_since = math.inf  # when the send buffer filled up
+        self._taken = 0  # events of requests so far
         self._is_half_closed = False  # the client sends no more
         self.is_leaving = False  # the connection is closing
         self.has_request = False  # the head of a request has come
@@ -329,6 +327,7 @@ class Connection(asyncio.Protocol):
                 self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
                 self._take(rest)
                 patience = IDLE_TIMEOUT_S
+                await asyncio.sleep(0)  # other tasks get a turn: many requests may have come
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.begin(said.status, said.head | {"Connection": "close"})
@@ -338,7 +337,9 @@ class Connection(asyncio.Protocol):
 
     async def receive(self) -> Any:
         """The next event of a request: its head, a piece of its body, or its end."""
-        await asyncio.sleep(0)  # other tasks get a turn: thousands of parts may have come
+        self._taken += 1
+        if self._taken % 4 == 0:
+            await asyncio.sleep(0)  # so may parts of one
         while (event := self._next()) is h11.NEED_DATA:
             if self._is_half_closed:
                 raise Gone

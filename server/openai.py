@@ -24,7 +24,6 @@ from server.schema import (
     Field,
     call_of,
     check_count,
-    choose_tools,
     conversation,
     invalid,
     read_body,
@@ -139,7 +138,8 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
     settings["stop"] = read_stop(request, "stop")
-    check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
+    if bias:
+        check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
@@ -179,7 +179,7 @@ def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     """The messages, tools, and other variables of a template."""
     messages = [read_message(message) for message in conversation(request, "messages")]
     hints = {"enable_thinking": False} if values["reasoning_effort"] == "none" else {}
-    tools, must_call = choose_tools(request, read_tools(request, "function"), "function")
+    tools, must_call = read_tools(request, "function")
     is_single = not values["parallel_tool_calls"] and bool(tools)
     chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
     return ParsedRequest([chat], must_call=must_call, is_single=is_single)

@@ -26,7 +26,6 @@ from server.schema import (
     APIError,
     BodyReader,
     call_of,
-    choose_tools,
     conversation,
     read_body,
     read_form,
@@ -58,7 +57,7 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
             words = f"= {shown(value)} needs stored state, and this server is stateless"
             words += "; leave it out, and send the whole conversation as input"
             raise request.unsupported(name, words)
-    tools, must_call = choose_tools(request, read_tools(request))
+    tools, must_call = read_tools(request)
     # The effort is a hint, and so is the summary: reasoning is sent completely
     effort = request.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none"}

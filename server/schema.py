@@ -306,13 +306,18 @@ def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
 
 
 def read_tools(
-    request: BodyReader, inner: str = "", schema: str = "parameters", type: str = "function"
-) -> list[dict]:
-    """Tools as templates take them.
+    request: BodyReader,
+    inner: str = "",
+    schema: str = "parameters",
+    type: str = "function",
+    words: Mapping[str, str] = {},
+) -> tuple[list[dict], list[dict]]:
+    """The tools for the model, as templates take them, and those of which it must call one.
 
     `inner`: the tool's field with name and description; empty if the tool holds both itself.
     `schema`: the field of the parameters.
     `type`: the only supported type of tool.
+    `words`: the protocol's own words for "required" and "function" in `tool_choice`.
     """
     tools = request.items("tools", [])
     check_count("tools", len(tools), "tools", MAX_TOOLS)
@@ -333,16 +338,13 @@ def read_tools(
             raise own.bad(schema, "a JSON schema of the type 'object'")
         function["parameters"] = parameters
         found.append({"type": "function", "function": function})
-    return found
+    return choose_tools(request, found, inner, words)
 
 
 def choose_tools(
-    request: BodyReader, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+    request: BodyReader, tools: list[dict], inner: str, words: Mapping[str, str]
 ) -> tuple[list[dict], list[dict]]:
-    """Apply `tool_choice`: return the tools for the model, and those of which it must call one.
-
-    `words`: the protocol's own words for "required" and "function".
-    """
+    """Apply `tool_choice`."""
     kind = request.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):

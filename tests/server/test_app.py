@@ -1,5 +1,4 @@
-"""The door in this process, on a small random model: what a server that cannot be paused or broken
-would not show."""
+"""The server in this process, on a small random model, where it can be paused and broken."""
 
 import asyncio
 import errno
@@ -22,12 +21,12 @@ from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
-from servers import COMPLETIONS, Line, Server
+from here import Here
+from servers import COMPLETIONS, Line
 from waiting import wait_for
 
 from runtime import progress
 from runtime.handle import TokenLogprob
-from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
 from server import adapter, auth, completion, http, openai
 from server.access_log import AccessLog
@@ -36,7 +35,7 @@ from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
 from server.completion import Answer, ServedModel
-from server.http import LONG_BODY_BYTES, Options
+from server.http import LONG_BODY_BYTES
 from server.openai import ChatCompletion
 from server.responses import Response
 from text.grammar import Grammars
@@ -46,21 +45,6 @@ from text.tool_formats import FORMATS, OutputFormat
 from text.tool_parser import OutputParser
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
-
-
-class Here(Server):
-    """A door in this process, spoken to like a server in another."""
-
-    def __init__(self, engine, **options):
-        self.api = APIServer(Options(port=0, **options)).start()
-        self.loop = Loop(engine, watch=Stopwatch()).start()
-        self.api.open(engine, self.loop, "small")
-        host, port = self.api.address.removeprefix("http://").split(":")
-        self.host, self.port = host, int(port)
-
-    def __exit__(self, *exception) -> None:
-        self.api.close()
-        self.loop.stop()
 
 
 @pytest.fixture
@@ -138,8 +122,8 @@ def test_shutdown_ends_a_pause(here):
 
 
 def test_shutdown_ends_slow_motion(here):
-    """A client's answer would not have ended within the patience of a server that is told to
-    end."""
+    """A client's answer would not have ended within the patience of a server that is
+    ending."""
     here.loop.slow = 0.2
     line = here.line().post(COMPLETIONS, BODY)
     wait_for(lambda: here.loop.engine.steps)
@@ -195,7 +179,7 @@ def test_ctrl_c_in_another_thread_ends_the_wait(here):
         here.api.wait(queue.SimpleQueue())
     give_up.cancel()
     thread.join()
-    assert not here.api._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
+    assert not here.api._ended.is_set(), "nothing was heard of Ctrl-C until the server had ended"
 
 
 def test_metrics_keep_no_texts_between_scrapes(here):
@@ -410,7 +394,7 @@ def test_body_has_a_timeout(here, monkeypatch):
 
 
 def test_connection_without_a_request_is_closed(here, monkeypatch):
-    """512 of them would be all that the door lets in."""
+    """512 of them would use up the limit on connections."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
@@ -434,14 +418,14 @@ def fill(here, line: Line, requests: int) -> None:
 
 
 def test_unread_responses_end_the_connection(here, monkeypatch):
-    """Only streams were watched: the next answer on a full line waited for ever."""
+    """Only streams were watched: the next answer on a full line never came."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), 100)
 
 
 def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
     """A connection that has been idle for long is closed; but a close waits until all has been
-    sent, for ever."""
+    sent, perhaps endlessly."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 1)
     with Here(engine) as here:
@@ -509,11 +493,11 @@ def test_all_bodies_together_have_a_limit(here, monkeypatch):
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
 def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
-    """The door's thread took them all at once: a packet holds 40,000 chunks of a byte."""
+    """The server's thread took them all at once: a packet holds 40,000 chunks of a byte."""
     seen = [0]
 
     def look() -> None:
-        """In each turn of the door's thread: how much has been taken?"""
+        """In each turn of the server's thread: how much has been taken?"""
         for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
@@ -568,7 +552,7 @@ def test_invalid_bytes_after_an_answer_leave_no_traceback(here, caplog):
 
 
 def test_health_is_503_once_the_loop_has_ended(here):
-    """Every request would wait for ever."""
+    """Every request would hang."""
     assert here.ask("/health").json == {"status": "ok"}
     here.loop.stop()
     assert here.ask("/health").status == 503
@@ -715,7 +699,7 @@ def test_socket_stays_open_until_the_thread_has_ended(engine, monkeypatch):
 
 
 def test_shutdown_does_not_wait_for_an_unread_log():
-    """What is written to a full pipe waits for ever."""
+    """A write to a full pipe blocks."""
     reader, writer = os.pipe()
     with open(writer, "w") as pipe, open(reader, "rb") as end:
         with AccessLog(pipe) as log:
@@ -884,7 +868,7 @@ def test_choices_share_one_compiled_grammar(here, monkeypatch):
 
 def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
     """And no traceback: nothing of ours has failed."""
-    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had passed it
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
     parsed = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
@@ -929,7 +913,7 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
 
 def test_log_probabilities_shorten_the_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
-    the door did nothing else."""
+    the server did nothing else."""
     for tops, n, most in (
         (20, 16, adapter.MAX_LOGPROBS // (16 * 21)),
         (0, 16, adapter.MAX_LOGPROBS // 16),
@@ -1061,6 +1045,6 @@ def test_call_costs_the_same_however_many_there_are():
 
 
 def test_every_sampling_param_is_available_over_http():
-    """A new sampler that the door does not know would be refused as an unknown field."""
+    """A new sampler that the server does not know would be refused as an unknown field."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}

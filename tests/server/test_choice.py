@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from server.choice import Choice, Words
-from text.tool_formats import FORMATS, REASONING_MARKS, OutputFormat
 from text.tokenizer import OURS, Tokenizer
+from text.tool_formats import FORMATS, REASONING_MARKS, OutputFormat
 from text.tool_parser import OutputParser
 
 PIECES = [

@@ -1,4 +1,4 @@
-"""Chat with tools and thoughts, Responses, Messages and Embeddings keep to their protocols.
+"""Chat with tools and reasoning, Responses, Messages and Embeddings follow their protocols.
 
 The tests were written from the protocols' documentation, before the code. The model answers what it
 is told to (`tests/lib/parrot.py`).
@@ -241,7 +241,7 @@ def test_tools_are_in_the_prompt(server):
     assert with_tools > chat(server, "No.", tools=[]).json["usage"]["prompt_tokens"] + 100
 
 
-# --- chat: thoughts and progress ----------------------------------------------------------------
+# --- chat: reasoning and progress ---------------------------------------------------------------
 
 
 def test_reasoning_content(server):

@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import CHAT, COMPLETIONS, Server
+from here import Here
+from servers import CHAT, COMPLETIONS
 
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError, check_size
-from runtime.loop import Loop, Stopwatch
 from server import embeddings_api, openai, watch, watch_frames
 from server.adapter import APIError
-from server.app import APIServer
-from server.http import Options
 from server.schema import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 from text.grammar import RULES, compiled
 from text.tokenizer import OURS, Tokenizer
@@ -26,21 +24,6 @@ LIMIT = re.compile(r"^\| (.+) \| ([\d.,]+)[^|]* \| `(.+)\.py`, `(.+)` \| (.+) \|
 TEST = re.compile(r"`(tests/[\w/]+\.py)`, `(\w+)`")
 SAID = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
-
-
-class Here(Server):
-    """A server in this process."""
-
-    def __init__(self, engine):
-        self.api = APIServer(Options(port=0)).start()
-        self.loop = Loop(engine, watch=Stopwatch()).start()
-        self.api.open(engine, self.loop, "small")
-        host, port = self.api.address.removeprefix("http://").split(":")
-        self.host, self.port = host, int(port)
-
-    def __exit__(self, *exception) -> None:
-        self.api.close()
-        self.loop.stop()
 
 
 @pytest.fixture

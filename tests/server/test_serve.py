@@ -1,5 +1,5 @@
-"""The door, with a real server process: the openai client for what it can do, plain requests and
-raw sockets for the rest. The model is the demo's: its answers can be checked."""
+"""A real server process with the demo model: the openai client for what it can do, plain requests
+and raw sockets for the rest."""
 
 import asyncio
 import contextlib
@@ -170,8 +170,8 @@ def test_logprob_tokens_join_to_the_answer(server):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_broken_character_is_in_streamed_logprobs(server, count):
-    """The answer ends within a character, which is shown only then. Its token was told before, and
-    without a text."""
+    """The answer ends within a character, which is shown only then. Its token came before, without
+    a text."""
     # Byte F0 begins one of four bytes
     asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
     whole = server.chat(logprobs=True, **asked).json["choices"][0]
@@ -636,7 +636,7 @@ def test_request_byte_by_byte(server):
 
 @pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
 def test_blank_lines_before_a_request(server, blank):
-    """Old clients send one behind a body, and it made a 400 of the next request."""
+    """Old clients send one after a body, which made a 400 of the next request."""
     line = server.line().send(blank.encode())
     health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
     line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)
@@ -674,7 +674,7 @@ def test_absolute_target(server):
     ):
         said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
         assert said.startswith(b"HTTP/1.1 400"), target
-        assert b"\r\nConnection: close\r\n" in said  # what came behind it is not answered
+        assert b"\r\nConnection: close\r\n" in said  # what came after it is not answered
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
     assert chat.json["choices"][0]["message"]["content"] == COUNT
 
@@ -745,7 +745,7 @@ def test_error_reaches_a_client_that_is_still_sending(server, said, status):
     answer back, too."""
     line = server.line().send(said)
     line.until(b"HTTP/1.1 ")
-    for _ in range(8):  # the door has answered, and the rest comes only now
+    for _ in range(8):  # the server has answered, and the rest comes only now
         line.send(b"x" * 32_768)
         time.sleep(0.01)
     assert line.everything().startswith(str(status).encode())
@@ -1063,7 +1063,7 @@ def test_log_line_per_request(server):
 
 def test_unread_log_does_not_stop_the_server(tmp_path):
     """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one
-    waits for ever."""
+    blocks."""
     command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
@@ -1093,7 +1093,7 @@ def test_unread_log_does_not_stop_the_server(tmp_path):
     ],
 )
 def test_wrong_option_is_one_line_and_exit_code_2(arguments):
-    """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
+    """Read by argparse, by the server, and by the loader. `test_cli.py` has more, without
     processes."""
     done = run("serve.py", *arguments)
     lines = done.stderr.splitlines()

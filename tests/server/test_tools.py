@@ -1,5 +1,5 @@
-"""Tools and thoughts with other templates, hostile bodies, calls that are required, and random
-requests. What the protocols ask for is in `test_conformance.py`."""
+"""Tools and reasoning with other templates, hostile bodies, required calls, and random requests. The
+protocols themselves are in `test_conformance.py`."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_template_that_opens_reasoning():
 
 
 def test_reasoning_can_be_enabled():
-    """Some think unless they are told not to, and some do not unless they are told to."""
+    """Some models reason by default, and some on request."""
     asleep = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}{# </think> #}"
     with Taught(template=TURNS + asleep) as taught:
 
@@ -352,7 +352,7 @@ def test_required_call_always_comes(template):
 
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-# A model of random weights never ends a thought: it may have to begin with one, but need not
+# A model of random weights never ends its reasoning: it may have to begin with one, but need not
 ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
 
 
@@ -374,7 +374,7 @@ def test_random_requests_with_tools(marks):
 
 
 def test_reasoning_can_end_under_a_grammar():
-    """The mask forbade the token </think>: the thought went on until max_tokens."""
+    """The mask forbade the token </think>: reasoning went on until max_tokens."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
@@ -463,13 +463,13 @@ def test_required_call_in_other_protocols():
 
 
 def test_reasoning_before_a_forced_answer():
-    """Held to the grammar from its first token on, it would write JSON into its thought."""
+    """Held to the grammar from its first token on, it would write JSON into its reasoning."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.read([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
-        # Its thought never ends, and is no JSON
+        # Its reasoning never ends, and is no JSON
         message = server.ask(CHAT, ask | {"response_format": form}).json["choices"][0]["message"]
         assert message["content"] == "" and len(message["reasoning_content"]) > 5
     with Taught(template=with_calls(HERMES), is_taught=False) as server:

@@ -1,4 +1,4 @@
-"""A server that nobody asks lets go of its weights, and says so."""
+"""An idle server unloads its weights, and says so."""
 
 import pytest
 from servers import Server

@@ -1,4 +1,4 @@
-"""What watchers are told, over the wire: packed at one end, the same views at the other."""
+"""Frames for watchers: packed at one end, the same views at the other."""
 
 import json
 import threading
@@ -264,8 +264,8 @@ def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, key, told):
 
 
 def test_stalled_watcher_is_dropped(engine, monkeypatch):
-    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
-    in this process."""
+    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the server
+    is in this process."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
     api = APIServer(Options(port=0)).start()
     loop = engine.serving()

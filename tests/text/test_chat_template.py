@@ -140,7 +140,7 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What the newer families' templates use beyond that: modes, thoughts that are left out of old
+# What the newer families' templates use beyond that: modes, reasoning that is left out of old
 # turns, tools.
 NEWER = r"""
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
@@ -668,7 +668,7 @@ HUGE = [
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
 ]
-# What the trials do not meet: two turns
+# What no sample contains: two turns
 HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
 no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
 
@@ -803,8 +803,8 @@ def interrupted(tmp_path, monkeypatch):
         )
 
         def running() -> list[int]:
-            """The trial is its watcher's child, that is its nursery's. It runs when it has used a
-            processor."""
+            """The job is the watcher's child, which is the fork server's. It runs once it has used
+            processor time."""
             assert program.poll() is None
             watchers = itertools.chain(*map(children, children(program.pid)))
             return [*filter(used_by, itertools.chain(*map(children, watchers)))]
@@ -874,8 +874,8 @@ def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
 
 
 def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
-    """Beside other programs an honest template was called one that does not end: its seconds were
-    those of the wall."""
+    """On a busy machine a normal template was called endless: its seconds were those of the wall
+    clock."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
         patch.setattr("text.chat_template.time.monotonic", lambda: next(wall))

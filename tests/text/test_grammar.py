@@ -182,7 +182,7 @@ def test_impossible_grammar_is_refused(grammars, source, words):
 
 
 @pytest.mark.parametrize(
-    "wish, words",
+    "source, words",
     [
         (5, "must be {'json': schema}"),
         ({}, "must be"),
@@ -197,12 +197,12 @@ def test_impossible_grammar_is_refused(grammars, source, words):
         ({"regex": "a" * (GRAMMAR + 1)}, "at most 32,768"),
     ],
 )
-def test_sampling_params_validate_grammars(wish, words):
+def test_sampling_params_validate_grammars(source, words):
     if words is None:  # one choice
-        assert SamplingParams(grammar=wish).grammar == {"choice": ("yes",)}
+        assert SamplingParams(grammar=source).grammar == {"choice": ("yes",)}
         return
     with pytest.raises(ValueError, match="grammar") as refusal:
-        SamplingParams(grammar=wish)
+        SamplingParams(grammar=source)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -273,7 +273,7 @@ def step_it(grammar, taken: list) -> None:
 
 @pytest.mark.parametrize("name", ["a large divisor", "a schema in it", "a large common multiple"])
 def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
-    """Two such requests took both threads that made grammars for ever. The process grew to 4 GiB,
+    """Two such requests blocked both threads that compile grammars. The process grew to 4 GiB,
     and every other schema was refused."""
     grammars = Grammars(make_tokenizer(), V, ENDS)
     make(grammars, choice=["yes"])
@@ -339,7 +339,7 @@ def test_large_grammars_are_compiled(grammars, source):
 
 def test_grammar_over_budget_ends_the_answer(grammars, monkeypatch):
     """One request with many ways to read its answer made all others 20 to 80 times as slow."""
-    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had passed it
     grammar = make(grammars, lark="start: start start | start start start | /[a-z ]/ | ")
     said = 0
     with pytest.raises(GrammarError, match=r"takes more than 1 ms a token|cannot go on"):

@@ -63,7 +63,7 @@ def test_job_gets_its_memory_and_stack(sandbox):
 
 
 def test_sleeping_job_is_killed():
-    """On a busy machine a trial does not get its turn. That is not the job's fault."""
+    """On a busy machine a job does not get its turn, which is not its fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
         sandbox.run(["sleep", 60])
@@ -98,7 +98,7 @@ def test_failed_prepare_is_remembered(monkeypatch):
 def test_killed_fork_server_is_replaced(sandbox):
     fork_server_pid, _ = sandbox.run(["processes"])
     with pytest.raises(BusyError):
-        sandbox.run(["kill the nursery"])
+        sandbox.run(["kill the fork server"])
     another, _ = sandbox.run(["processes"])
     assert another != fork_server_pid
     os.kill(another, signal.SIGKILL)  # between two jobs
@@ -107,7 +107,7 @@ def test_killed_fork_server_is_replaced(sandbox):
 
 
 def test_fork_server_leaves_nothing(sandbox):
-    """Neither the nursery nor its trials outlive the process that has started them, however it
+    """Neither the fork server nor its jobs outlive the process that started them, however it
     ends."""
     fork_server_pid, _ = sandbox.run(["processes"])
     before = len(os.listdir("/proc/self/fd"))

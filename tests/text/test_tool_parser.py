@@ -103,7 +103,7 @@ def make_call(dice: random.Random, format) -> tuple[str, dict]:
 
 
 def make_arguments(dice: random.Random, format) -> dict:
-    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one behind a value
+    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one after a value
     with what follows then."""
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
@@ -177,7 +177,7 @@ def written(format, calls: list, dice: random.Random) -> str:
 
 
 def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
-    """A text, and what it is: ("thought", ...), ("content", ...), ("tool_call", name, arguments)."""
+    """A text, and what it is: ("reasoning", ...), ("content", ...), ("tool_call", name, arguments)."""
     dice = random.Random(seed)
     marks = dice.choice(REASONING_MARKS)
     text, parts = "", []
@@ -188,7 +188,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
-        # Llama's calls stand at the beginning, or behind their mark
+        # Llama's calls stand at the beginning, or after their mark
         text += answer
         parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
@@ -261,7 +261,7 @@ def test_random_answers_are_parsed_however_cut(format):
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_damaged_answers_are_parsed_however_cut(format):
-    """Its end may be half a mark, half a call, or half a thought."""
+    """Its end may be half a mark, half a call, or half of the reasoning."""
     kinds = set()
     for seed in range(ANSWERS):
         text, _, output_format = make_answer(format, seed)
@@ -280,7 +280,7 @@ def test_damaged_answers_are_parsed_however_cut(format):
 
 
 def spaced(text: str, dice: random.Random) -> str:
-    """With long white space beside its marks, often just as long as the machine holds back."""
+    """With long white space next to its marks, often just as long as the machine holds back."""
     places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
     for place in sorted(dice.choices(places or [0], k=3), reverse=True):
         length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
@@ -291,7 +291,7 @@ def spaced(text: str, dice: random.Random) -> str:
 
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_is_parsed_however_cut(format):
-    """More than 300 blanks behind a thought were the answer in one piece, and vanished in many."""
+    """More than 300 blanks after reasoning were the answer in one piece, and vanished in many."""
     compared = 0
     for seed in range(ANSWERS // 4):
         text, _, output_format = make_answer(format or HERMES, seed)
@@ -805,7 +805,7 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
-        # The mark in letters: the thought cannot go on behind it
+        # The mark in letters: reasoning cannot go on after it
         letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
         before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
         assert not allows(grammars, rules, [*before, *letters, *letters])
@@ -887,7 +887,7 @@ def test_split_output_of_opened_reasoning():
 
 @pytest.mark.parametrize("marks", REASONING_MARKS)
 def test_split_reasoning_drops_the_marks(marks):
-    """Those of the third family stayed in the thought."""
+    """Those of the third family stayed in the reasoning."""
     opens, closes = marks
     assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 
