@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with AccessLog(args.log) as log:
         server.log = log.add
-        server.hint = say
+        server.advise = say
         return serve(server, args)
 
 

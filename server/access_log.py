@@ -193,7 +193,7 @@ class HangUps:
         return count
 
 
-def impatient(client: str, seconds: float, prefill: PrefillProgress) -> str:
+def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str:
     """Advice for the owner of the server when a client hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "

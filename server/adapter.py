@@ -20,7 +20,7 @@ from text.tokenizer import Chat
 MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 
 
-def ending() -> APIError:
+def shutting_down() -> APIError:
     return APIError(503, "the server is ending", "draining", Retry_After="5")
 
 
@@ -33,7 +33,7 @@ def dump(body: Any) -> bytes:
     return ENCODER.encode(body).encode(errors="replace")
 
 
-def dump_politely(body: Any) -> bytes:
+def dump_large(body: Any) -> bytes:
     """The same bytes for a body that may be huge: no other thread runs during `dump`."""
     return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 

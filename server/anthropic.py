@@ -25,11 +25,11 @@ from server.schema import (
     call_of,
     conversation,
     invalid,
+    parse_json,
     read_body,
     read_form,
     read_stop,
     read_tools,
-    strict,
     text_of,
 )
 from text.tokenizer import Chat
@@ -213,7 +213,7 @@ def block(item: Item) -> dict:
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     values = None
     with suppress(ValueError, RecursionError):  # arguments that were cut off are no JSON
-        values = strict(item.text)
+        values = parse_json(item.text)
     values = values if isinstance(values, dict) else {}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": values}
 

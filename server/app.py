@@ -38,10 +38,10 @@ from runtime.loop import Loop
 from runtime.snapshot import Snapshot
 from runtime.validation import shown
 from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
-from server.access_log import HangUps, RequestLog, ServerView, impatient
-from server.adapter import ProtocolAdapter, ending
+from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
+from server.adapter import ProtocolAdapter, shutting_down
 from server.completion import Answer, ServedModel, count
-from server.http import Connection, Gone, HTTPRequest, Options, Reply, refused, reply
+from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
 from server.schema import APIError, check_model
 from server.watch import MAX_WATCHERS, watch
@@ -73,7 +73,7 @@ class APIServer:
         self.served: ServedModel | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
         self.log: Callable[[str], None] | None = None  # receives a line for each request
-        self.hint: Callable[[str], None] = lambda words: None  # receives advice for the owner
+        self.advise: Callable[[str], None] = lambda words: None  # receives advice for the owner
         self._hang_ups = HangUps()
         self.draining = False
         self.watchers = 0
@@ -135,7 +135,7 @@ class APIServer:
         woken = []
         for handle in handles:
             answer = self._open.get(handle.id)
-            if answer and answer.waits_for(handle):
+            if answer and answer.wants(handle):
                 woken.append(answer)
         if woken:
             with suppress(RuntimeError):  # the server has ended
@@ -260,7 +260,7 @@ class APIServer:
         self._requests.add(request)
         try:
             await self._answer(request)
-        except (Gone, asyncio.CancelledError):
+        except (ClientGone, asyncio.CancelledError):
             request.note(hung_up=True, status=request.status or 499)
             raise
         finally:
@@ -284,7 +284,7 @@ class APIServer:
                 request.end_events()
         except APIError as refusal:
             reply = refused(request, refusal)
-        except Gone:
+        except ClientGone:
             raise
         # A fault of ours: only this client notices
         except Exception as error:
@@ -304,7 +304,7 @@ class APIServer:
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
                 )
             if self.draining:
-                raise ending()
+                raise shutting_down()
 
     def _find(self, request: HTTPRequest) -> Answering:
         """The handler of this path."""
@@ -400,7 +400,7 @@ class APIServer:
         request.is_logged = True
         body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
-            raise ending()
+            raise shutting_down()
         answer = Answer(self.served, protocol, request.record.client, self._open)
         request.answer = answer
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
@@ -415,7 +415,7 @@ class APIServer:
             if answer.parsed.stream:
                 return await answer.stream(request)
             return await answer.whole()
-        except (Gone, asyncio.CancelledError):
+        except (ClientGone, asyncio.CancelledError):
             self._note_hang_up(request, answer)
             raise
         finally:
@@ -435,4 +435,4 @@ class APIServer:
             return
         client = request.record.client
         if self._hang_ups.add(client, handle.request.prompt) == 2:
-            self.hint(impatient(client, time.time() - request.record.at, prefill))
+            self.advise(hang_up_advice(client, time.time() - request.record.at, prefill))

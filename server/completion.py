@@ -37,8 +37,8 @@ from server.adapter import (
     Progress,
     ProtocolAdapter,
     Usage,
-    dump_politely,
-    ending,
+    dump_large,
+    shutting_down,
 )
 from server.choice import Choice, Words
 from server.http import HTTPRequest, Reply
@@ -139,12 +139,12 @@ class Answer:
             self._grammar = source and self._served.engine.text.grammar(source)
         except (ValueError, RuntimeError) as error:
             raise self._refusal_of(error) from None
-        self._put_in_line()
+        self._submit_next()
         name = f"{self.choices[0].handle.id}-{SUFFIX}"
         self.adapter = self._protocol(self.parsed, name, self._served.names[0])
         self._read_s = time.perf_counter() - self._came
 
-    def _put_in_line(self) -> int:
+    def _submit_next(self) -> int:
         """Submit the next prompts; of many texts only some at a time, so that others need not wait
         for all. Return the number of choices that have not ended."""
         running = sum(choice.handle.finish_reason is None for choice in self.choices)
@@ -188,7 +188,7 @@ class Answer:
 
     # --- in the engine's thread
 
-    def waits_for(self, handle: Handle) -> bool:
+    def wants(self, handle: Handle) -> bool:
         """Whether new output of this request is to be sent now; a whole answer is sent at its end."""
         return self.parsed.stream or handle.finish_reason is not None
 
@@ -218,7 +218,7 @@ class Answer:
 
     async def whole(self) -> Reply:
         """One JSON. It may have megabytes, so another thread makes it."""
-        while self._put_in_line():
+        while self._submit_next():
             await self._output()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
@@ -228,7 +228,7 @@ class Answer:
     def _body(self) -> bytes:
         for choice in self.choices:
             choice.read()
-        return dump_politely(self.adapter.whole(self.choices, self._usage()))
+        return dump_large(self.adapter.whole(self.choices, self._usage()))
 
     async def stream(self, request: HTTPRequest) -> None:
         """Server-sent events, one for each delta of a choice."""
@@ -334,7 +334,7 @@ class Answer:
         if isinstance(error, BusyError):
             return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
         if isinstance(error, RuntimeError):  # the engine has been closed
-            return ending()
+            return shutting_down()
         settings = self.parsed.settings
         # A grammar that the body does not name is the one for tool calls
         kind = next(iter(settings.get("grammar", ())), "calls")

@@ -91,7 +91,7 @@ class RunningAnswer(Protocol):
     def progress(self) -> bytes: ...  # for a stream before its first token
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has hung up."""
 
 
@@ -203,7 +203,7 @@ class HTTPRequest:
         self._wrote = None
         self.connection.send(h11.EndOfMessage())
 
-    def break_silence(self, now: float) -> None:
+    def keep_alive(self, now: float) -> None:
         """Write something into a silent stream: proxies close silent connections, and people
         wonder."""
         if self._wrote is None or self.connection.is_blocked:
@@ -332,7 +332,7 @@ class Connection(asyncio.Protocol):
             said = reply(refusal.body, refusal.status)
             self.begin(said.status, said.head | {"Connection": "close"})
             self.send(h11.Data(said.body))
-        except (Gone, TimeoutError):
+        except (ClientGone, TimeoutError):
             pass
 
     async def receive(self) -> Any:
@@ -342,7 +342,7 @@ class Connection(asyncio.Protocol):
             await asyncio.sleep(0)  # so may parts of one
         while (event := self._next()) is h11.NEED_DATA:
             if self._is_half_closed:
-                raise Gone
+                raise ClientGone
             if self._http.they_are_waiting_for_100_continue:
                 self.send_continue()
             self._news.clear()
@@ -418,7 +418,7 @@ class Connection(asyncio.Protocol):
             except TimeoutError:
                 self.end_slow()
         if self.transport.is_closing():
-            raise Gone
+            raise ClientGone
 
     @property
     def is_blocked(self) -> bool:
@@ -453,16 +453,16 @@ async def sweep(requests: Collection[HTTPRequest]) -> None:
     """Ping silent streams and end slow clients, periodically."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        look_after(list(requests))
+        sweep_once(list(requests))
 
 
-def look_after(requests: Iterable[HTTPRequest]) -> None:
+def sweep_once(requests: Iterable[HTTPRequest]) -> None:
     """One sweep. A function of its own, because a sleeping loop would keep the last request in
     memory."""
     now = time.monotonic()
     lags = {}
     for request in requests:
-        request.break_silence(now)
+        request.keep_alive(now)
         connection = request.connection
         if now - connection.blocked_since > SLOW_AFTER_S:
             unsent = connection.transport.get_write_buffer_size()

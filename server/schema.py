@@ -212,7 +212,7 @@ def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> st
     return "".join(texts)
 
 
-def strict(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse JSON without NaN and 1e999, which Python would accept, and write so that no other
     parser reads them."""
     return json.loads(text, parse_constant=number_of, parse_float=number_of)
@@ -232,7 +232,7 @@ def read_json(body: bytes) -> BodyReader:
         words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
         raise APIError(413, words, "request_too_large")
     try:
-        values = strict(body.decode("utf-8-sig"))
+        values = parse_json(body.decode("utf-8-sig"))
         if not isinstance(values, dict):
             raise ValueError(f"it is {shown(values)}, but it must be an object")
         return BodyReader(values)

@@ -226,7 +226,7 @@ SERVER = [
     ),
     Mutant(
         "server/app.py",
-        "if answer and answer.waits_for(handle):",
+        "if answer and answer.wants(handle):",
         "if answer:",
         "tests/server/test_delta.py::test_one_wake_up_per_step",
     ),

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from here import Here
 from servers import Line, Server
 
 from nanobatch import SamplingParams
@@ -12,8 +13,6 @@ from runtime.snapshot import RequestView, Snapshot
 from server import watch as watch_module
 from server import watch_frames
 from server.access_log import RequestLog, RequestRecord, ServerView
-from server.app import APIServer
-from server.http import Options
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -204,17 +203,12 @@ USUAL_NGINX = [
     ],
 )
 def test_texts_through_a_local_proxy(engine, keys, key, head, texts):
-    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
-    with engine.serving() as loop:
-        api.open(engine, loop, "small")
-        host, port = api.address.removeprefix("http://").split(":")
-        line = Line(host, int(port))
-        head = [*head, f"Authorization: Bearer {key}"] if key else head
-        line.send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
+    head = [*head, f"Authorization: Bearer {key}"] if key else head
+    with Here(engine, allow_hosts=("llm.example",), **keys) as here:
+        line = here.line().send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
         line.until(b"event: hello\ndata: ")
         assert json.loads(line.until(b"\n\n"))["texts"] is texts
         line.hang_up()
-        api.close()
 
 
 OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
@@ -244,15 +238,11 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 )
 def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, key, told):
     """Any page of this machine, on whatever port, read everybody's prompts and answers."""
-    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
-    loop = engine.serving()
-    with loop:
-        api.open(engine, loop, "small")
-        host, port = api.address.removeprefix("http://").split(":")
-        head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
-        head += [f"Origin: {origin}"] if origin else []
-        head += [f"Authorization: Bearer {key}"] if key else []
-        line = Line(host, int(port)).send("\n".join([*head, "", ""]))
+    head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
+    head += [f"Origin: {origin}"] if origin else []
+    head += [f"Authorization: Bearer {key}"] if key else []
+    with Here(engine, allow_hosts=("llm.example",), **keys) as here:
+        line = here.line().send("\n".join([*head, "", ""]))
         if told == "refused":
             reply = line.reply()
             assert reply.status == 403 and reply.error["code"] == "origin_not_allowed"
@@ -260,28 +250,18 @@ def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, key, told):
             line.until(b"event: hello\ndata: ")
             assert json.loads(line.until(b"\n\n"))["texts"] is (told == "texts")
         line.hang_up()
-        api.close()
 
 
 def test_stalled_watcher_is_dropped(engine, monkeypatch):
-    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the server
-    is in this process."""
+    """Its frames would pile up in memory, and its snapshots cost time for nothing."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
-    api = APIServer(Options(port=0)).start()
-    loop = engine.serving()
-    with loop:
-        api.open(engine, loop, "small")
-        try:
-            host, port = api.address.removeprefix("http://").split(":")
-            line = Line(host, int(port), receive=4096).send(
-                "GET /watch HTTP/1.1\nHost: localhost\n\n"
-            )
-            line.until(b"event: hello")
-            deadline, most = time.monotonic() + 60, 0
-            while time.monotonic() < deadline and not (most and api.look().watchers == 0):
-                most = max(most, api.look().watchers)
-                engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
-            assert most == 1 and api.look().watchers == 0
-        finally:
-            api.close()
-    line.hang_up()
+    with Here(engine) as here:
+        line = Line(here.host, here.port, receive=4096)
+        line.send("GET /watch HTTP/1.1\nHost: localhost\n\n").until(b"event: hello")
+        deadline = time.monotonic() + 60
+        most = 0
+        while time.monotonic() < deadline and not (most and here.api.look().watchers == 0):
+            most = max(most, here.api.look().watchers)
+            engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
+        assert most == 1 and here.api.look().watchers == 0
+        line.hang_up()
