@@ -201,7 +201,7 @@ def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str
     )
 
 
-# --- the access log -----------------------------------------------------------------------------
+# --- the access log -------------------------------------------------------------------------------
 
 
 class AccessLog:

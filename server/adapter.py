@@ -38,7 +38,7 @@ def dump_large(body: Any) -> bytes:
     return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 
 
-# --- requests and answers ------------------------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------
 
 
 class ParsedRequest(NamedTuple):
@@ -126,7 +126,7 @@ class ProtocolAdapter:
         return b""
 
 
-# --- events -------------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 def event(body: dict | str) -> bytes:

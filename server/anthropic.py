@@ -64,7 +64,7 @@ def error(refusal: APIError) -> dict:
     return {"type": "error", "error": told}
 
 
-# --- requests ---------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> ParsedRequest:
@@ -143,7 +143,7 @@ def read_own(blocks: list[BodyReader]) -> dict:
     return message | {"content": text_of(texts)}
 
 
-# --- answers ----------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 # For each kind of item: the type of its delta, and the delta's field
 DELTAS = {

@@ -111,7 +111,7 @@ class APIServer:
             "/watch": ("GET", self._watch),  # the answer to a HEAD would never end
         }
 
-    # --- for other threads ------------------------------------------------------------------------
+    # --- for other threads
 
     def start(self) -> APIServer:
         self._thread.start()
@@ -210,7 +210,7 @@ class APIServer:
             seen=count,
         )
 
-    # --- in the server's thread -------------------------------------------------------------------
+    # --- in the server's thread
 
     def _run(self) -> None:
         try:

@@ -138,7 +138,7 @@ class Choice:
         return self._new_words.release(len(piece))
 
 
-# --- the tokens of an answer as text ------------------------------------------------------------
+# --- the tokens of an answer as text --------------------------------------------------------------
 
 
 class Word(NamedTuple):

@@ -83,7 +83,7 @@ class Answer:
         self._protocol = protocol
         self._client = client
         self._open = open
-        # parsed, not submitted yet
+        # Parsed, not submitted yet
         self._later: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Any = None
         self.adapter: ProtocolAdapter | None = None  # set by `submit`
@@ -95,7 +95,6 @@ class Answer:
         self._has_output = asyncio.Event()
 
     # --- in a worker thread
-    # ------------------------------------------------------------------------
 
     def ask(self, body: bytes) -> None:
         """Parse a body and submit its prompts. After an exception, call `cancel`: some choices may
@@ -125,7 +124,7 @@ class Answer:
                         settings["seed"] += 1
             if len(asks) > engine.sched.max_queue and not parsed.is_many:
                 raise ValueError(
-                    f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
+                    f"n: {len(asks)} choices are wanted, but the queue holds {engine.sched.max_queue}"
                 )
         except ValueError as error:
             raise self._refusal_of(error) from None
@@ -193,7 +192,6 @@ class Answer:
         return self.parsed.stream or handle.finish_reason is not None
 
     # --- in the server's thread
-    # ---------------------------------------------------------------------
 
     def wake(self) -> None:
         self._has_output.set()

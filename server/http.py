@@ -1,5 +1,4 @@
-"""HTTP/1.1 on asyncio: connections, requests, bodies, responses, and a limit for each size and
-wait.
+"""HTTP/1.1 on asyncio: connections, requests, bodies, responses, limits.
 
 `h11` parses and writes the grammar of HTTP; sockets, timeouts and limits are here. Nothing here
 knows models or engines. Next: `auth.py`, which requests are refused; `completion.py`, from a body
@@ -31,9 +30,8 @@ from server.adapter import dump
 from server.schema import APIError
 
 MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429
-MAX_SILENT_CONNECTIONS = (
-    64  # further connections without a request; beyond, the oldest of them is aborted
-)
+# Further connections without a request; beyond, the oldest of them is aborted
+MAX_SILENT_CONNECTIONS = 64
 ACCEPT_LOG_S = 60.0  # seconds between two log lines about connections that could not be accepted
 SWEEP_S = 0.5  # seconds between two looks for silent streams and slow clients
 HEAD_TIMEOUT_S = 30.0  # to send the head of the first request
@@ -47,9 +45,8 @@ BODY_TIMEOUT_S = 30.0  # to send the body
 CHUNK_BYTES = 2**14  # bytes of a response written at a time
 WRITE_TIMEOUT_S = 60.0  # a send buffer full this long (less than 48 KiB taken) ends the connection
 SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
-MAX_UNSENT_BYTES = (
-    2**25
-)  # bytes waiting for all slow clients; beyond, the client with most is ended
+# Bytes waiting for all slow clients; beyond, the client with most is ended
+MAX_UNSENT_BYTES = 2**25
 LINGER_S = 2.0  # a client that is still sending gets this long to read why it was refused
 PING_S = 10.0  # seconds of silence until a stream gets a comment
 PROGRESS_S = 0.4  # seconds of silence until it gets the progress of its prompt
@@ -57,12 +54,8 @@ PING = b": ping\n\n"
 # Seconds between a half-close and our probes. If the client closed the whole connection, its system
 # answers the first write with a reset, and the second one fails
 PROBES_S = (0.1, 0.4)
-OUT_OF_FILES = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOBUFS,
-    errno.ENOMEM,
-)  # no connection can be accepted
+# No connection can be accepted
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -119,7 +112,7 @@ class HTTPRequest:
     def __init__(self, connection: Connection, head: h11.Request, request_log: RequestLog):
         self.connection = connection
         self.method = head.method.decode()
-        # names in lower case
+        # By lower-case name
         self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         self.headers.setdefault("host", "localhost")  # HTTP/1.0 needs no such header
         # Two lengths can smuggle one request inside another (RFC 9112, 6.3)
@@ -222,7 +215,7 @@ class HTTPRequest:
             self.push(PING)
 
 
-# --- connections --------------------------------------------------------------------------------
+# --- connections ----------------------------------------------------------------------------------
 
 
 class Connection(asyncio.Protocol):
@@ -257,9 +250,8 @@ class Connection(asyncio.Protocol):
         self.task = asyncio.ensure_future(self._live())
         if len(self._all) > MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS:
             silent = [each for each in self._all if not each.has_request]
-            last = min(
-                silent, key=attrgetter("came")
-            )  # this new one, if all others have sent a request
+            # This new one, if all others have sent a request
+            last = min(silent, key=attrgetter("came"))
             self._all.discard(last)
             last.transport.abort()
 
@@ -348,7 +340,7 @@ class Connection(asyncio.Protocol):
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
-        # so that a hang-up during the answer is noticed
+        # So that a hang-up during the answer is noticed
         if type(event) is h11.EndOfMessage and self._ahead <= READ_AHEAD_BYTES:
             self.transport.resume_reading()
         return event
@@ -388,7 +380,7 @@ class Connection(asyncio.Protocol):
         self.transport.close()  # once all has been sent
         await asyncio.sleep(HEAD_TIMEOUT_S)
 
-    # --- sending -----------------------------------------------------------------------------
+    # --- sending
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
         """Send the head of a response. A client that has not sent its whole request must reconnect."""
@@ -473,7 +465,7 @@ def sweep_once(requests: Iterable[HTTPRequest]) -> None:
         del lags[last]
 
 
-# --- sockets, bodies, answers -------------------------------------------------------------------
+# --- sockets, bodies, answers ---------------------------------------------------------------------
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -495,10 +487,8 @@ def listen(host: str, port: int) -> socket.socket:
 async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> bytes:
     """The whole body. `requests`: all that are running, with bodies of their own."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if (
-        kind != "application/json"
-        or request.headers.get("content-encoding", "identity").lower() != "identity"
-    ):
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if kind != "application/json" or coding != "identity":
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
         raise APIError(415, words, "unsupported_media_type")
@@ -510,10 +500,8 @@ async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> by
                 parts.append(part.data)
                 request.size += len(part.data)
                 check_size(request.size)
-                if (
-                    request.size > LONG_BODY_BYTES
-                    and sum(each.size for each in requests) > MAX_BODIES_BYTES
-                ):
+                total = sum(each.size for each in requests)
+                if request.size > LONG_BODY_BYTES and total > MAX_BODIES_BYTES:
                     words = f"more than {MAX_BODIES_BYTES:,} bytes of bodies are being read already"
                     raise APIError(429, words, "rate_limit_exceeded", Retry_After="1")
     except TimeoutError:

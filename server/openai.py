@@ -88,7 +88,7 @@ NEUTRAL = {
 }
 
 
-# --- requests ---------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str], is_chat: bool) -> ParsedRequest:
@@ -221,7 +221,7 @@ def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOI
     return prompts
 
 
-# --- answers ----------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 HOLE = "\0"  # placeholder for text; no model has this name

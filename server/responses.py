@@ -47,7 +47,7 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-# --- requests ---------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
@@ -122,7 +122,7 @@ def own_message(messages: list[dict], field: str) -> dict:
     return messages[-1]
 
 
-# --- answers ----------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 # For each kind of item: its type, the prefix of its id, the type of its text
 KINDS = {

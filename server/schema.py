@@ -245,7 +245,7 @@ def read_json(body: bytes) -> BodyReader:
     raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
 
 
-# --- fields that several protocols have ---------------------------------------------------------
+# --- fields that several protocols have -----------------------------------------------------------
 
 
 def read_body(body: bytes, names: Sequence[str]) -> BodyReader:

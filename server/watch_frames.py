@@ -186,7 +186,7 @@ def check_slots(engine: Snapshot) -> None:
         raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
 
 
-# --- frames not looked at yet ----------------------------------------------------------------
+# --- frames not looked at yet ---------------------------------------------------------------------
 
 
 def joined(before: Frame | None, frame: Frame) -> Frame:

@@ -57,7 +57,7 @@ class ParsedPart(NamedTuple):
     text: str
 
 
-# --- for display --------------------------------------------------------------------------------
+# --- for display ----------------------------------------------------------------------------------
 
 
 OPENINGS = tuple(opens for opens, _ in REASONING_MARKS)
@@ -97,7 +97,7 @@ def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
     return reasoning.strip(), answer
 
 
-# --- the machine --------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 # Maximum characters before a body, or in it before its arguments; and maximum white space that
 # belongs to a mark
@@ -585,7 +585,7 @@ def strip_held_space(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
-# --- values in tags -----------------------------------------------------------------------------
+# --- values in tags -------------------------------------------------------------------------------
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:
@@ -611,7 +611,7 @@ def loads(text: str) -> Any:
         return None
 
 
-# --- which format does a model speak? -----------------------------------------------------------
+# --- which format does a model speak? -------------------------------------------------------------
 
 
 def detect_format(source: str | None, render: Callable[[list, list], str]) -> OutputFormat:

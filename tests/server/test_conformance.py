@@ -47,7 +47,7 @@ def refused(reply: Reply, status: int = 400, *words: str) -> dict:
     return error
 
 
-# --- chat: tools --------------------------------------------------------------------------------
+# --- chat: tools ----------------------------------------------------------------------------------
 
 
 def chat(server: Server, text: str = CALL, **fields) -> Reply:
@@ -241,7 +241,7 @@ def test_tools_are_in_the_prompt(server):
     assert with_tools > chat(server, "No.", tools=[]).json["usage"]["prompt_tokens"] + 100
 
 
-# --- chat: reasoning and progress ---------------------------------------------------------------
+# --- chat: reasoning and progress -----------------------------------------------------------------
 
 
 def test_reasoning_content(server):
@@ -319,7 +319,7 @@ def test_return_progress_needs_a_stream(server):
     refused(chat(server, return_progress=True), 400, "stream")
 
 
-# --- Responses ----------------------------------------------------------------------------------
+# --- Responses ------------------------------------------------------------------------------------
 
 
 def respond(server: Server, text: str = "Yes.", **fields) -> Reply:
@@ -536,7 +536,7 @@ def test_stored_response_is_404(server):
     assert server.ask("/v1/responses/resp_1").status == 404
 
 
-# --- Messages -----------------------------------------------------------------------------------
+# --- Messages -------------------------------------------------------------------------------------
 
 
 def message(server: Server, text: str = "Yes.", path: str = MESSAGES, **fields) -> Reply:
@@ -760,7 +760,7 @@ def test_count_tokens(server):
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-# --- names and penalties ------------------------------------------------------------------------
+# --- names and penalties --------------------------------------------------------------------------
 
 
 def test_model_names(server):
@@ -788,7 +788,7 @@ def test_extra_fields_of_front_ends(server):
     refused(chat(server, "Yes.", stream_options={"include_obfuscation": True}), 400, "obfuscation")
 
 
-# --- Embeddings ---------------------------------------------------------------------------------
+# --- Embeddings -----------------------------------------------------------------------------------
 
 
 def embed(server: Server, given: object = "Why batch?", **fields) -> Reply:
@@ -855,7 +855,7 @@ def test_unknown_encoding_format_or_model_is_refused(server):
     refused(embed(server, model="gpt"), 404, "gpt")
 
 
-# --- calls in tags, as Qwen 3 Coder writes them -------------------------------------------------
+# --- calls in tags, as Qwen 3 Coder writes them ---------------------------------------------------
 
 LINES = 'One line,\n a < b, "two" </parameter> and a\\n.\n'
 IN_TAGS = f"""<tool_call>

@@ -56,7 +56,7 @@ def say(text: str = "Count from 3 to 7.", **fields) -> dict:
     return {"messages": user(text), **fields}
 
 
-# --- answers ------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def test_openai_client_whole_answer(client):
@@ -314,7 +314,7 @@ def test_neutral_values_are_accepted(server, fields):
     assert reply.status == 200, reply.body
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 REFUSED = {  # field: values
@@ -584,7 +584,7 @@ def test_content_type_must_be_json(server):
     assert server.ask(CHAT, body, Content_Type="application/json; charset=utf-8").status == 200
 
 
-# --- manners ------------------------------------------------------------------------------------
+# --- manners --------------------------------------------------------------------------------------
 
 
 def test_http_1_0_chunks_and_expect(server):
@@ -821,7 +821,7 @@ def test_64_streams_equal_64_answers_alone(server):
     assert all(texts) and server.is_idle()
 
 
-# --- who may come in ----------------------------------------------------------------------------
+# --- who may come in ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -998,7 +998,7 @@ def test_endless_template_is_reported_at_start(tmp_path):
         assert server.complete("x").status == 200
 
 
-# --- figures, the log, and watching -------------------------------------------------------------
+# --- figures, the log, and watching ---------------------------------------------------------------
 
 
 def test_metrics_count_requests(server):
@@ -1078,7 +1078,7 @@ def test_unread_log_does_not_stop_the_server(tmp_path):
     assert process.returncode == 0
 
 
-# --- beginning and ending -----------------------------------------------------------------------
+# --- beginning and ending -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_openai_client_assembles_both_protocols(taught):
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 
-# --- models that speak otherwise ----------------------------------------------------------------
+# --- models that speak otherwise ------------------------------------------------------------------
 
 TURNS = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
@@ -141,7 +141,7 @@ def test_reasoning_can_be_enabled():
             assert is_thinking == (kind == "enabled")
 
 
-# --- what else may happen -----------------------------------------------------------------------
+# --- what else may happen -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_truncated_call_is_no_content(taught, path, call):
         assert found.reason in ("length", "max_tokens", "incomplete")
 
 
-# --- calls that have to come --------------------------------------------------------------------
+# --- calls that have to come ----------------------------------------------------------------------
 
 SIZE = {"type": "object", "properties": {"size": {"$ref": "#/$defs/S"}, "hot": {"type": "boolean"}}}
 SIZE |= {"required": ["size", "hot"], "additionalProperties": False}

@@ -315,7 +315,7 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
     return text, list(ids if isinstance(ids, list) else ids["input_ids"])
 
 
-# --- against transformers -----------------------------------------------------------------------
+# --- against transformers -------------------------------------------------------------------------
 
 
 @every_conversation
@@ -445,7 +445,7 @@ def test_generation_tag(tmp_path):
     assert text.render(turns("a", "b", "c")) == reference(tmp_path, turns("a", "b", "c"))[0]
 
 
-# --- BOS ----------------------------------------------------------------------------------------
+# --- BOS ------------------------------------------------------------------------------------------
 
 
 @every_conversation
@@ -476,7 +476,7 @@ def test_llama_2_writes_one_bos_per_turn(tmp_path, adds_bos):
         assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
 
 
-# --- prompts as a person types them -------------------------------------------------------------
+# --- prompts as a person types them ---------------------------------------------------------------
 
 
 def test_typed_prompt_is_a_user_message(tmp_path):
@@ -500,7 +500,7 @@ def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
     assert make_model(tmp_path, template).ask("", raw) == []
 
 
-# --- refusals -----------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
@@ -839,7 +839,7 @@ def test_handled_ctrl_c_does_not_end_the_check(interrupted):
     assert said == "fine\n"
 
 
-# --- what a trusted template may still do -------------------------------------------------------
+# --- what a trusted template may still do ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ENDLESS)
@@ -936,7 +936,7 @@ def test_python_attributes_are_undefined(tmp_path, what):
     assert make_model(tmp_path, "".join(source)).render(turns("Hi")) == "[]" * len(own)
 
 
-# --- what a turn reads --------------------------------------------------------------------------
+# --- what a turn reads ----------------------------------------------------------------------------
 
 # Thoughts of earlier turns are left out, in the manner of Qwen 3
 THINKS = """\

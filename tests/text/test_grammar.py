@@ -62,7 +62,7 @@ def random_answer(grammars: Grammars, grammar, seed: int, longest: int = 3000) -
     return grammars._tokenizer.decode_str(tokens)
 
 
-# --- what is allowed ----------------------------------------------------------------------------
+# --- what is allowed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_tokenizer_compiles_grammars(tmp_path):
     assert {text.tokenizer.id_to_token(token) for token in allowed(grammar)} >= {"y", "n"}
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 DEEP = {"type": "string"}
 for _ in range(300):
@@ -215,7 +215,7 @@ def test_validated_grammar_is_immutable():
         SamplingParams(grammar={"json": {}}, ignore_eos=True)
 
 
-# --- what is hostile ----------------------------------------------------------------------------
+# --- what is hostile ------------------------------------------------------------------------------
 
 
 TRIED = (

@@ -119,7 +119,7 @@ def stream(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> tuple[list[str], 
     return pieces, text.finish(ids)
 
 
-# --- pieces and the whole -----------------------------------------------------------------------
+# --- pieces and the whole -------------------------------------------------------------------------
 
 
 def test_tokenizers_here_are_sharp():
@@ -351,7 +351,7 @@ def test_special_tokens_stay_out_of_the_text(name):
     assert put > 1000
 
 
-# --- stop strings -------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
@@ -541,7 +541,7 @@ def test_stop_strings_by_hand(text, stops, shown):
     )
 
 
-# --- cost ---------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 ENDLESS = {
     "text": "The quick brown fox, 中文 and 😀.\n",
@@ -582,7 +582,7 @@ def test_token_costs_the_same_late_as_early(name, kind):
     assert statistics.median(times["old"]) < 8 * statistics.median(times["new"])
 
 
-# --- BOS ----------------------------------------------------------------------------------------
+# --- BOS ------------------------------------------------------------------------------------------
 
 
 def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
@@ -622,7 +622,7 @@ def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
     assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos
 
 
-# --- tokenizers that fail late ------------------------------------------------------------------
+# --- tokenizers that fail late --------------------------------------------------------------------
 
 WORDS = {"hello": 0, "world": 1}
 FAIL_AT_ENCODE = {

@@ -429,7 +429,7 @@ def test_prompt_may_open_the_reasoning():
     assert parts == [("reasoning", "It is late."), ("content", "Good night.")]
 
 
-# --- calls without a mark -----------------------------------------------------------------------
+# --- calls without a mark -------------------------------------------------------------------------
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 PRETTY = json.dumps({"name": "files.read-all", "arguments": {"path": "a {\n"}}, indent=2)
@@ -648,7 +648,7 @@ def test_endless_white_space_streams(before):
         assert joined(parts)[-1].text.endswith("x") and len(text) - len(joined(parts)[-1].text) < 20
 
 
-# --- which format does a template speak? --------------------------------------------------------
+# --- which format does a template speak? ----------------------------------------------------------
 
 RENDERED = {
     "Hermes": '<|im_start|>assistant\n<tool_call>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_call>',
@@ -853,7 +853,7 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert not is_again, "the first mark ends the text"
 
 
-# --- for those who watch ------------------------------------------------------------------------
+# --- for those who watch --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
