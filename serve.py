@@ -1,13 +1,11 @@
-"""The HTTP server, for programs that speak OpenAI's or Anthropic's protocols. We call it the
-*door*, and an HTTP request a *visit*.
+"""The HTTP server: OpenAI's and Anthropic's protocols.
 
     python serve.py --model demo
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
         -H 'Content-Type: application/json'
 
-The problem. To load a model takes seconds, or minutes, and a server that is told to end is in the
-middle of answers. So the socket is bound first: until the model is loaded, clients get 503. The
-first signal lets answers come to their end, and the second ends them.
+The socket is bound first; until the model is loaded, clients get 503. The first signal lets running
+answers end, the second ends the process.
 
 Before this: `ask.py`, the smallest user of the engine. Next: `server/app.py`, what happens to a
 request.
@@ -55,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_whole("--port", 0, 65535, says, default=8000)
     says = "requests that may wait; more are refused with 429 (default: 256)"
     parser.add_whole("--max-queue", 1, 10**6, says, default=256)
-    says = "idle for so long, let go of the weights"
+    says = "seconds idle until the weights are unloaded"
     parser.add_whole("--unload-after", 1, 10**6, says, metavar="SECONDS")
     add("--embeddings", action="store_true", help="the model embeds, though no file says so")
     parser.add_keys()
@@ -77,12 +75,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def say(words: str, is_last: bool = True) -> None:
-    """A line on standard error. On a terminal, the next one takes the place of what was said while
-    the model was loading."""
+    """Print a line on standard error. On a terminal it replaces the progress of loading."""
     line = f"nanobatch: {printable(words)}"
     end = "\n"
     if sys.stderr.isatty():
-        if not is_last:  # a line that is broken could not be taken back
+        if not is_last:  # a wrapped line could not be erased
             line = line[: shutil.get_terminal_size().columns - 1]
             end = ""
         line = f"\r\033[K{line}"
@@ -90,7 +87,7 @@ def say(words: str, is_last: bool = True) -> None:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """On every rank but the first (`distributed/group.py`): no door, but a share of the model."""
+    """On every rank but the first (`distributed/group.py`): no server, but a shard of the model."""
     try:
         return load(args).follow()
     except (ValueError, OSError, RuntimeError) as error:
@@ -99,7 +96,7 @@ def follow(args: argparse.Namespace) -> int:
 
 
 def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
-    """Bind the port, before anything is loaded. `given`: the options that name it."""
+    """Bind the port before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
     names = (tuple(args.allow_host), tuple(args.alias))
     options = Options(host, port, *keys, *names, tuple(args.trust_proxy))
@@ -123,15 +120,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with AccessLog(args.log) as log:
         server.log = log.add
-        server.hint = say
+        server.advise = say
         return serve(server, args)
 
 
 def serve(server: APIServer, args: argparse.Namespace) -> int:
-    """From a bound socket to the end of the last answer; returns the exit code.
+    """From a bound socket to the end of the last answer. Return the exit code.
 
-    subtle: a signal is noted, and raises nothing. An exception may come at any line, also where a
-    lock has been taken and is not yet sure to be released: the server then waited for ever.
+    subtle: a signal is recorded and raises nothing. An exception could come at any line, even after
+    a lock was taken and before its release was certain; the server then waited for ever.
     """
     signals = SimpleQueue()  # the first lets answers end, the second ends them
     is_awaited = False
@@ -139,8 +136,8 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
 
     def note(number: int, _) -> None:
         nonlocal overdue
-        # A download, or a layer that is being read, cannot be interrupted, but it can be left. So
-        # can a main thread that does not come to the first signal, or hangs behind it.
+        # A download, or a layer being read, cannot be interrupted, but the process can end. So it
+        # can if the main thread does not come to the first signal, or hangs after it.
         is_lost = not is_awaited and not signals.empty()
         if server.served is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
@@ -172,34 +169,34 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     server.close()
     if engine:
         engine.close()
-    # Whatever comes now, the exit code is decided
+    # From here on the exit code is decided
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     return code
 
 
 def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Any:
-    """An `Engine`. This is the first code to import MLX. The screen gives a clock and a report."""
+    """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
     if report:
         report("starting MLX")
-        blas.say = report  # what it has to say belongs among the stages of loading
+        blas.say = report  # what it reports belongs among the stages of loading
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue, "speculate": args.speculate}
     options |= {"kv": args.kv}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
-    # Else a bug in `forward` would look like a wrong option
+    # Otherwise a bug in `forward` would look like a wrong option
     with errors.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
-    # The library reads the tokenizer anew, and holds Python's lock: with 152,000 tokens for a second
-    with suppress(ValueError, BusyError):  # a request with a grammar is told why
+    # llguidance reads the tokenizer again while holding the GIL: with 152,000 tokens for a second
+    with suppress(ValueError, BusyError):  # a request with a grammar gets the reason
         engine.text.grammar({"json": "{}"})
     gc.collect()
-    # What loading has left is never garbage, so the collector need not search it in mid-step
+    # What loading has left is never garbage, so the collector need not search it during a step
     gc.freeze()
     return engine
 

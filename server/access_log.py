@@ -1,16 +1,8 @@
-"""The door's memory: who came, and how each request ended. For the screen, the log and /metrics.
+"""Records of HTTP requests: for the screen (`RequestLog`), the log file (`AccessLog`) and /metrics.
 
-The problem. A refused request never reaches the engine, and the engine never learns that a client
-hung up. So the engine's snapshots tell of neither, and the owner of the server wants to know both.
-
-The way out. Each request at the door is a `RequestRecord`, a frozen record, replaced by a newer one as the
-request goes on. The `RequestLog` holds the open calls and the newest of the ended calls, numbered like
-the entries of the engine's ledger: so a watcher asks for the calls since the last look. `ServerMetrics`
-are counted for as long as the door is open, in Prometheus' text format.
-
-The invariant: memory is bounded, whatever comes. No prompt and no answer is kept here.
-
-Where next: `wire.py`, which sends calls and views to another machine.
+The engine learns of neither refused requests nor hang-ups, so the server keeps its own records: the
+open requests and the newest ended ones, numbered so that a watcher can ask for those since its last
+look. Memory is bounded. No prompt and no answer is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from runtime.progress import PrefillProgress
 from runtime.registry import Log
 from runtime.validation import one_line
 
-# The figures of a call that its log line has, too; there without their unit
+# Fields of a record that its log line has, too, there without their unit
 FIGURES = (
     "prompt_tokens",
     "cached_tokens",
@@ -46,18 +38,18 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request at the door. Times are real ones, whatever the engine's clock does."""
+    """One HTTP request. Times are wall-clock times, whatever the engine's clock does."""
 
     number: int
     at: float  # seconds since 1970
-    client: str  # an address
-    route: str  # the method and the path
-    id: str = ""  # the client's name for the call: chatcmpl-12-7f3a
-    requests: tuple[int, ...] = ()  # the engine's numbers, one for each choice
+    client: str  # an IP address
+    route: str  # method and path
+    id: str = ""  # the id in the response: chatcmpl-12-7f3a
+    requests: tuple[int, ...] = ()  # the engine's request ids, one per choice
     stream: bool = False
-    status: int | None = None  # of the answer; 499 if the client hung up before there was one
-    reason: str = ""  # how the answer ended, or the code of the refusal
-    message: str = ""  # of a refusal
+    status: int | None = None  # 499 if the client hung up before there was one
+    reason: str = ""  # finish reason, or the code of the error
+    message: str = ""  # of an error
     hung_up: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -75,7 +67,7 @@ class RequestRecord:
 
     @property
     def line(self) -> str:
-        """In logfmt. A refusal's message may quote the client, so only the code is told."""
+        """The log line, in logfmt. A message may quote the client, so only its code is logged."""
         method, _, path = self.route.partition(" ")
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.at)),
@@ -97,7 +89,7 @@ class RequestRecord:
         return logfmt(values)
 
     def prefill_line(self, prefill: PrefillProgress) -> str:
-        """In logfmt: how far a long prompt has been read. The request goes on."""
+        """The log line for the progress of a long prompt."""
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "request_id": self.id,
@@ -113,13 +105,13 @@ class RequestRecord:
 
 
 def logfmt(values: Mapping[str, object]) -> str:
-    """The fields of a log line. Fields without a value are left out."""
+    """Fields of a log line; those without a value are left out."""
     told = [f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")]
     return " ".join(told)
 
 
 def logged(value: object) -> str:
-    """A value of a log line. No text of a client's can end the line or begin another field."""
+    """A value of a log line. No text of a client can end the line or start another field."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
     return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text)
@@ -127,7 +119,7 @@ def logged(value: object) -> str:
 
 @dataclass(frozen=True)
 class ServerView:
-    """The door at one moment, and the calls that have ended since a watcher's last look."""
+    """The server at one moment, and the requests that have ended since a watcher's last look."""
 
     address: str
     draining: bool
@@ -135,18 +127,17 @@ class ServerView:
     watchers: int
     open: tuple[RequestRecord, ...]
     ended: tuple[RequestRecord, ...]  # since, oldest first
-    missed: int  # ended since, and no longer kept
-    seen: int  # so many have ended
+    missed: int  # ended since, and dropped already
+    seen: int  # number of all ended ones
 
 
 class RequestLog:
-    """The calls: all open ones, and the newest of the ended ones. The door writes, any thread may
-    look."""
+    """All open requests and the newest ended ones. The server writes, any thread may read."""
 
     def __init__(self) -> None:
         self.open: dict[int, RequestRecord] = {}
         self.ended = Log(1000)
-        self.changes = 0  # counts every change of a call
+        self.changes = 0  # counts all changes
         self._lock = threading.Lock()
         self._count = 0
 
@@ -163,7 +154,7 @@ class RequestLog:
             self.changes += 1
 
     def end(self, number: int, is_kept: bool = True) -> RequestRecord:
-        """`is_kept`: not so a look at /health."""
+        """`is_kept`: false for /health."""
         with self._lock:
             record = self.open.pop(number)
             if is_kept:
@@ -174,7 +165,8 @@ class RequestLog:
     def look(
         self, since: int = 0
     ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
-        """The open calls, the calls that have ended since, and how many have ended in all."""
+        """The open requests, those that ended after number `since`, and the number of all ended
+        ones."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
@@ -182,8 +174,8 @@ class RequestLog:
 class HangUps:
     """Clients that hung up before the first token, by client and prompt.
 
-    An agent that loses its patience asks the same again, and may never get its answer. Of a prompt
-    only a hash is kept, and of those the newest.
+    An impatient agent sends the same prompt again and may never get its answer. Only hashes of the
+    newest prompts are kept.
     """
 
     KEPT = 64
@@ -192,7 +184,7 @@ class HangUps:
         self._counts: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     def add(self, client: str, prompt: Sequence[int]) -> int:
-        """How often this client has hung up on this prompt, this time included."""
+        """Count how often this client has hung up on this prompt, this time included."""
         key = client, hash(tuple(prompt))
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count
@@ -201,21 +193,21 @@ class HangUps:
         return count
 
 
-def impatient(client: str, seconds: float, prefill: PrefillProgress) -> str:
-    """What the owner of the server can do about a client that hung up on the same prompt twice."""
+def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str:
+    """Advice for the owner of the server when a client hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
         "the client waits too short a time. docs/clients.md names each agent's setting"
     )
 
 
-# --- the access log -----------------------------------------------------------------------------
+# --- the access log -------------------------------------------------------------------------------
 
 
 class AccessLog:
-    """A line for each request. A thread writes them, because writing to a pipe without a reader waits
-    for ever. Lines without room are counted, not kept. If the file cannot be written, serving goes on,
-    and that is said once."""
+    """A log line per request. A thread writes them, because writing to a pipe without a reader
+    blocks. Lines that do not fit the queue are counted and dropped. A failed write is reported
+    once, and serving goes on."""
 
     def __init__(self, file: TextIO, room: int = 1000):
         self._file = file

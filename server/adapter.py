@@ -1,13 +1,8 @@
-"""The common part of all protocols: wishes, and events.
+"""What all protocols share: the parsed request, the protocol adapter, server-sent events.
 
-The problem. Three protocols ask for the same, each in its own words: OpenAI's older protocol
-(`openai.py`), OpenAI's newer one (`responses.py`), and Anthropic's (`messages.py`). None knows the
-others.
-
-What this file keeps. A protocol turns a body into a `ParsedRequest`, or refuses the body. The answer comes
-back as the items of `choice.py`, and the protocol turns the items into events, or into one JSON.
-
-Where next: `openai.py`, the protocol that every client speaks.
+OpenAI's two protocols (`openai.py`, `responses.py`) and Anthropic's (`anthropic.py`) ask for the
+same in different words. An adapter turns a body into a `ParsedRequest`, and the items of an answer
+(`choice.py`) into the events of a stream or into one JSON body.
 """
 
 from __future__ import annotations
@@ -22,58 +17,57 @@ from server.choice import Choice
 from server.schema import APIError
 from text.tokenizer import Chat
 
-MAX_LOGPROBS = 200_000  # log probabilities in one answer, over all choices
+MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 
 
-def ending() -> APIError:
+def shutting_down() -> APIError:
     return APIError(503, "the server is ending", "draining", Retry_After="5")
 
 
-# `json.dumps` would make an encoder each time
+# json.dumps would make an encoder each time
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(body: Any) -> bytes:
-    """JSON as UTF-8. A message may quote half a surrogate pair, and UTF-8 has no bytes for half."""
+    """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 cannot encode."""
     return ENCODER.encode(body).encode(errors="replace")
 
 
-def dump_politely(body: Any) -> bytes:
-    """The same bytes, of a body that may be huge: during a call of `dump` no other thread runs."""
+def dump_large(body: Any) -> bytes:
+    """The same bytes for a body that may be huge: no other thread runs during `dump`."""
     return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 
 
-# --- a wish, and the parts of an answer ---------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------
 
 
 class ParsedRequest(NamedTuple):
-    """A body, understood. Each prompt is a text, a `Chat`, or token ids; each gets `n` choices."""
+    """A validated body. Each prompt is a text, a `Chat` or token ids, and gets `n` choices."""
 
     prompts: list
     settings: Mapping[str, Any] = {}  # for `SamplingParams`
     max_tokens: int | None = None
     n: int = 1
     stream: bool = False
-    usage: bool = False  # at the end of the stream
-    progress: bool = False  # of the prompt, in the stream
-    must_call: Sequence[dict] = ()  # one of these tools has to be called
-    is_single: bool = False  # at most one call may come
+    usage: bool = False  # at the end of a stream
+    progress: bool = False  # of the prompt, in a stream
+    must_call: Sequence[dict] = ()  # one of these tools must be called
+    is_single: bool = False  # at most one call
     fields: Mapping[str, Any] = {}  # the body's fields that are not null
 
     @property
     def chat(self) -> Chat | None:
-        """The only prompt, if it is one."""
+        """The conversation, if that is what the prompt is."""
         return self.prompts[0] if isinstance(self.prompts[0], Chat) else None
 
     @property
     def is_many(self) -> bool:
-        """Vectors are wanted, perhaps thousands."""
+        """Whether embeddings are wanted, perhaps thousands."""
         return "embeds" in self.settings
 
     @property
     def most_tokens(self) -> int:
-        """How long an answer may be. Log probabilities of 20 tokens beside each token take
-        kilobytes."""
+        """Maximum length of an answer: 20 log probabilities per token take kilobytes."""
         top = self.settings.get("logprobs")
         if top is None:
             return sys.maxsize
@@ -81,7 +75,7 @@ class ParsedRequest(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """The tokens of a request."""
+    """Token counts of a request."""
 
     prompt: int
     cached: int  # of the prompt
@@ -90,10 +84,10 @@ class Usage(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a prompt has been read, for the client that waits for it."""
+    """How far a prompt has been read, for the waiting client."""
 
     prefill: PrefillProgress
-    before: int  # so many requests stand in line before this one
+    before: int  # waiting requests ahead of this one
     seconds: float  # since the request came
 
     @property
@@ -107,12 +101,11 @@ class Progress(NamedTuple):
 
 
 class ProtocolAdapter:
-    """A protocol understands a body, and writes one answer: one whole body, or the events of a
-    stream.
+    """Parses a body of one protocol and writes one answer: a whole body, or the events of a stream.
 
-    `parse_request` makes a `ParsedRequest` of a body and the model's names. `whole` has all choices, and their
-    `Usage`. The events: `first`; `changed` for each change of a choice's items; `last`, when a
-    choice has ended; `close` at the end, or `fail`.
+    `parse_request` makes a `ParsedRequest` from a body and the model's names. `whole` takes all
+    choices and their `Usage`. The events of a stream: `first`; `changed` for each change of a
+    choice's items; `last` when a choice has ended; `close` at the end, or `fail`.
     """
 
     prompt: str  # the body's field for a prompt
@@ -120,7 +113,7 @@ class ProtocolAdapter:
     prefix: str  # of the answer's id
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):
-        """`name`: the answer's number, and a suffix of this process."""
+        """`name`: the request's number and a suffix of this process."""
         self.id = self.prefix + name
         self._name = name
         self._model = model
@@ -133,14 +126,14 @@ class ProtocolAdapter:
         return b""
 
 
-# --- events -------------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 def event(body: dict | str) -> bytes:
-    """One server-sent event."""
+    """A server-sent event."""
     return b"data: " + (body.encode() if isinstance(body, str) else dump(body)) + b"\n\n"
 
 
 def named_event(body: dict) -> bytes:
-    """The same, with the type as the event's name."""
+    """The same with the body's type as the event's name."""
     return b"event: " + body["type"].encode() + b"\n" + event(body)

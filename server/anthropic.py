@@ -1,18 +1,14 @@
-"""Anthropic's Messages: the wish of a body, and the events of the answer.
+"""Anthropic's Messages protocol.
 
     POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
-    POST /v1/messages/count_tokens   how many tokens such a prompt has
+    POST /v1/messages/count_tokens   the number of tokens of such a prompt
 
-The problem. A message is a list of *blocks* here: text, thinking, the use of a tool. The result of
-a tool is a block in the user's next message. A stream has events for each block: one for the start,
-some for the growth, one for the stop.
+A message is a list of *blocks*: text, thinking, tool use. A tool's result is a block in the user's
+next message. A stream has events for each block:
 
     message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
 
-What this file keeps. A body is understood completely, as in `openai.py`. Errors have Anthropic's
-form.
-
-Where next: `bridge.py`, the way of a request to the engine and back.
+Errors have Anthropic's form.
 """
 
 from __future__ import annotations
@@ -27,14 +23,13 @@ from server.schema import (
     APIError,
     BodyReader,
     call_of,
-    choose_tools,
     conversation,
     invalid,
+    parse_json,
     read_body,
     read_form,
     read_stop,
     read_tools,
-    strict,
     text_of,
 )
 from text.tokenizer import Chat
@@ -64,21 +59,20 @@ def error(refusal: APIError) -> dict:
     kind = ERRORS.get(refusal.status, "invalid_request_error")
     told = {"type": kind, "message": refusal.message}
     if refusal.param == "thread":
-        # Then Anthropic's client sends the whole conversation, without asking for a memory
+        # Anthropic's client then falls back to sending the whole conversation
         told["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": told}
 
 
-# --- the wish of a body -------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> ParsedRequest:
-    """`is_count`: nothing is to be answered, so a length need not be given."""
+    """`is_count`: nothing is generated, so max_tokens is not required."""
     request = read_body(body, names)
-    tools = read_tools(request, schema="input_schema", type="custom")
-    tools, must_call = choose_tools(request, tools, words=CHOICES)
+    tools, must_call = read_tools(request, "", "input_schema", "custom", CHOICES)
     choice = request.inner("tool_choice")
-    # How long a thought may be is a hint, too
+    # The budget of thinking is a hint, too
     hints = THINKING[request.inner("thinking").one_of("type", THINKING, "adaptive")]
     settings = request.some(PLAIN) | {"stop": read_stop(request, "stop_sequences")}
     # `output_config` may also have an effort, which is a hint
@@ -117,7 +111,7 @@ def read_messages(request: BodyReader) -> list[dict]:
 
 
 def read_user(blocks: list[BodyReader]) -> list[dict]:
-    """Results of tools are messages of their own, and stand before the user's words."""
+    """Tool results become messages of their own, before the user's text."""
     found = []
     texts = []
     for block in blocks:
@@ -133,7 +127,7 @@ def read_user(blocks: list[BodyReader]) -> list[dict]:
 
 
 def read_own(blocks: list[BodyReader]) -> dict:
-    """The assistant's thoughts, words and calls."""
+    """The assistant's reasoning, text and calls."""
     texts = []
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
@@ -149,9 +143,9 @@ def read_own(blocks: list[BodyReader]) -> dict:
     return message | {"content": text_of(texts)}
 
 
-# --- the bodies of the answer -------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
-# For each kind of item: the type of the block's delta, and the field with the text
+# For each kind of item: the type of its delta, and the delta's field
 DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -160,7 +154,7 @@ DELTAS = {
 
 
 class Message(ProtocolAdapter):
-    """The bodies of one answer."""
+    """Bodies of one answer."""
 
     parse_request = staticmethod(parse_request)
     prompt = "messages"
@@ -215,11 +209,11 @@ def block(item: Item) -> dict:
     if item.kind == "content":
         return {"type": "text", "text": item.text}
     if item.kind == "reasoning":
-        # A signature would prove the thought to be the model's own, and nobody checks here
+        # A signature would prove that the reasoning is the model's own, but nobody checks it here
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     values = None
-    with suppress(ValueError, RecursionError):  # arguments that were cut off are no object
-        values = strict(item.text)
+    with suppress(ValueError, RecursionError):  # arguments that were cut off are no JSON
+        values = parse_json(item.text)
     values = values if isinstance(values, dict) else {}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": values}
 
@@ -232,7 +226,7 @@ def ended(choice: Choice) -> dict[str, str | None]:
 
 
 def written(usage: Usage) -> dict:
-    """Cached tokens are not counted among the input."""
+    """Anthropic counts cached tokens separately from the input."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,

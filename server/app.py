@@ -1,22 +1,18 @@
-"""The door: a bound socket, and the way of each HTTP request from there to its answer.
+"""The HTTP server: a bound socket, the routes, and the thread that serves them.
 
-The problem. A request over a network is a stranger's: it may be malformed, huge, slow, or gone in
-the middle of its answer. None of this may disturb the engine's thread, because all other requests
-depend on that thread.
+    POST -> guard -> read the body -> parse (openai.py) -> engine.submit -> deltas -> events, or one JSON
+            |__ server's thread, asyncio ___|____ worker threads _____|________ server's thread ________|
 
-    POST -> guard -> read the body -> understand it (openai.py) -> engine.submit -> pieces -> events, or one JSON
-            |______ the door's thread, asyncio _____|__ a few threads ______|_______ the door's thread _______|
+The engine's thread must not be disturbed by malformed, huge or slow requests, so HTTP is spoken in
+a thread of its own, and worker threads parse JSON and tokenize. After each commit the engine's
+thread wakes the server's thread if there is new output. The socket is bound first; until the model
+is loaded, clients get 503.
 
-The way out. A thread of the door's own speaks HTTP. A few threads beside it do the slow work:
-reading JSON and turning text into tokens. After each commit the engine's thread wakes the door's
-thread, if an answer has news. The socket is bound first. Until the model is loaded, clients get
-503.
+The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
+slot.
 
-The invariant: each request at the door ends with an answer, or when the client hangs up. Afterwards
-the request holds no slot.
-
-Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, the wishes
-of all protocols; `choice.py`, the items of an answer; `request_log.py`, the door's memory.
+Next: `completion.py`, the way of one request; `schema.py`, how a body is read; `adapter.py`, what
+the protocols share; `access_log.py`, records of requests.
 """
 
 from __future__ import annotations
@@ -42,10 +38,10 @@ from runtime.loop import Loop
 from runtime.snapshot import Snapshot
 from runtime.validation import shown
 from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
-from server.access_log import HangUps, RequestLog, ServerView, impatient
-from server.adapter import ProtocolAdapter, ending
+from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
+from server.adapter import ProtocolAdapter, shutting_down
 from server.completion import Answer, ServedModel, count
-from server.http import Connection, Gone, HTTPRequest, Options, Reply, refused, reply
+from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
 from server.proxy import seen_through
 from server.schema import APIError, check_model
@@ -61,15 +57,15 @@ PROTOCOLS = {
     "/v1/messages": anthropic.Message,
 }
 COUNT = "/v1/messages/count_tokens"
-MODELS = "/v1/models"  # and, behind a slash, any name of the model
-# A route's: returns a response, or writes through the visit
+MODELS = "/v1/models"  # and below it any name of the model
+# A handler returns a response, or writes one
 Answering = Callable[[HTTPRequest], Awaitable[Reply | None]]
-DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
+DRAIN_S = 20.0  # seconds for running requests after a signal to end
 
 
 class APIServer:
-    """A bound socket at first. `start` lets clients in; `open` gives the door an engine and the loop
-    that steps the engine."""
+    """A bound socket. `start` begins to serve; `open` provides an engine and the loop that steps
+    it."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -77,8 +73,8 @@ class APIServer:
         self.metrics = ServerMetrics()
         self.served: ServedModel | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
-        self.log: Callable[[str], None] | None = None  # takes a line for each request
-        self.hint: Callable[[str], None] = lambda words: None  # takes advice for the owner
+        self.log: Callable[[str], None] | None = None  # receives a line for each request
+        self.advise: Callable[[str], None] = lambda words: None  # receives advice for the owner
         self._hang_ups = HangUps()
         self.draining = False
         self.watchers = 0
@@ -87,13 +83,13 @@ class APIServer:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._born = int(time.time())
         self._requests: set[HTTPRequest] = set()
-        self._scraped: Snapshot | None = None  # the engine at the last look at /metrics
-        self._pool = ThreadPoolExecutor(4, "server")  # reads bodies
-        # For long bodies, so that no short one waits behind them
+        self._scraped: Snapshot | None = None  # the engine at the last scrape of /metrics
+        self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
+        # For long bodies, so that short ones need not wait
         self._slow_pool = ThreadPoolExecutor(2, "server, long")
-        # These wait for a process that tries a grammar. Two more are for grammars known already
+        # These wait for the sandbox. Two more are for grammars known already
         self._grammar_pool = ThreadPoolExecutor(SANDBOX_LIMITS.at_once + 2, "server, grammars")
-        self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
+        self.is_local = ipaddress.ip_address(host).is_loopback  # listens on loopback only
         self._routes = self._make_routes()
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
@@ -103,7 +99,7 @@ class APIServer:
         self._ended = threading.Event()
 
     def _make_routes(self) -> dict[str, tuple[str, Answering]]:
-        """By path: the methods, and what answers."""
+        """By path: the methods and the handler."""
         looks = {MODELS: self._models, "/health": self._health}
         looks |= {"/metrics": self._metrics, "/": self._page}
         return {
@@ -116,7 +112,7 @@ class APIServer:
             "/watch": ("GET", self._watch),  # the answer to a HEAD would never end
         }
 
-    # --- what any other thread may call
+    # --- for other threads
 
     def start(self) -> APIServer:
         self._thread.start()
@@ -131,19 +127,19 @@ class APIServer:
 
     @property
     def _answers(self) -> list[Answer]:
-        """Those that the engine is at work for."""
+        """Those that the engine works on."""
         answers = [request.answer for request in list(self._requests)]
         return [answer for answer in answers if answer]
 
     def _on_commit(self, handles: list[Handle]) -> None:
-        """In the engine's thread: wake the door's thread, once for all requests with new output."""
+        """In the engine's thread: wake the server's thread, once for all requests with new output."""
         woken = []
         for handle in handles:
             answer = self._open.get(handle.id)
-            if answer and answer.waits_for(handle):
+            if answer and answer.wants(handle):
                 woken.append(answer)
         if woken:
-            with suppress(RuntimeError):  # the door is shut already
+            with suppress(RuntimeError):  # the server has ended
                 self._events.call_soon_threadsafe(self._wake, woken)
 
     def _wake(self, answers: list[Answer]) -> None:
@@ -152,7 +148,7 @@ class APIServer:
 
     @property
     def warning(self) -> str:
-        """A line about who may come in, if everybody may; else nothing."""
+        """A line about access, if everybody has it; else empty."""
         if self.is_local or self.options.api_key:
             return ""
         readers = "who has the watch key" if self.options.watch_key else "this machine"
@@ -162,10 +158,11 @@ class APIServer:
         )
 
     def wait(self, signals: SimpleQueue) -> bool:
-        """Wait for a signal in this queue: True. False if the door's thread ends before.
+        """Wait for a signal in this queue and return True; False if the server's thread ends first.
 
-        subtle: Python handles a signal when the main thread runs. A signal just before the main
-        thread goes to sleep is handled when the thread wakes up."""
+        subtle: Python handles a signal when the main thread runs. A signal that arrives just before
+        the main thread goes to sleep is handled when it wakes up.
+        """
         while not self._ended.is_set():
             with suppress(Empty):
                 signals.get(timeout=0.5)
@@ -173,8 +170,8 @@ class APIServer:
         return False
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests, and let running ones end: for so many seconds, or until somebody
-        hurries."""
+        """Refuse new requests and let running ones end, for `patience` seconds or until
+        `is_hurried`."""
         self.draining = True
         if self.loop:
             self.loop.slow = 0.0
@@ -184,7 +181,7 @@ class APIServer:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End running requests with an error, and let go of the socket."""
+        """End running requests with an error, and close the socket."""
         self.draining = True
         for answer in self._answers:
             answer.cancel()
@@ -201,7 +198,7 @@ class APIServer:
         self._socket.close()
 
     def look(self, since: int = 0) -> ServerView:
-        """The door now, and the calls that have ended since the watcher had seen `since` of them."""
+        """The server now, and the requests that ended after number `since`."""
         opened, ended, count = self.request_log.look(since)
         return ServerView(
             address=self.address,
@@ -214,7 +211,7 @@ class APIServer:
             seen=count,
         )
 
-    # --- the way in: from here on all runs in the door's thread
+    # --- in the server's thread
 
     def _run(self) -> None:
         try:
@@ -244,20 +241,20 @@ class APIServer:
         logger.cancel()
 
     async def _log_prefills(self) -> None:
-        """A line for each long prompt when it is known to be long, then one every `LOG_S`."""
+        """A log line for each long prompt, then one every `LOG_S`."""
         while True:
             await asyncio.sleep(1)
             self._log_prefills_once(time.monotonic())
 
     def _log_prefills_once(self, now: float) -> None:
-        # A function of its own, because a sleeping loop would keep the last visit in memory
+        # A function of its own, because a sleeping loop would keep the last request in memory
         for request in list(self._requests) if self.log else ():
             prefill = request.answer and request.answer.prefill_to_log(now)
             if prefill and request.record.id:
                 self.log(request.record.prefill_line(prefill))
 
     async def _serve(self, connection: Connection, head: h11.Request) -> None:
-        """Each request comes through here: a visit begins, and its outcome is written down."""
+        """Serve one request and record its outcome."""
         began = time.perf_counter()
         request = connection.request = HTTPRequest(connection, head, self.request_log)
         if request.path.startswith("/v1/messages"):
@@ -265,7 +262,7 @@ class APIServer:
         self._requests.add(request)
         try:
             await self._answer(request)
-        except (Gone, asyncio.CancelledError):
+        except (ClientGone, asyncio.CancelledError):
             request.note(hung_up=True, status=request.status or 499)
             raise
         finally:
@@ -279,7 +276,7 @@ class APIServer:
                     self.log(record.line)
 
     async def _answer(self, request: HTTPRequest) -> None:
-        """An exception on a request's way becomes the answer."""
+        """Turn an exception into a response."""
         try:
             reply = auth.share(request, self.options)
             if not reply:
@@ -289,9 +286,9 @@ class APIServer:
                 request.end_events()
         except APIError as refusal:
             reply = refused(request, refusal)
-        except Gone:
+        except ClientGone:
             raise
-        # A fault of ours: this client is told, and the others do not notice
+        # A fault of ours: only this client notices
         except Exception as error:
             show_fault("a request over HTTP failed", error)
             reply = refused(request, APIError(500, describe(error), "internal_error"))
@@ -309,10 +306,10 @@ class APIServer:
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
                 )
             if self.draining:
-                raise ending()
+                raise shutting_down()
 
     def _find(self, request: HTTPRequest) -> Answering:
-        """What answers on this path."""
+        """The handler of this path."""
         path = request.path
         known = MODELS if path.startswith(f"{MODELS}/") else path
         if known not in self._routes:
@@ -342,12 +339,12 @@ class APIServer:
             status = "stopped"
         code = 200 if status == "ok" else 503
         if code == 200 and self.served.engine.is_released:
-            status = "unloaded"  # the next request is answered, but waits for the weights
+            status = "unloaded"  # the next request waits for the weights
         return reply({"status": status}, code)
 
     async def _metrics(self, request: HTTPRequest) -> Reply:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None
-        # The next look may never come. So no texts and steps are kept for it
+        # The next scrape may never come, so keep no texts and steps for it
         self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
         gauges = {
             "http_connections": len(self._connections),
@@ -358,7 +355,7 @@ class APIServer:
         return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _page(self, request: HTTPRequest) -> Reply:
-        """The page holds no data of this server. It asks as any watcher and any client does."""
+        """The page holds no data of this server, which it requests like any other client."""
         text, policy = live_page.live()
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
         headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
@@ -379,7 +376,7 @@ class APIServer:
             self.watchers -= 1
 
     def _frame(self, before: Frame | None) -> Frame | None:
-        """Everything now, with the events since a frame before. None, once the server ends."""
+        """Everything now, with the events since a frame before. None when the server ends."""
         if self.draining:
             return None
         loop = self.loop
@@ -390,7 +387,7 @@ class APIServer:
     # --- a prompt and its answer
 
     async def _count(self, request: HTTPRequest) -> Reply:
-        """How many tokens a prompt has."""
+        """Count the tokens of a prompt."""
         body = await http.read_body(request, self._requests)
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         parse_request = partial(anthropic.parse_request, is_count=True)
@@ -400,18 +397,18 @@ class APIServer:
     async def _complete(
         self, protocol: type[ProtocolAdapter], request: HTTPRequest
     ) -> Reply | None:
-        """From a body to its answer, whole or as a stream. A client that hangs up cancels this,
-        wherever it is."""
+        """From a body to its answer, whole or streamed. A client that hangs up cancels this at any
+        point."""
         request.is_logged = True
         body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
-            raise ending()
+            raise shutting_down()
         answer = Answer(self.served, protocol, request.record.client, self._open)
         request.answer = answer
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         try:
             await self._events.run_in_executor(pool, answer.ask, body)
-            body = b""  # a large body is not kept while the answer runs
+            body = b""  # free a large body while the answer runs
             request.size = 0
             if not answer.choices:
                 await self._events.run_in_executor(self._grammar_pool, answer.submit)
@@ -420,7 +417,7 @@ class APIServer:
             if answer.parsed.stream:
                 return await answer.stream(request)
             return await answer.whole()
-        except (Gone, asyncio.CancelledError):
+        except (ClientGone, asyncio.CancelledError):
             self._note_hang_up(request, answer)
             raise
         finally:
@@ -440,4 +437,4 @@ class APIServer:
             return
         client = request.record.client
         if self._hang_ups.add(client, handle.request.prompt) == 2:
-            self.hint(impatient(client, time.time() - request.record.at, prefill))
+            self.advise(hang_up_advice(client, time.time() - request.record.at, prefill))

@@ -13,14 +13,16 @@ from server.schema import APIError
 
 
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
-    """Does a page of this server's names ask?"""
+    """Whether the Origin is a page under one of this server's names."""
+    origin = request.headers.get("origin")
+    if not origin:
+        return False
     names = "|".join(map(re.escape, options.names))
-    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", request.headers.get("origin", "")))
+    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", origin))
 
 
 def share(request: HTTPRequest, options: Options) -> Reply | None:
-    """Let a page of this server's names read the answer. If a browser asks whether the page may
-    ask, this is the answer to the browser."""
+    """CORS: let a page of this server's names read the response. Return the reply to a preflight."""
     if not is_allowed(request, options):
         return None
     shared = {"Access-Control-Allow-Origin": request.headers["origin"], "Vary": "Origin"}
@@ -34,8 +36,8 @@ def share(request: HTTPRequest, options: Options) -> Reply | None:
 
 
 def check_host(request: HTTPRequest, options: Options) -> None:
-    """Refuse a host that is none of this server's names. A page's owner may let the page's name point
-    to this machine, and the browser then takes us for a part of the page."""
+    """Refuse a Host that is none of this server's names (DNS rebinding: an attacker's domain may
+    resolve to this machine, and the browser then takes us for a part of that site)."""
     if request.host not in options.names:
         words = f"the Host {shown(request.headers['host'])} is none of this server's names"
         words += "; --allow-host adds one"
@@ -43,15 +45,15 @@ def check_host(request: HTTPRequest, options: Options) -> None:
 
 
 def guard(request: HTTPRequest, options: Options, connections: int) -> None:
-    """Refuse requests beyond the limit, and requests from pages that may not ask.
+    """Refuse requests beyond the connection limit, from foreign pages, and without the key.
 
-    A browser sends requests for any page that the user looks at. So a page must be of this machine,
-    or come from the very address it asks. An address, because the owner of a page may let the
-    page's name point to us: then a name proves nothing, unless there is a key.
+    A browser sends requests for any page that the user visits. So the Origin must be one of our
+    names, or the address that it asks. An address, because an attacker's domain may resolve to us:
+    a name proves nothing, unless there is a key.
 
-    A page that asks sees only the answers to its own requests. A page that watches sees everybody's
-    texts, so the page must be ours, or know a key: this machine may have other servers, and anybody
-    may have written their pages.
+    A page that sends a request sees only its own answer. A page that watches sees everybody's
+    texts, so it must be served by us or know a key: other servers on this machine may serve pages
+    of anybody.
     """
     if connections > http.MAX_CONNECTIONS:
         words = f"{http.MAX_CONNECTIONS} connections are open already"
@@ -78,10 +80,10 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
 
 
 def has_key(request: HTTPRequest, key: str) -> bool:
+    """Whether the request carries this key, compared in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         given = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
-    # In constant time
     return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
 
 
@@ -94,7 +96,7 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Is it an address of this machine, such as 127.0.0.1, ::1, or ::ffff:127.0.0.1?"""
+    """Whether this is an address of this machine, such as 127.0.0.1, ::1 or ::ffff:127.0.0.1."""
     if not is_address(address):
         return False
     found = ipaddress.ip_address(address)
@@ -102,10 +104,10 @@ def is_loopback(address: str) -> bool:
 
 
 def may_read(request: HTTPRequest, options: Options) -> bool:
-    """May this watcher read everybody's prompts and answers?
+    """Whether this watcher may read everybody's prompts and answers.
 
-    Where there is a key, only the watch key allows it. Else this machine itself may. (A proxy here
-    that changes the host's name and adds no header looks like this machine.)
+    With keys, only the watch key allows it. Otherwise only this machine. (A local proxy that
+    rewrites Host and adds no header looks like this machine.)
     """
     if options.api_key or options.watch_key:
         return options.watch_key is not None and has_key(request, options.watch_key)

@@ -1,21 +1,13 @@
-"""One answer as it comes: a row of items, each a thought, a text, or a call of a tool.
-
-The problem. A handle has text. Clients want to know which item a piece of text belongs to, and each
-protocol names the items differently:
+"""One answer as it streams: a list of items, each reasoning, content or a tool call.
 
     the model writes    <think>Hm.</think>I look.<tool_call>{"name": "add", ...
-    here                thought             answer    call
+    item kinds          reasoning           content   tool_call
     chat                reasoning_content   content   tool_calls
     Responses           reasoning           message   function_call
     Messages            thinking            text      tool_use
 
-The way out. An item starts, grows and stops. This file finds out when, once for all protocols. A
-protocol only translates these changes into its own words.
-
-What this file keeps. One item is open at a time. When an answer is complete, each of its items has
-stopped.
-
-Where next: `protocol.py`, the common part of the protocols.
+An item starts, grows and stops. One item is open at a time, and when the answer is complete, each
+has stopped. The adapters only translate these changes.
 """
 
 from __future__ import annotations
@@ -34,20 +26,20 @@ from text.tool_parser import OutputParser
 
 @dataclass
 class Item:
-    """A part of an answer: a thought, a text, or a call."""
+    """A part of an answer: reasoning, content, or a tool call."""
 
-    kind: str  # "thought", "answer" or "call"
-    place: int = 0  # so many items stand before this one
-    nth: int = 0  # and so many of the same kind
-    name: str = ""  # of the called tool
-    # Of a call. Some models' templates want nine letters or digits
+    kind: str  # "reasoning", "content" or "tool_call"
+    place: int = 0  # its position among all items
+    nth: int = 0  # and among those of its kind
+    name: str = ""  # of the tool
+    # Of a call. Some templates require nine letters or digits
     id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
-    status: str = "in_progress"  # then "completed", or "incomplete" if the item was cut off
+    status: str = "in_progress"  # then "completed", or "incomplete" if it was cut off
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """So far. Of a call: its arguments, in JSON."""
+        """So far. Of a call: its arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -57,11 +49,11 @@ class Change(NamedTuple):
     kind: str  # "start", "delta" or "stop"
     item: Item
     text: str = ""  # the new text of a delta
-    words: Sequence[Word] | None = None  # with log probabilities, if the request wants them
+    words: Sequence[Word] | None = None  # log probabilities, if the request wants them
 
 
 class Choice:
-    """One answer to one prompt. A request may ask for several.
+    """One answer to a prompt. A request may ask for several.
 
     `words`: only if the request wants log probabilities.
     """
@@ -80,7 +72,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """Why the answer has ended."""
+        """The finish reason."""
         reason = self.handle.finish_reason
         has_called = any(item.kind == "tool_call" for item in self.items)
         is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
@@ -88,12 +80,12 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int:
-        """So many tokens are thoughts."""
+        """Number of reasoning tokens."""
         end = self._parser.reasoning_length
         return end and sum(place <= end for place in accumulate(self.handle.lengths))
 
     def text(self, kind: str) -> str:
-        """All items of a kind as one."""
+        """All items of a kind, joined."""
         return "".join(item.text for item in self.items if item.kind == kind)
 
     def read(self) -> None:
@@ -104,7 +96,7 @@ class Choice:
                     self.words += change.words
 
     def grow(self, piece: str | None) -> Iterator[Change]:
-        """The changes of the items by a piece of text. None: the answer is complete."""
+        """The changes by a piece of text. None: the answer is complete."""
         words = self._release(piece)
         is_cut = self.handle.finish_reason == "length"
         parts = self._parser.push(piece, piece is None and is_cut)
@@ -119,7 +111,7 @@ class Choice:
             item.pieces.append(text)
             yield Change("delta", item, text, words)
             words = None if words is None else []
-        if words:  # of tokens of a mark, such as <think>: no item has their text
+        if words:  # of a mark's tokens, such as <think>: no item has their text
             yield Change("delta", Item("content"), "", words)
         if piece is None:
             is_whole = not is_cut or self._parser.is_over
@@ -146,12 +138,12 @@ class Choice:
         return self._new_words.release(len(piece))
 
 
-# --- the tokens of an answer as text ------------------------------------------------------------
+# --- the tokens of an answer as text --------------------------------------------------------------
 
 
 class Word(NamedTuple):
-    """One token of an answer: its text, the text's place in the answer, and the token's log
-    probability beside the likeliest others."""
+    """One token of an answer: its text, that text's offset in the answer, and its log probability
+    with those of the likeliest tokens."""
 
     text: str
     offset: int
@@ -160,14 +152,14 @@ class Word(NamedTuple):
 
 
 class Words:
-    """An answer's tokens as texts. Joined, the texts are the answer.
+    """An answer's tokens as texts, which join to the answer.
 
-    A token is often no text by itself: its bytes may end within a character, and a decoder drops
-    the space before a first word. So a token's text is the text that the answer gains by this
-    token. A text that a stop text may yet cut off waits, and its token waits as well.
+    A token often has no text of its own: its bytes may end within a character, and a decoder drops
+    the space before a first word. So a token's text is what the answer gains by it. Text that a
+    stop string may yet cut off waits, and its token waits as well.
 
-    A token becomes a text only when the text is released. A client that reads slowly may let
-    thousands of tokens wait, and texts take more memory than tokens.
+    A token is decoded only when its text is released: for a client that reads slowly, thousands of
+    tokens may wait, and texts take more memory.
     """
 
     def __init__(self, text: Tokenizer, handle: Handle):
@@ -176,11 +168,11 @@ class Words:
         self._stream = text.stream(())
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
-        self._length = 0  # characters of all texts so far
-        self._shown = 0  # characters shown so far
+        self._length = 0  # characters of all texts
+        self._shown = 0  # characters shown
 
     def _read(self, length: float) -> None:
-        """Read the next tokens of the answer, until the texts so far are so long.
+        """Decode the next tokens until the texts have this length.
 
         The newest token may lack its log probability for a moment.
         """
@@ -199,15 +191,15 @@ class Words:
             self._length += len(piece)
 
     def release(self, count: int) -> list[Word]:
-        """The words that are shown completely, after so many more characters have been shown."""
+        """The words that are shown completely after `count` more characters."""
         self._shown += count
         self._read(self._shown)
-        # If the answer ends within a character, the sign shown for a broken one is the last token's
+        # If the answer ends within a character, the replacement character is the last token's
         complete = self._waiting[: len(self._waiting) - self._stream.open]
         released = []
         for word in complete:
-            # A token without a text waits for the text after it. The end token has none, and is
-            # never shown
+            # A token without text waits for the text after it. The end token has none, and is never
+            # shown
             if word.offset + max(len(word.text), 1) > self._shown:
                 break
             released.append(word)
@@ -215,8 +207,8 @@ class Words:
         return released
 
     def finish(self) -> list[Word]:
-        """The rest of a complete answer. Tokens behind the answer's end, such as those of a stop
-        text, are left out."""
+        """The rest of a complete answer, without tokens after its end, such as those of a stop
+        string."""
         self._read(math.inf)
         text = self._handle.text
         left = [word for word in self._waiting if word.offset < len(text)]

@@ -1,16 +1,17 @@
-"""From a body to its answer: a request crosses from the door's thread to the engine's, and back.
+"""From a body to its answer: how a request crosses from the server's thread to the engine's and
+back.
 
 The problem. The engine's thread steps for everybody, so it must wait neither for a client nor for a
-lock of the door's. The door's thread serves all clients at once, so it must not wait either; and a
-long prompt takes a second to turn into tokens.
+lock of the server's. The server's thread serves all clients at once, so it must not block either,
+and a long prompt takes a second to tokenize.
 
-    a few threads    understand, turn into tokens, submit
-    the engine's     after each commit: wake the door once, if a request of its has new output
-    the door's       take what each of these requests has gained; send it as events, or as one JSON at the end
+    worker threads       parse, tokenize, submit
+    engine's thread      after each commit, wake the server once if a request has new output
+    server's thread      take each request's delta; send it as events, or as one JSON at the end
 
-The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
+The invariant: after `Answer.cancel` no choice of the answer holds a slot.
 
-Where next: `choice.py`, where the pieces become items; `request_log.py`, the door's memory of requests.
+Where next: `choice.py`, where text becomes items.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from server.adapter import (
     Progress,
     ProtocolAdapter,
     Usage,
-    dump_politely,
-    ending,
+    dump_large,
+    shutting_down,
 )
 from server.choice import Choice, Words
 from server.http import HTTPRequest, Reply
@@ -48,26 +49,26 @@ from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
 from text.tool_parser import OutputParser, loads
 
-PIECES = 64  # of a stream that are written at once, at most
+PIECES = 64  # pieces written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
-WORST = ("error", "cancelled", "length", "stop")  # of the reasons why several choices ended
-LOG_S = 10.0  # seconds between two lines of the log about one long prompt
+WORST = ("error", "cancelled", "length", "stop")  # finish reasons, worst first
+LOG_S = 10.0  # seconds between two log lines about one long prompt
 TOO_LONG = "context_length_exceeded"
-# Of this process: behind a balancer, two servers never give the same id
+# Of this process: so servers behind one balancer never give the same id
 SUFFIX = secrets.token_hex(2)
 
 
 class ServedModel(NamedTuple):
-    """The engine behind the door."""
+    """The engine and what clients may call its model."""
 
     engine: AnyEngine
-    names: tuple[str, ...]  # the model's; the first is its own
-    defaults: dict[str, float]  # settings that a request may leave out
+    names: tuple[str, ...]  # the model's names; the first is its own
+    defaults: dict[str, float]  # for settings that a request leaves out
 
 
 class Answer:
-    """One request's choices, as they come from the engine."""
+    """The choices of one request."""
 
     def __init__(
         self,
@@ -82,25 +83,25 @@ class Answer:
         self._protocol = protocol
         self._client = client
         self._open = open
-        # Prompts and settings that have been understood, and are not in line yet
+        # Parsed, not submitted yet
         self._later: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Any = None
-        self.adapter: ProtocolAdapter | None = None  # writes this answer, once it is in line
+        self.adapter: ProtocolAdapter | None = None  # set by `submit`
         self._came = time.perf_counter()
-        self._read_s = 0.0  # so long the body took to be understood, and to come into line
-        self._is_read = False  # has the client been told how far its prompt is read?
-        self._logged = -math.inf  # when the log was told last how far the prompt is
+        self._read_s = 0.0  # seconds from the body to submission
+        self._is_read = False  # whether the client knows that its prompt is read
+        self._logged = -math.inf  # time of the last log line about the prompt
         self._is_over = False  # nobody waits for this answer any more
         self._has_output = asyncio.Event()
 
-    # --- in a thread beside the door's
+    # --- in a worker thread
 
     def ask(self, body: bytes) -> None:
-        """Understand a body and put its prompts in line. After an exception, call `cancel`: some
-        choices may be in line already.
+        """Parse a body and submit its prompts. After an exception, call `cancel`: some choices may
+        be submitted already.
 
-        A grammar may take seconds to make, and requests without one must not wait behind it. So a
-        request with a grammar is only understood here; another thread calls `submit`.
+        A grammar may take seconds to compile, and requests without one must not wait for it. So a
+        request with a grammar is only parsed here, and `submit` is called in another thread.
         """
         engine, names, defaults = self._served
         parsed = self.parsed = self._protocol.parse_request(body, names)
@@ -118,12 +119,12 @@ class Answer:
                     settings["grammar"] = held
                 for _ in range(parsed.n):
                     asks.append((read, SamplingParams(**settings)))
-                    # Else the choices would be the same
+                    # Otherwise the choices would be identical
                     if type(settings.get("seed")) is int:
                         settings["seed"] += 1
             if len(asks) > engine.sched.max_queue and not parsed.is_many:
                 raise ValueError(
-                    f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
+                    f"n: {len(asks)} choices are wanted, but the queue holds {engine.sched.max_queue}"
                 )
         except ValueError as error:
             raise self._refusal_of(error) from None
@@ -131,20 +132,20 @@ class Answer:
             self.submit()
 
     def submit(self) -> None:
-        """Put the understood prompts in line. With a grammar this may take seconds."""
+        """Submit the parsed prompts. With a grammar this may take seconds."""
         source = self._later[0][1].grammar  # all prompts of a request have the same
         try:
             self._grammar = source and self._served.engine.text.grammar(source)
         except (ValueError, RuntimeError) as error:
             raise self._refusal_of(error) from None
-        self._put_in_line()
+        self._submit_next()
         name = f"{self.choices[0].handle.id}-{SUFFIX}"
         self.adapter = self._protocol(self.parsed, name, self._served.names[0])
         self._read_s = time.perf_counter() - self._came
 
-    def _put_in_line(self) -> int:
-        """The next prompts. Of many texts only some at a time: others need not wait for them all.
-        Returns how many choices have not ended yet."""
+    def _submit_next(self) -> int:
+        """Submit the next prompts; of many texts only some at a time, so that others need not wait
+        for all. Return the number of choices that have not ended."""
         running = sum(choice.handle.finish_reason is None for choice in self.choices)
         at_once = 2 * self._served.engine.sched.slots if self.parsed.is_many else math.inf
         while self._later and running < at_once:
@@ -161,13 +162,13 @@ class Answer:
     def _begin(self, prompt: Prompt, sampling: SamplingParams) -> None:
         engine = self._served.engine
         grammar = self._grammar and self._grammar.copy()
-        # A second parser, in the engine's thread: it stops the answer behind the one call
+        # A second parser, in the engine's thread: it stops the answer after its one call
         ends = self._parser(prompt).ends if self.parsed.is_single else None
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
         self.choices.append(Choice(handle, self._parser(prompt), words))
         self._open[handle.id] = self
-        self.wake()  # a commit before this line was not for us
+        self.wake()  # a commit before this line did not find us
         if self._is_over:  # meanwhile
             self.cancel()
             self.forget()
@@ -186,12 +187,11 @@ class Answer:
 
     # --- in the engine's thread
 
-    def waits_for(self, handle: Handle) -> bool:
-        """Whether new output of this request is to be sent now: a whole answer is sent at its
-        end."""
+    def wants(self, handle: Handle) -> bool:
+        """Whether new output of this request is to be sent now; a whole answer is sent at its end."""
         return self.parsed.stream or handle.finish_reason is not None
 
-    # --- in the door's thread
+    # --- in the server's thread
 
     def wake(self) -> None:
         self._has_output.set()
@@ -202,7 +202,7 @@ class Answer:
 
     @property
     def lag(self) -> int:
-        """How many bytes wait for a client that reads too slowly, about."""
+        """Bytes waiting for a client that reads too slowly, about."""
         if not self.parsed.stream:
             return 0
         waiting = sum(choice.handle.pending for choice in self.choices)
@@ -216,7 +216,7 @@ class Answer:
 
     async def whole(self) -> Reply:
         """One JSON. It may have megabytes, so another thread makes it."""
-        while self._put_in_line():
+        while self._submit_next():
             await self._output()
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
@@ -226,10 +226,10 @@ class Answer:
     def _body(self) -> bytes:
         for choice in self.choices:
             choice.read()
-        return dump_politely(self.adapter.whole(self.choices, self._usage()))
+        return dump_large(self.adapter.whole(self.choices, self._usage()))
 
     async def stream(self, request: HTTPRequest) -> None:
-        """Server-sent events: one for each piece of text, or for several that have come together."""
+        """Server-sent events, one for each delta of a choice."""
         request.begin_events(self.adapter.id)
         left = dict(enumerate(self.choices))
         said = self.adapter.first(len(left), self._usage())
@@ -254,7 +254,7 @@ class Answer:
                     return
                 said += self._events(index, None)
                 del left[index]
-            if self._has_output.is_set():  # the rest later, because other answers wait
+            if self._has_output.is_set():  # the rest later, so that other answers get a turn
                 await asyncio.sleep(0)
         await request.write(said + self.adapter.close(self._usage()))
 
@@ -276,7 +276,7 @@ class Answer:
         prompts = metrics[:: self.parsed.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            # Of its own rows alone: others' would confirm a guess at their prompts
+            # Only rows of the same client: others' would confirm a guess at their prompts
             cached=sum(choice.handle.request.own for choice in self.choices[:: self.parsed.n]),
             output=sum(m.output_tokens for m in metrics),
             reasoning=sum(choice.reasoning_tokens for choice in self.choices),
@@ -295,7 +295,7 @@ class Answer:
         )
 
     def prefill_to_log(self, now: float) -> PrefillProgress | None:
-        """How far the first prompt is, if it is long and the log was not told of it lately."""
+        """Progress of the first prompt, if it is long and due for a log line."""
         prefill = self.choices[0].handle.prefill if self.choices else UNREAD
         if not prefill.is_long or now - self._logged < LOG_S:
             return None
@@ -303,14 +303,14 @@ class Answer:
         return prefill
 
     def progress(self) -> bytes:
-        """While the prompt is read: how far that is."""
+        """While the prompt is read: an event or a comment with its progress."""
         if self.choices[0].handle.pieces:
             return b""
         progress = self._progress
         return self.adapter.progress(progress) if self.parsed.progress else progress.comment
 
     def _failure(self) -> APIError | None:
-        """The refusal to send, if a choice has ended without being complete."""
+        """The error to send if a choice has failed."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
@@ -326,15 +326,15 @@ class Answer:
     # --- in any thread
 
     def _refusal_of(self, error: ValueError | RuntimeError) -> APIError:
-        """The words of `SamplingParams` or the engine, with the body's field that they name."""
+        """An error of `SamplingParams` or the engine, with the body's field that it is about."""
         if isinstance(error, QueueFull):
             return APIError(429, str(error), "rate_limit_exceeded", Retry_After="1")
         if isinstance(error, BusyError):
             return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
-        if isinstance(error, RuntimeError):  # the engine has been closed meanwhile
-            return ending()
+        if isinstance(error, RuntimeError):  # the engine has been closed
+            return shutting_down()
         settings = self.parsed.settings
-        # A grammar that the body does not name is the one for calls
+        # A grammar that the body does not name is the one for tool calls
         kind = next(iter(settings.get("grammar", ())), "calls")
         grammars = {"calls": "tools", "json": self._protocol.form, "lark": "guided_grammar"}
         params = {name: name for name in settings}
@@ -344,19 +344,19 @@ class Answer:
         return invalid(params.get(subject), str(error))
 
     def cancel(self) -> None:
-        """End every choice that still runs. From now on this answer holds no slot."""
+        """End every choice that still runs."""
         self._is_over = True
         for choice in list(self.choices):
             choice.handle.cancel()
 
     def forget(self) -> None:
-        """No output of its requests is sent any more."""
+        """Route no more output here."""
         for choice in list(self.choices):
             self._open.pop(choice.handle.id, None)
 
     def account(self, request: HTTPRequest, server_metrics: ServerMetrics) -> None:
-        """Write this answer into the journal and the figures. Times are the engine's, and the time
-        before a prompt came into line counts, too."""
+        """Write this answer into the records and metrics. Times are the engine's, plus the time
+        before submission."""
         total = self._usage()
         metrics = [choice.handle.metrics for choice in self.choices]
         first_tokens = []
@@ -392,8 +392,8 @@ def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:
 def grammar_of(
     engine: AnyEngine, parsed: ParsedRequest, prompt: Prompt
 ) -> Mapping[str, Any] | None:
-    """The grammar of an answer: calls that must come; or the wish's own grammar, with calls that may
-    come beside, and a thought before."""
+    """The grammar of an answer: calls that must come; or the request's own grammar, with optional
+    calls, and reasoning before it."""
     given = parsed.settings.get("grammar")
     if not parsed.chat:
         return given
@@ -419,13 +419,13 @@ def grammar_of(
 def count(
     served: ServedModel, parse_request: Callable[[bytes, Sequence[str]], ParsedRequest], body: bytes
 ) -> int:
-    """The tokens of a prompt, without an answer."""
+    """The number of tokens of a prompt."""
     parsed = parse_request(body, served.names)
     return len(read_prompt(served.engine, parsed.prompts[0], "messages").ids)
 
 
 def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Prompt:
-    """A prompt's tokens, if a slot has room for them and for one more. `param`: the body's field."""
+    """Tokenize a prompt, if a slot has room for it and one more token. `param`: the body's field."""
     text = engine.text
     max_len = engine.sched.max_len
     size = len(prompt)
@@ -436,14 +436,14 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Pro
         size += len(str([prompt.tools, calls]))
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
-        # A prompt that is surely too long is not read: reading would take long
+        # A prompt that is certainly too long is not tokenized, which would take long
         read = text.read(prompt, max_len) if least < max_len else None
     except TooLongError as error:
         read = None
         least = error.tokens
     except ValueError as error:
         raise invalid(param, str(error)) from None
-    except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+    except BaseException as error:  # a Rust panic is no Exception
         raise invalid(param, f"{param} cannot be read: {describe(error)}") from None
     if read is None or len(read.ids) >= max_len:
         tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"

@@ -1,13 +1,7 @@
-"""OpenAI's protocol for vectors of texts.
+"""POST /v1/embeddings: OpenAI's protocol for embeddings.
 
-    POST /v1/embeddings   {"input": ["Why batch?", "What is a slot?"]}
-
-The problem. Clients send many texts at a time, thousands even, and chats wait beside them.
-
-What this file keeps. A text is a prompt without an answer. So a body becomes a `ParsedRequest` like any other,
-and its choices come to their end in the engine's own steps.
-
-Where next: `Answer.submit` in `bridge.py`, which lets a few of them stand in line at a time.
+A text is a prompt without an answer, and its choice ends in the engine's own steps. `Answer.submit`
+submits a few texts at a time, so that chats need not wait for thousands of them.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from server.choice import Choice
 from server.openai import read_prompts
 from server.schema import invalid, read_body
 
-MAX_TEXTS = 2048  # in one request, at most
+MAX_TEXTS = 2048  # texts in one request
 
 
 def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
@@ -35,7 +29,7 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
 
 
 class Embedding(ProtocolAdapter):
-    """The body with the vectors. There is no stream of them."""
+    """The body with the embeddings. There is no stream."""
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
@@ -49,7 +43,7 @@ class Embedding(ProtocolAdapter):
                 vector = unit(choice.handle.vector, self._parsed.fields["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
-            # Clients take the numbers' bytes for a little-endian machine's, and MLX runs on no other
+            # Clients expect little-endian bytes, and MLX runs on no other machine
             written = vector.tolist()
             if self._parsed.fields["form"] == "base64":
                 written = base64.b64encode(vector).decode()

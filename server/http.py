@@ -1,14 +1,8 @@
-"""The way of every request over HTTP: may the request come in, how its body is read, and the way
-back.
+"""HTTP/1.1 on asyncio: connections, requests, bodies, responses, limits.
 
-The problem. A port of this machine is open to every program here, and to every page in the browser.
-A request may be malformed, huge, or never end; an answer may never be read.
-
-What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or
-engines. `h11` knows HTTP's grammar: bytes come out of it as the parts of a request, and the parts
-of an answer as bytes. Sockets, waits and limits are set here.
-
-Where next: `bridge.py`, for the requests that ask for an answer.
+`h11` parses and writes the grammar of HTTP; sockets, timeouts and limits are here. Nothing here
+knows models or engines. Next: `auth.py`, which requests are refused; `completion.py`, from a body
+to its answer.
 """
 
 from __future__ import annotations
@@ -36,46 +30,38 @@ from server.access_log import RequestLog, RequestRecord
 from server.adapter import dump
 from server.schema import APIError
 
-MAX_CONNECTIONS = 512  # open at once with a request so far; one more gets a 429
-MAX_SILENT_CONNECTIONS = (
-    64  # more that have not sent a request yet; beyond, the oldest of these is aborted
-)
-ACCEPT_LOG_S = 60.0  # seconds between two lines about connections that could not be accepted
-SWEEP_S = 0.5  # so often the door looks for streams that are silent, and for slow clients
-HEAD_TIMEOUT_S = 30.0  # a connection waits so long for its first request
-IDLE_TIMEOUT_S = 75.0  # and so long for another one
+MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429
+# Further connections without a request; beyond, the oldest of them is aborted
+MAX_SILENT_CONNECTIONS = 64
+ACCEPT_LOG_S = 60.0  # seconds between two log lines about connections that could not be accepted
+SWEEP_S = 0.5  # seconds between two looks for silent streams and slow clients
+HEAD_TIMEOUT_S = 30.0  # to send the head of the first request
+IDLE_TIMEOUT_S = 75.0  # to send the next request
 MAX_HEAD_BYTES = 2**16  # bytes of a request before its body
 MAX_BODY_BYTES = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
-LONG_BODY_BYTES = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
+LONG_BODY_BYTES = 2**14  # bytes; a longer body may take seconds to tokenize
 MAX_BODIES_BYTES = 2**28  # bytes of all bodies together; another long one gets a 429
 READ_AHEAD_BYTES = 2**14  # bytes read before their turn, about
-BODY_TIMEOUT_S = 30.0  # a body must have come by then
-CHUNK_BYTES = 2**14  # bytes of an answer sent at a time
-WRITE_TIMEOUT_S = (
-    60.0  # a client whose line is full for so long has taken less than 48 KiB, and is ended
-)
-SLOW_AFTER_S = 5.0  # one whose line is full for so long is slow
-MAX_UNSENT_BYTES = (
-    2**25
-)  # bytes waiting for all slow clients together; beyond, the client with most is ended
-LINGER_S = 2.0  # a client that is still sending has so long to read why we do not listen
-PING_S = 10.0  # in so long a silence, a comment says that we are still here
-PROGRESS_S = 0.4  # in so long a silence before the first word, a comment tells the progress
+BODY_TIMEOUT_S = 30.0  # to send the body
+CHUNK_BYTES = 2**14  # bytes of a response written at a time
+WRITE_TIMEOUT_S = 60.0  # a send buffer full this long (less than 48 KiB taken) ends the connection
+SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
+# Bytes waiting for all slow clients; beyond, the client with most is ended
+MAX_UNSENT_BYTES = 2**25
+LINGER_S = 2.0  # a client that is still sending gets this long to read why it was refused
+PING_S = 10.0  # seconds of silence until a stream gets a comment
+PROGRESS_S = 0.4  # seconds of silence until it gets the progress of its prompt
 PING = b": ping\n\n"
-# Seconds after a client has closed its writing half until we write something: if it has closed the
-# whole connection, its system answers the first write with a reset, and the second one fails
+# Seconds between a half-close and our probes. If the client closed the whole connection, its system
+# answers the first write with a reset, and the second one fails
 PROBES_S = (0.1, 0.4)
-OUT_OF_FILES = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOBUFS,
-    errno.ENOMEM,
-)  # no connection can be accepted
+# No connection can be accepted
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Options(NamedTuple):
-    """How the door is opened."""
+    """The server's options."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -88,29 +74,29 @@ class Options(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """This server's names, as they stand in a URL."""
+        """This server's names, as they appear in a URL."""
         own = f"[{self.host}]" if ":" in self.host else self.host
         return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
 
 
 class RunningAnswer(Protocol):
-    """The part of an answer that this file needs."""
+    """What this file needs of an answer that the engine works on."""
 
     lag: int  # bytes waiting for a client that reads too slowly
 
-    def progress(self) -> bytes: ...  # for a stream that waits for its first word
+    def progress(self) -> bytes: ...  # for a stream before its first token
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has hung up."""
 
 
-def no_http(words: str) -> APIError:
-    return APIError(400, f"this is no HTTP: {words}", "invalid_http")
+def bad_http(words: str) -> APIError:
+    return APIError(400, f"invalid HTTP: {words}", "invalid_http")
 
 
 class Reply(NamedTuple):
-    """A whole answer."""
+    """A complete response."""
 
     body: bytes
     status: int = 200
@@ -124,50 +110,45 @@ class Reply(NamedTuple):
 
 
 class HTTPRequest:
-    """One request at the door, and the way back to its client."""
+    """One request, and the way back to its client."""
 
     def __init__(self, connection: Connection, head: h11.Request, request_log: RequestLog):
         self.connection = connection
         self.method = head.method.decode()
-        # By their names in small letters
+        # By lower-case name
         self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
-        self.headers.setdefault("host", "localhost")  # for HTTP/1.0, which needs no such header
-        # Two lengths are how one request is smuggled inside another (RFC 9112, 6.3)
+        self.headers.setdefault("host", "localhost")  # HTTP/1.0 needs no such header
+        # Two lengths can smuggle one request inside another (RFC 9112, 6.3)
         if {"content-length", "transfer-encoding"} <= self.headers.keys():
-            raise no_http("it has both Content-Length and Transfer-Encoding")
+            raise bad_http("it has both Content-Length and Transfer-Encoding")
         target = head.target.decode()
         if not target.startswith("/"):
             target = self._read_address(target)
+        # The name by which the client knows this server
+        self.host = re.sub(r":\d+$", "", self.headers["host"]).lower()
         self.path = unquote(target.partition("?")[0])
-        self.status: int | None = None  # of the answer, once it has begun
-        self.is_logged = False  # a look at /health is none
-        self.size = 0  # bytes of the body, as long as the body is kept
-        self.left = 0  # bytes of the answer still to be sent
-        self.answer: RunningAnswer | None = (
-            None  # as long as the engine is at work for this request
-        )
-        # Headers for a page that may read the answer
+        self.status: int | None = None  # of the response, once it has begun
+        self.is_logged = False  # not so for /health
+        self.size = 0  # bytes of the body, while it is in memory
+        self.left = 0  # bytes of the response not written yet
+        self.answer: RunningAnswer | None = None  # while the engine works for this request
+        # CORS headers, for a page that may read the response
         self.shared: Mapping[str, str] = {}
-        # A refusal's body: a protocol may have a form of its own
+        # The body of an error, in the protocol's form
         self.error: Callable[[APIError], dict] = attrgetter("body")
-        # While the answer is a stream: when the stream last said something
+        # When the stream last wrote; None if the response is no stream
         self._wrote: float | None = None
         self._request_log = request_log
         self._number = request_log.begin(connection.client, f"{self.method} {self.path}"[:200])
 
     def _read_address(self, target: str) -> str:
-        """A whole address, as through a proxy: its host takes the header's place."""
+        """An absolute address, as sent to a proxy: its host replaces the Host header."""
         with suppress(ValueError):
             address = urlsplit(target)
             if address.hostname and address.path:
                 self.headers["host"] = address.netloc
                 return address.path
-        raise no_http(f"{shown(target)} is no address")
-
-    @property
-    def host(self) -> str:
-        """The name by which the client knows this server."""
-        return re.sub(r":\d+$", "", self.headers["host"]).lower()
+        raise bad_http(f"{shown(target)} is no address")
 
     @property
     def record(self) -> RequestRecord:
@@ -180,8 +161,8 @@ class HTTPRequest:
         return self._request_log.end(self._number, is_kept=self.is_logged)
 
     async def reply(self, reply: Reply) -> None:
-        """A whole answer, in parts: each part waits until the client has taken most of the parts
-        before. So a large answer is in memory once, and not once more in the transport."""
+        """Send a complete response in chunks. Each chunk waits until the client has taken most of
+        those before, so a large response is in memory once, and not again in the transport."""
         self._begin(reply.status, reply.head)
         left = memoryview(b"" if self.method == "HEAD" else reply.body)
         while left:
@@ -198,19 +179,19 @@ class HTTPRequest:
 
     def begin_events(self, id: str = "") -> None:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        headers["X-Accel-Buffering"] = "no"  # so that no proxy holds the stream back
+        headers["X-Accel-Buffering"] = "no"  # so that nginx does not buffer the stream
         if id:
             headers["X-Request-Id"] = id
         self._begin(200, headers)
         self._wrote = time.monotonic()
 
     async def write(self, body: bytes) -> None:
-        """A part of a stream. `write` waits while the client takes nothing."""
+        """Send a part of a stream; wait while the client takes nothing."""
         await self.connection.drain()
         self.push(body)
 
     def push(self, body: bytes) -> None:
-        """A part of a stream, at once."""
+        """Send a part of a stream at once."""
         self.connection.send(h11.Data(body))
         self._wrote = time.monotonic()
 
@@ -218,7 +199,7 @@ class HTTPRequest:
         self._wrote = None
         self.connection.send(h11.EndOfMessage())
 
-    def break_silence(self, now: float) -> None:
+    def keep_alive(self, now: float) -> None:
         """Write something into a silent stream: proxies close silent connections, and people
         wonder."""
         if self._wrote is None or self.connection.is_blocked:
@@ -237,14 +218,14 @@ class HTTPRequest:
             self.push(PING)
 
 
-# --- connections --------------------------------------------------------------------------------
+# --- connections ----------------------------------------------------------------------------------
 
 
 class Connection(asyncio.Protocol):
     """One client's connection: its requests are answered one after the other.
 
-    The first methods are `asyncio`'s: bytes come, the client says nothing more, the client takes
-    too little. They only note what has happened, and `_talk` acts.
+    The first methods are callbacks of asyncio. They only record what has happened, and `_talk`
+    acts.
     """
 
     def __init__(self, serve: Callable[[Connection, h11.Request], Awaitable], all: set[Connection]):
@@ -254,12 +235,13 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._all = all
         self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self._news = asyncio.Event()  # bytes have come, or the last ones have
+        self._news = asyncio.Event()  # bytes have come, or the client has closed its half
         self._room = asyncio.Event()  # the client takes what we write
-        self.blocked_since = math.inf  # since then the client has taken too little
-        self._is_half_closed = False  # the client says nothing more
-        self.is_leaving = False  # nobody listens any more
-        self.has_request = False  # at least one whole head of a request has come
+        self.blocked_since = math.inf  # when the send buffer filled up
+        self._taken = 0  # events of requests so far
+        self._is_half_closed = False  # the client sends no more
+        self.is_leaving = False  # the connection is closing
+        self.has_request = False  # the head of a request has come
         self._room.set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -271,7 +253,8 @@ class Connection(asyncio.Protocol):
         self.task = asyncio.ensure_future(self._live())
         if len(self._all) > MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS:
             silent = [each for each in self._all if not each.has_request]
-            last = min(silent, key=attrgetter("came"))  # this new one, if all others have asked
+            # This new one, if all others have sent a request
+            last = min(silent, key=attrgetter("came"))
             self._all.discard(last)
             last.transport.abort()
 
@@ -288,14 +271,14 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _take(self, data: bytes) -> None:
-        """Some clients send blank lines before a request, and `h11` would refuse the lines."""
+        """Some clients send blank lines before a request, which h11 would refuse."""
         if self._http.their_state is h11.IDLE and not self._ahead:
             data = data.lstrip(b"\r\n")
-        if data:  # no bytes would be the end of the connection
+        if data:  # no bytes would mean the end of the connection
             self._http.receive_data(data)
 
     def eof_received(self) -> bool:
-        """The client has closed the connection, or, as `nc -N` does, only its writing half. Return
+        """The client has closed the connection or, as `nc -N` does, only its sending half. Return
         True to keep the connection open."""
         self._is_half_closed = True
         self._news.set()
@@ -339,45 +322,48 @@ class Connection(asyncio.Protocol):
                 self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
                 self._take(rest)
                 patience = IDLE_TIMEOUT_S
+                await asyncio.sleep(0)  # other tasks get a turn: many requests may have come
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.begin(said.status, said.head | {"Connection": "close"})
             self.send(h11.Data(said.body))
-        except (Gone, TimeoutError):
+        except (ClientGone, TimeoutError):
             pass
 
     async def receive(self) -> Any:
-        """The next part of a request: its head, a piece of its body, or its end."""
-        await asyncio.sleep(0)  # others have a turn: thousands of parts may have come
+        """The next event of a request: its head, a piece of its body, or its end."""
+        self._taken += 1
+        if self._taken % 4 == 0:
+            await asyncio.sleep(0)  # so may parts of one
         while (event := self._next()) is h11.NEED_DATA:
             if self._is_half_closed:
-                raise Gone
+                raise ClientGone
             if self._http.they_are_waiting_for_100_continue:
                 self.send_continue()
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
-        # A hang-up during the answer has to be heard of
+        # So that a hang-up during the answer is noticed
         if type(event) is h11.EndOfMessage and self._ahead <= READ_AHEAD_BYTES:
             self.transport.resume_reading()
         return event
 
     @property
     def _ahead(self) -> int:
-        """Bytes that have come, and are no part of a request yet."""
+        """Bytes received that are not part of a request yet."""
         return len(self._http.trailing_data[0])
 
     def _next(self) -> Any:
         try:
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
-            error.__traceback__ = None  # a frame of `h11` in it refers to the error
-            # Behind the colon stands a line of the client's, as Python writes bytes
-            raise no_http(str(error).partition(": bytearray")[0]) from None
+            error.__traceback__ = None  # a frame of h11 in it refers to the error
+            # After the colon follows a line of the client's, as Python writes bytes
+            raise bad_http(str(error).partition(": bytearray")[0]) from None
 
     def _has_request(self) -> bool:
-        """Has the whole request come? What nobody has read of the body is thrown away, if the body
-        came in a few pieces."""
+        """Whether the whole request has come. Discard what was not read of its body, if that is a
+        few pieces."""
         with suppress(APIError):
             for _ in range(4):
                 if self._http.their_state is h11.SEND_BODY:
@@ -385,9 +371,9 @@ class Connection(asyncio.Protocol):
         return self._http.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def _leave(self) -> None:
-        """A system that closes a connection with unread bytes sends a reset. The client's system
-        then throws away our last words, if the client has not read them yet. So we close our own
-        direction first, and throw away all that the client still sends."""
+        """Close without a reset. Closing a socket with unread bytes sends a reset, and the client's
+        system then discards our last response if the client has not read it yet. So close our
+        direction first, and discard what the client still sends."""
         self.is_leaving = True
         self.transport.resume_reading()
         with suppress(OSError):  # the client has hung up
@@ -397,15 +383,15 @@ class Connection(asyncio.Protocol):
         self.transport.close()  # once all has been sent
         await asyncio.sleep(HEAD_TIMEOUT_S)
 
-    # --- for visits
+    # --- sending
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
-        """The head of an answer. A client that has not sent its whole request has to come again."""
+        """Send the head of a response. A client that has not sent its whole request must reconnect."""
         headers = {"Date": formatdate(usegmt=True)} | headers
         if not self._has_request():
             headers["Connection"] = "close"
         reason = HTTPStatus(status).phrase
-        # Some repeat what the client sent, which was decoded in the same way
+        # Some echo what the client sent, which was decoded in the same way
         lines = [(name, value.encode("latin-1")) for name, value in headers.items()]
         self.send(h11.Response(status_code=status, headers=lines, reason=reason))
 
@@ -414,7 +400,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, event: h11.Event) -> None:
         data = self._http.send(event)
-        # `asyncio` would log each write to a client that is gone
+        # asyncio would log each write to a closed connection
         if not self.transport.is_closing():
             self.transport.write(data)
 
@@ -427,23 +413,23 @@ class Connection(asyncio.Protocol):
             except TimeoutError:
                 self.end_slow()
         if self.transport.is_closing():
-            raise Gone
+            raise ClientGone
 
     @property
     def is_blocked(self) -> bool:
-        """Has the client taken so little that more bytes would only pile up?"""
+        """Whether the send buffer is full, so that more bytes would only pile up."""
         return not self._room.is_set()
 
     def end_slow(self) -> None:
-        """Without a last word: a last word would wait behind all bytes before."""
+        """Abort: a last message would wait behind all bytes before it."""
         if self.request:
             self.request.note(reason="too_slow", hung_up=True)
         self.transport.abort()
 
 
 class AcceptFailures:
-    """An event loop's handler of exceptions: where no more files can be opened, `asyncio` reports a
-    hundred failures to accept a connection every second. One line a minute is enough."""
+    """Exception handler of the event loop: when no more files can be opened, asyncio reports a
+    hundred failures to accept each second. Log one line a minute."""
 
     def __init__(self) -> None:
         self._told = -math.inf
@@ -459,18 +445,19 @@ class AcceptFailures:
 
 
 async def sweep(requests: Collection[HTTPRequest]) -> None:
-    """Now and then: ping silent streams, and end slow clients for whom too much waits."""
+    """Ping silent streams and end slow clients, periodically."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        look_after(list(requests))
+        sweep_once(list(requests))
 
 
-def look_after(requests: Iterable[HTTPRequest]) -> None:
-    """Once. A function of its own, because a sleeping loop would keep the last visit in memory."""
+def sweep_once(requests: Iterable[HTTPRequest]) -> None:
+    """One sweep. A function of its own, because a sleeping loop would keep the last request in
+    memory."""
     now = time.monotonic()
     lags = {}
     for request in requests:
-        request.break_silence(now)
+        request.keep_alive(now)
         connection = request.connection
         if now - connection.blocked_since > SLOW_AFTER_S:
             unsent = connection.transport.get_write_buffer_size()
@@ -481,17 +468,16 @@ def look_after(requests: Iterable[HTTPRequest]) -> None:
         del lags[last]
 
 
-# --- sockets, bodies, answers -------------------------------------------------------------------
+# --- sockets, bodies, answers ---------------------------------------------------------------------
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. OSError if the port is taken, or if the host is none of this
-    machine's."""
+    """A listening socket. OSError if the port is taken, or the host is not this machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # So small that a client that does not read is noticed
+        # Small, so that a client that does not read is noticed
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)
         listener.bind(address)
         listener.listen(128)
@@ -502,12 +488,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> bytes:
-    """The whole body. `requests`: all running ones, with bodies of their own."""
+    """The whole body. `requests`: all that are running, with bodies of their own."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if (
-        kind != "application/json"
-        or request.headers.get("content-encoding", "identity").lower() != "identity"
-    ):
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if kind != "application/json" or coding != "identity":
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
         raise APIError(415, words, "unsupported_media_type")
@@ -519,10 +503,8 @@ async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> by
                 parts.append(part.data)
                 request.size += len(part.data)
                 check_size(request.size)
-                if (
-                    request.size > LONG_BODY_BYTES
-                    and sum(each.size for each in requests) > MAX_BODIES_BYTES
-                ):
+                total = sum(each.size for each in requests)
+                if request.size > LONG_BODY_BYTES and total > MAX_BODIES_BYTES:
                     words = f"more than {MAX_BODIES_BYTES:,} bytes of bodies are being read already"
                     raise APIError(429, words, "rate_limit_exceeded", Retry_After="1")
     except TimeoutError:

@@ -1,18 +1,9 @@
-"""The page of a run, put together: one HTML text that needs nothing else.
+"""The server's page: the files of `web/` joined to one HTML text that needs nothing else.
 
-The problem. A page is read best as several small files, and sent best as one. And the page shows
-texts of strangers: a prompt may hold `</script>`, or anything else.
-
-The way out. `web/` holds a template, a style sheet and JavaScript modules. Here all of them become
-one text. The modules stand one behind the other, without the imports. (No tool is needed, as long as
-each name is used once.) A content security policy allows only this script, by a hash. Data stand in
-elements of their own as JSON, with each `<` written as `\\u003c`: so no text in the data can end
-the element.
-
-What this file keeps. `page` depends on the files of `web/` and on the arguments, and on nothing else.
-The page loads only what the policy names.
-
-Where next: `web/main.js`, where the page begins; `docs/make/page.py`, which makes one of a recording.
+The modules are concatenated without their imports (no bundler is needed as long as each name is
+used once). A content security policy allows only this script, by its hash. Data are JSON in
+elements of their own with `<` escaped, so no prompt with `</script>` can end the element.
+`docs/make/page.py` makes the page of a recording in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ from runtime.progress import PrefillProgress
 from runtime.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 from server import watch_frames
 
-# The fields of a frame of `/watch`, by the names of the types: the page reads frames by names.
+# Fields of the views in a frame of `/watch`, by type: the page reads frames by names.
 VIEWS = (
     watch_frames.Frame,
     Snapshot,
@@ -43,7 +34,7 @@ VIEWS = (
 )
 SHAPE = {view.__name__: watch_frames.names_of(view) for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
-# In this order, each module knows only those before it.
+# Each module imports only from those before it.
 MODULES = (
     "recording",
     "words",
@@ -64,20 +55,20 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULT
 
 
 def script(modules: Iterable[str] = MODULES) -> str:
-    """All modules as one. An import from a module further behind is a mistake of ours."""
+    """All modules as one. An import from a later module is a mistake of ours."""
     out = []
     known: set[str] = set()
     for name in modules:
         text = (FOLDER / f"{name}.js").read_text(encoding="utf-8")
         asked = set(IMPORT.findall(text))
-        assert asked <= known, f"{name}.js imports {asked - known}, which stand behind it"
+        assert asked <= known, f"{name}.js imports {asked - known}, which come later"
         known.add(name)
         out.append(f"// --- {name}.js\n\n" + EXPORT.sub("", IMPORT.sub("", text)).strip())
     return "\n" + "\n\n".join(out) + "\n"
 
 
 def embedded(name: str, data: Any) -> str:
-    """Data as an element. No text in the data can end the element."""
+    """Data as an element. No text in the data can end it."""
     text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -96,7 +87,7 @@ def without(template: str, part: str) -> str:
 
 @cache
 def live() -> tuple[str, str]:
-    """The page of a server, and the page's policy. The page may ask this server alone."""
+    """The page of a server and its policy: it may send requests to this server only."""
     text = page({"adapter": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"
@@ -107,9 +98,9 @@ def page(
 ) -> str:
     """One HTML text.
 
-    `data`: data for the scripts, by name, as JSON. A text is taken for JSON already.
-    `parts`: HTML of our own beside a recording, by name; None: a server's page.
-    `connects`: the addresses that the page may ask, in the words of a content security policy.
+    `data`: data for the scripts, by name. A string is JSON already.
+    `parts`: HTML of our own for a recording, by name; None: a server's page.
+    `connects`: the addresses that the page may connect to, as in a content security policy.
     """
     template = (FOLDER / "index.html").read_text(encoding="utf-8")
     template = without(template, "story" if parts is None else "live")

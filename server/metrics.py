@@ -20,11 +20,11 @@ from runtime.snapshot import Snapshot, percentile
 from server.access_log import RequestRecord
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-disable_created_metrics()  # else each figure would have a second one: the time of its making
+disable_created_metrics()  # else each metric would have a second one: its creation time
 
 
 class ServerMetrics:
-    """Counts, for as long as the door is open."""
+    """Counters and histograms since the server's start."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -70,16 +70,15 @@ class ServerMetrics:
             self.latency.observe(record.latency_s)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
-        """Of one choice: the seconds from the request to the first token, and the moments of all
-        tokens."""
+        """Record a choice: seconds to the first token, and the time of each token."""
         if ttft_s is not None:
             self.ttft.observe(ttft_s)
         for before, after in pairwise(times):
             self.gap.observe(after - before)
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All figures in Prometheus' text format: the counts, the door's gauges, and the engine's,
-        once there is an engine."""
+        """All metrics: the counters, the server's gauges, and the engine's, once there is an
+        engine."""
         metrics = list(self.registry.collect())
         if engine:
             gauges = gauges | {
@@ -101,7 +100,7 @@ class ServerMetrics:
 
 
 def steps_of(engine: Snapshot) -> Metric:
-    """How long steps took: quantiles of the steps since the last look, sum and count of all."""
+    """Duration of steps: quantiles since the last scrape, sum and count of all."""
     name = "nanobatch_step_seconds"
     steps = Metric(name, "How long steps took.", "summary")
     took = [step.seconds for step in engine.steps]

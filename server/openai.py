@@ -1,16 +1,11 @@
-"""OpenAI's protocol: the wish of a body, and the bodies of the answers.
+"""OpenAI's protocol: chat and text completions.
 
     POST /v1/chat/completions   {"messages": [{"role": "user", "content": "Why batch?"}]}
     POST /v1/completions        {"prompt": "Once upon a time"}
 
-The problem. Every client speaks this protocol, and each in its own way. Some send null for a field
-and mean no field. Some send wishes for nothing (`"presence_penalty": 0`, `"tools": []`), and some
-send wishes that we cannot fulfil.
-
-What this file keeps. A body is understood completely, or refused with a status, a message and the
-field's name. Nothing here knows sockets or engines.
-
-Where next: `bridge.py`, the way of a request to the engine and back.
+Clients send null for a missing field, and values that ask for nothing (`"presence_penalty": 0`,
+`"tools": []`): both are accepted. Everything else is understood completely, or refused with a
+status, a message and the field's name.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ from server.schema import (
     Field,
     call_of,
     check_count,
-    choose_tools,
     conversation,
     invalid,
     read_body,
@@ -39,7 +33,7 @@ from server.schema import (
 )
 from text.tokenizer import Chat
 
-# Templates know no developer: it is the newer name of the system's role.
+# Templates do not know "developer", the newer name of the system role.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -47,7 +41,7 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# The most of each in one request
+# In one request
 MAX_N = 16
 MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 1000
@@ -69,10 +63,10 @@ CHAT_FIELDS = FIELDS | {
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
 }
-# These go to `SamplingParams` as they are, and are checked there.
+# Passed to `SamplingParams` as they are, and validated there.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The form of an answer: vLLM's name of the field, and the name in `SamplingParams.grammar`.
+# vLLM's field for the form of an answer, and the name in `SamplingParams.grammar`.
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -94,12 +88,11 @@ NEUTRAL = {
 }
 
 
-# --- the wish of a body -------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str], is_chat: bool) -> ParsedRequest:
-    """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: those of the
-    model that is here."""
+    """`names`: those of the served model."""
     request = read_body(body, names)
     values = request.table(CHAT_FIELDS if is_chat else FIELDS)
     parsed = read_chat(request, values) if is_chat else ParsedRequest(read_prompts(request))
@@ -138,18 +131,19 @@ def read_usage(options: dict) -> bool:
 
 
 def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
-    """For `SamplingParams`."""
+    """The fields of `SamplingParams`."""
     settings = request.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
-        settings["top_k"] = 0  # as other servers write "all"
+        settings["top_k"] = 0  # "all" in other servers
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
     settings["stop"] = read_stop(request, "stop")
-    check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
+    if bias:
+        check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
-    # A schema holds, or is refused: `strict` changes nothing
+    # A schema is always enforced, or refused: `strict` changes nothing
     forms = []
     for name, value in request.some(GUIDED).items():
         forms.append({GUIDED[name]: value})
@@ -164,8 +158,8 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
 
 
 def read_logprobs(request: BodyReader) -> int | None:
-    """How many log probabilities /v1/completions wants beside each token's own. None: not even
-    that one."""
+    """Number of likeliest tokens that /v1/completions wants with each token. None: no log
+    probabilities."""
     if request.get("logprobs") is False:
         return None
     return request.whole("logprobs", 0, MAX_TOP_LOGPROBS)
@@ -182,10 +176,10 @@ def read_top(values: Mapping[str, Any]) -> int | None:
 
 
 def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
-    """The messages, and everything else that a template takes."""
+    """The messages, tools, and other variables of a template."""
     messages = [read_message(message) for message in conversation(request, "messages")]
     hints = {"enable_thinking": False} if values["reasoning_effort"] == "none" else {}
-    tools, must_call = choose_tools(request, read_tools(request, "function"), "function")
+    tools, must_call = read_tools(request, "function")
     is_single = not values["parallel_tool_calls"] and bool(tools)
     chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
     return ParsedRequest([chat], must_call=must_call, is_single=is_single)
@@ -209,7 +203,7 @@ def read_message(message: BodyReader) -> dict[str, Any]:
 
 
 def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOICES) -> list:
-    """A text, a list of texts, token ids, or a list of lists of ids: as a list of prompts."""
+    """Prompts: a string, a list of strings, token ids, or a list of lists of ids."""
 
     def are_ids(value: Any) -> bool:
         is_list = isinstance(value, list) and bool(value)
@@ -227,14 +221,14 @@ def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOI
     return prompts
 
 
-# --- the bodies of the answers ------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
-HOLE = "\0"  # where a text will be; no model is named so
+HOLE = "\0"  # placeholder for text; no model has this name
 
 
 class Completion(ProtocolAdapter):
-    """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
+    """Bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
     parse_request = staticmethod(partial(parse_request, is_chat=False))
     prompt = "prompt"
@@ -242,13 +236,13 @@ class Completion(ProtocolAdapter):
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
-    silence: ClassVar = {"text": ""}  # of a chunk that says nothing
+    silence: ClassVar = {"text": ""}  # a chunk without text
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):
         super().__init__(parsed, name, model)
         self._usage = {"usage": None} if parsed.usage else {}
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        # By choice: the event of a piece of text, but for the text
+        # By choice: the bytes around the text of an event
         self._around: dict[int, list[bytes]] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
@@ -264,8 +258,7 @@ class Completion(ProtocolAdapter):
         }
 
     def changed(self, index: int, change: Change) -> bytes:
-        """A stream has thousands of pieces of text. The common part of their events is written
-        once."""
+        """The common part of a stream's thousands of events is serialized once."""
         if change.kind != "delta":
             return b""
         if change.words is not None:
@@ -276,7 +269,7 @@ class Completion(ProtocolAdapter):
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
-        """In llama.cpp's form; of a long prompt, two more figures."""
+        """In llama.cpp's form; two more fields for a long prompt."""
         prefill = progress.prefill
         told = {
             "total": prefill.total,
@@ -315,7 +308,7 @@ class Completion(ProtocolAdapter):
 
     def _words(self, words: Sequence[Word]) -> dict:
         def best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-            # Of two with one text, the likelier stays
+            # Of two tokens with the same text, the likelier one stays
             return {text: finite(logprob) for text, logprob in reversed(top)}
 
         return {
@@ -345,7 +338,7 @@ class Completion(ProtocolAdapter):
 
 
 class ChatCompletion(Completion):
-    """The bodies of an answer in a chat: a message, or the pieces of a message in a stream."""
+    """Bodies of an answer in a chat: a message, or the deltas of a message."""
 
     parse_request = staticmethod(partial(parse_request, is_chat=True))
     prompt = "messages"
@@ -355,7 +348,7 @@ class ChatCompletion(Completion):
     silence: ClassVar = {"delta": {}}
 
     def first(self, choices: int, usage: Usage) -> bytes:
-        """Who speaks."""
+        """The role."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(index, said) for index in range(choices))
 
@@ -368,7 +361,7 @@ class ChatCompletion(Completion):
         else:
             call = called(item) if kind == "start" else {"function": {"arguments": text}}
             delta = {"tool_calls": [{"index": item.nth, **call}]}
-        # Of a thought only the text is told
+        # Reasoning has no start event
         is_told = kind == "delta" or (kind == "start" and item.kind == "tool_call")
         return self._chunk(index, {"delta": delta}, words) if is_told else b""
 
@@ -400,7 +393,7 @@ class ChatCompletion(Completion):
 
 
 def called(item: Item) -> dict:
-    """A call so far."""
+    """A tool call so far."""
     function = {"name": item.name, "arguments": item.text}
     return {"id": item.id, "type": "function", "function": function}
 

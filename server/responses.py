@@ -1,20 +1,16 @@
-"""OpenAI's Responses: the wish of a body, and the events of the answer.
+"""OpenAI's Responses protocol.
 
     POST /v1/responses   {"model": "default", "input": "Why batch?"}
 
-The problem. An answer is a list of *items* here: a thought, a message, calls of functions. A stream
-has events for each item: added, some deltas, done.
+An answer is a list of *items*: reasoning, a message, function calls. A stream has events for each:
 
     response.created  in_progress
     response.output_item.added      content_part.added  output_text.delta ...  output_text.done  content_part.done
     response.output_item.done
     response.completed              the whole response once more
 
-What this file keeps. The server remembers nothing: a conversation comes whole each time. Fields for
-a memory (`previous_response_id`, `store`) are refused. A body is understood completely, as in
-`openai.py`.
-
-Where next: `messages.py`, the same in Anthropic's words.
+The server is stateless: each request sends the whole conversation, and fields that need stored
+state (`previous_response_id`, `store`) are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from server.schema import (
     APIError,
     BodyReader,
     call_of,
-    choose_tools,
     conversation,
     read_body,
     read_form,
@@ -40,30 +35,30 @@ from text.tokenizer import Chat
 
 PLAIN = ("temperature", "top_p")
 NEUTRAL = {
-    "include": (["reasoning.encrypted_content"],),  # thoughts come as they are
+    "include": (["reasoning.encrypted_content"],),  # reasoning is never encrypted
     "service_tier": ("auto", "default", "flex"),
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
-# These need a memory, and this server has none
+# These need stored state
 MEMORY = ("previous_response_id", "store", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-# --- the wish of a body -------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
     request = read_body(body, names)
     for name in MEMORY:
         if value := request.get(name):
-            words = f"= {shown(value)} needs a memory, and this server keeps nothing"
+            words = f"= {shown(value)} needs stored state, and this server is stateless"
             words += "; leave it out, and send the whole conversation as input"
             raise request.unsupported(name, words)
-    tools, must_call = choose_tools(request, read_tools(request))
-    # The effort is a hint, and so is the form of a summary: thoughts are told whole
+    tools, must_call = read_tools(request)
+    # The effort is a hint, and so is the summary: reasoning is sent completely
     effort = request.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none"}
     settings = request.some(PLAIN)
@@ -96,7 +91,7 @@ def read_input(request: BodyReader) -> list[dict]:
 
 
 def read_item(item: BodyReader, messages: list[dict]) -> None:
-    """A thought, a message and calls in a row are one message of a template."""
+    """Consecutive reasoning, message and calls become one message of a template."""
     kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
         role = ROLES[item.one_of("role", ROLES)]
@@ -119,7 +114,7 @@ def read_item(item: BodyReader, messages: list[dict]) -> None:
 
 
 def own_message(messages: list[dict], field: str) -> dict:
-    """The assistant's message for an item. `field`: the message must not have this field yet."""
+    """The assistant's message for an item. `field`: it must not have this field yet."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get(field)
     if not is_open or (field and "tool_calls" in last):
@@ -127,15 +122,15 @@ def own_message(messages: list[dict], field: str) -> dict:
     return messages[-1]
 
 
-# --- the bodies of the answer -------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
-# For each kind of item: the type, the beginning of the id, and the type of the text
+# For each kind of item: its type, the prefix of its id, the type of its text
 KINDS = {
     "content": ("message", "msg", "output_text"),
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "tool_call": ("function_call", "fc", "function_call_arguments"),
 }
-# Fields of the request that the answer repeats, and the values of missing ones
+# Fields of the request that the response repeats, with defaults
 ECHO = {
     "instructions": None,
     "max_output_tokens": None,
@@ -154,7 +149,7 @@ ECHO = {
 
 
 class Response(ProtocolAdapter):
-    """The bodies of one answer."""
+    """Bodies of one answer."""
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
@@ -176,7 +171,7 @@ class Response(ProtocolAdapter):
         }
         for name, value in ECHO.items():
             self._body[name] = parsed.fields.get(name, value)
-        self._sent = 0  # so many events
+        self._sent = 0  # number of events
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         self.last(0, choices[0])
@@ -250,7 +245,7 @@ class Response(ProtocolAdapter):
 
 
 def part(item: Item) -> dict:
-    """The one part of a text or a thought."""
+    """The only part of a message or of reasoning."""
     own = {"type": KINDS[item.kind][2], "text": item.text}
     if item.kind == "content":
         own |= {"annotations": [], "logprobs": []}

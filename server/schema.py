@@ -1,17 +1,9 @@
-"""A client's body, field by field.
+"""Validate a client's JSON body, field by field.
 
-The problem. A body is a stranger's. A field may be missing, null, of another type, nested without
-end, or huge. And an unknown field may ask for something. A client with an answer to another question
-than its own does not notice.
-
-The way out. An object of the body is a `BodyReader`. A field is read as a text, a number, a list and so
-on: a value of another kind becomes a refusal with the place, the value and the right kind. The object
-remembers the fields that have been read. All other fields have not been understood. They are
-refused, unless they ask for nothing (`reject_unknown`).
-
-What this file keeps. A bad body raises a `APIError`, and no other exception.
-
-Where next: `protocol.py`, for the fields that all protocols have.
+A field may be missing, null, of a wrong type, deeply nested, huge, or unknown. `BodyReader` reads a
+field as a string, a number, a list and so on; a wrong value raises `APIError` with its place, the
+value and what is allowed. It remembers which fields were read, and `reject_unknown` refuses all
+others, unless they ask for nothing. A bad body raises `APIError` and nothing else.
 """
 
 from __future__ import annotations
@@ -27,13 +19,13 @@ from runtime.cli import command
 from runtime.validation import shown, whole
 from text.tool_parser import loads
 
-MAX_BRACKETS = 100_000  # brackets, braces and colons of a body, in texts, too
-# The most of each in one request
+MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, strings included
+# In one request
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_TOOLS = 128
-MAX_MESSAGES = 2048  # and parts of messages, together
-# These change nothing in an answer: a user's name, notes for a bill, hints for a cache.
+MAX_MESSAGES = 2048  # including parts of messages
+# These change nothing in an answer: names, notes for billing, hints for a cache.
 IGNORED = {
     "client_metadata",
     "user",
@@ -42,11 +34,11 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class Field(NamedTuple):
-    """What a field may hold: a value of this kind, and a whole number within bounds."""
+    """What a field may hold: a type, a default, and bounds of a whole number."""
 
     kind: type = object
     default: Any = None  # of a missing field
@@ -55,7 +47,7 @@ class Field(NamedTuple):
 
 
 class APIError(Exception):
-    """An answer that is an error. OpenAI's clients have an exception for each status."""
+    """An error response. OpenAI's clients have an exception for each status."""
 
     TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
 
@@ -91,7 +83,7 @@ def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIEr
 
 
 def param_of(place: str) -> str:
-    """The body's field around a place: "messages" for "messages[0].content"."""
+    """The body's field that a place is in: "messages" for "messages[0].content"."""
     return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
 
 
@@ -103,7 +95,7 @@ def bad(place: str, value: Any, what: str) -> APIError:
 
 
 def check_count(name: str, count: int, what: str, most: int) -> None:
-    """Refuse too many of something before any of them is looked at."""
+    """Refuse too many entries before any of them is looked at."""
     if count > most:
         raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
 
@@ -111,7 +103,7 @@ def check_count(name: str, count: int, what: str, most: int) -> None:
 class BodyReader:
     """An object of a client's body. A field that is null counts as missing.
 
-    `place`: where the object stands in the body; empty for the body itself.
+    `place`: where the object is in the body; empty for the body itself.
     """
 
     def __init__(self, value: Any, place: str = ""):
@@ -122,12 +114,12 @@ class BodyReader:
         self._known: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field of any kind."""
+        """A field of any type."""
         self._known.add(name)
         return self.fields.get(name, default)
 
     def read(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of this kind. Without a default, the field may not be missing."""
+        """A field of this type. Without a default it is required."""
         value = self.get(name, default)
         if type(value) is not kind:
             raise self.bad(name, KINDS[kind])
@@ -146,7 +138,7 @@ class BodyReader:
             raise invalid(param_of(place), str(error)) from None
 
     def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
-        """The values of these fields, all optional."""
+        """The values of these optional fields."""
         found = {}
         for name, (kind, default, least, most) in fields.items():
             if kind is int:
@@ -164,8 +156,7 @@ class BodyReader:
         return value
 
     def inner(self, name: str) -> BodyReader:
-        """An object in a field; an empty one, if the field is missing. Without a name: this
-        object."""
+        """An object in a field, empty if the field is missing. Without a name: this object."""
         if not name:
             return self
         return BodyReader(self.get(name, {}), self._place + name)
@@ -176,16 +167,16 @@ class BodyReader:
         return [BodyReader(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
 
     def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
-        """The text of a field: a plain text, or parts of text of these kinds, joined."""
+        """A string, or a list of text parts of these types, joined."""
         value = self.get(name, default)
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
-            raise self.bad(name, "a text or a list of parts of text")
+            raise self.bad(name, "a string or a list of text parts")
         return text_of(self.items(name), kinds)
 
     def some(self, names: Sequence[str]) -> dict[str, Any]:
-        """Of these fields all that are there."""
+        """Those of these fields that are present."""
         self._known.update(names)
         return {name: self.fields[name] for name in names if name in self.fields}
 
@@ -193,15 +184,15 @@ class BodyReader:
         return bad(self._place + name, self.fields.get(name), what)
 
     def unsupported(self, name: str, words: str) -> APIError:
-        """`name`: any text of the client's, even a whole book."""
+        """`name`: any string of the client's, perhaps very long."""
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
         return invalid(param_of(self._place + name), words, "unsupported_parameter")
 
     def reject_unknown(
         self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = IGNORED
     ) -> None:
-        """Refuse all fields that have not been read. A value that is false, zero or empty asks for
-        nothing, and so do `neutral` values and `ignored` fields."""
+        """Refuse all fields that were not read, unless they ask for nothing: values that are false,
+        zero or empty, `neutral` values, `ignored` fields."""
         for name, value in self.fields.items():
             asks = any(value.values()) if isinstance(value, dict) else value
             is_known = name in self._known or name in ignored
@@ -221,8 +212,9 @@ def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> st
     return "".join(texts)
 
 
-def strict(text: str) -> Any:
-    """JSON. Python would read NaN and 1e999, too, and write both so that no other reader knows them."""
+def parse_json(text: str) -> Any:
+    """Parse JSON without NaN and 1e999, which Python would accept, and write so that no other
+    parser reads them."""
     return json.loads(text, parse_constant=number_of, parse_float=number_of)
 
 
@@ -234,13 +226,13 @@ def number_of(text: str) -> float:
 
 
 def read_json(body: bytes) -> BodyReader:
-    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
+    # From 4 MiB of "[]," Python makes a million lists, holding the GIL for half a second
     marks = sum(map(body.count, (b"[", b"{", b":")))
     if marks > MAX_BRACKETS:
         words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
         raise APIError(413, words, "request_too_large")
     try:
-        values = strict(body.decode("utf-8-sig"))
+        values = parse_json(body.decode("utf-8-sig"))
         if not isinstance(values, dict):
             raise ValueError(f"it is {shown(values)}, but it must be an object")
         return BodyReader(values)
@@ -253,11 +245,11 @@ def read_json(body: bytes) -> BodyReader:
     raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
 
 
-# --- fields that several protocols have ---------------------------------------------------------
+# --- fields that several protocols have -----------------------------------------------------------
 
 
 def read_body(body: bytes, names: Sequence[str]) -> BodyReader:
-    """`names`: those of the model that is here. A star is any."""
+    """`names`: the model's. A star matches any."""
     request = read_json(body)
     check_model(request.get("model", names[0]), names)
     return request
@@ -265,7 +257,7 @@ def read_body(body: bytes, names: Sequence[str]) -> BodyReader:
 
 def check_model(model: Any, names: Sequence[str]) -> None:
     if not isinstance(model, str):
-        raise bad("model", model, "a text")
+        raise bad("model", model, "a string")
     if model not in names and "*" not in names:
         words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
         words += f"; {command('serve.py')} --alias gives it more names"
@@ -273,7 +265,8 @@ def check_model(model: Any, names: Sequence[str]) -> None:
 
 
 def conversation(request: BodyReader, name: str) -> list[BodyReader]:
-    """One message at least, and not too many: a template takes time even for an empty message."""
+    """Messages: at least one, and not too many, since a template takes time even for an empty
+    message."""
     messages = request.read(name, list)
     if not messages:
         raise request.bad(name, "a list of at least one message")
@@ -287,7 +280,7 @@ def conversation(request: BodyReader, name: str) -> list[BodyReader]:
 
 
 def read_stop(request: BodyReader, name: str) -> list[str]:
-    """Texts alone: `SamplingParams` would take a number for a token id."""
+    """Stop strings. `SamplingParams` would take a number for a token id."""
     stops = request.get(name, [])
     stops = [stops] if isinstance(stops, str) else request.read(name, list, [])
     check_count(name, len(stops), "texts", MAX_STOPS)
@@ -299,7 +292,7 @@ def read_stop(request: BodyReader, name: str) -> list[str]:
 
 
 def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
-    """The JSON form of an answer, as `SamplingParams.grammar`; empty if any text will do.
+    """The JSON form of an answer as `SamplingParams.grammar`; empty if any text will do.
 
     `inner`: the form's field with the schema; empty if the form holds the schema itself.
     """
@@ -313,13 +306,18 @@ def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
 
 
 def read_tools(
-    request: BodyReader, inner: str = "", schema: str = "parameters", type: str = "function"
-) -> list[dict]:
-    """Tools, in the form for templates.
+    request: BodyReader,
+    inner: str = "",
+    schema: str = "parameters",
+    type: str = "function",
+    words: Mapping[str, str] = {},
+) -> tuple[list[dict], list[dict]]:
+    """The tools for the model, as templates take them, and those of which it must call one.
 
     `inner`: the tool's field with name and description; empty if the tool holds both itself.
     `schema`: the field of the parameters.
-    `type`: the only type of tool that can be called.
+    `type`: the only supported type of tool.
+    `words`: the protocol's own words for "required" and "function" in `tool_choice`.
     """
     tools = request.items("tools", [])
     check_count("tools", len(tools), "tools", MAX_TOOLS)
@@ -340,16 +338,13 @@ def read_tools(
             raise own.bad(schema, "a JSON schema of the type 'object'")
         function["parameters"] = parameters
         found.append({"type": "function", "function": function})
-    return found
+    return choose_tools(request, found, inner, words)
 
 
 def choose_tools(
-    request: BodyReader, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+    request: BodyReader, tools: list[dict], inner: str, words: Mapping[str, str]
 ) -> tuple[list[dict], list[dict]]:
-    """By `tool_choice`: the tools for the model, and the tools of which the model must call one.
-
-    `words`: the protocol's own words for "required" and "function".
-    """
+    """Apply `tool_choice`."""
     kind = request.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):
@@ -370,8 +365,7 @@ def choose_tools(
 
 
 def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
-    """An assistant's earlier call, in the form for templates. The arguments may be an object, or
-    JSON of one."""
+    """An assistant's earlier call as templates take it. The arguments may be an object or its JSON."""
     arguments = function.get(field)
     if isinstance(arguments, str):
         arguments = loads(arguments or "{}")

@@ -1,17 +1,10 @@
-"""Frames for watchers, as JSON: one end packs a frame, the other end rebuilds the same frame.
+"""Frames for watchers as JSON: `Sender` packs a frame, `Receiver` rebuilds the same frozen views.
 
-The problem. A screen may watch an engine in another process, or on another machine. There, too, the
-screen must draw the same frozen views: `Snapshot`, with all views inside.
-
-The way out. A view is packed as a list of fields, in order, without names: most of a frame are steps,
-and names would make a frame three times as long. The types of the fields say how to rebuild the view.
-Frames are differences: each holds the events since the frame before, and of an open request only
-the new text.
-
-The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are
-of different versions, `PROTOCOL` tells.
-
-Where next: `watch.py`, which sends frames.
+A view is packed as a list of its fields without names: most of a frame are steps, and names would
+triple its size. The types of the fields say how to rebuild it. Frames are differences: events since
+the frame before, and of open requests only new text. The invariant:
+`Receiver.take(Sender.pack(frame))` equals the frame, after JSON. `PROTOCOL` detects another
+version.
 """
 
 from __future__ import annotations
@@ -26,14 +19,14 @@ from runtime.snapshot import RequestView, Snapshot
 from runtime.validation import shown
 from server.access_log import ServerView
 
-STEPS = 4096  # that have come and were not looked at are kept, the newest
-ENDS = 500  # and so many ends of requests
-LARGEST = 2**64  # of the numbers in a frame
-SLOTS = 4096  # as the command line has it
+STEPS = 4096  # unread steps that are kept, the newest
+ENDS = 500  # unread ends of requests that are kept
+LARGEST = 2**64  # largest number in a frame
+SLOTS = 4096  # as in the command line
 
 
 class Frame(NamedTuple):
-    """Everything that a watcher is told at a time."""
+    """Everything that a watcher receives at a time."""
 
     paused: bool
     stepping: int
@@ -43,7 +36,7 @@ class Frame(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """For types that JSON lacks: a view is the list of its fields, anything else is a text."""
+    """For types that JSON lacks: a view becomes the list of its fields, anything else a string."""
     names = names_of(type(value))
     return [getattr(value, name) for name in names] if names else str(value)
 
@@ -53,7 +46,7 @@ ENCODE = json.JSONEncoder(separators=(",", ":"), default=packed).encode
 
 @cache
 def names_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass or a NamedTuple, in order; empty for any other type."""
+    """The fields of a dataclass or a NamedTuple, in order; empty for other types."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return getattr(kind, "_fields", ())
@@ -68,7 +61,7 @@ def hints_of(kind: type) -> tuple[Any, ...]:
 
 
 def unpack(kind: Any, data: Any) -> Any:
-    """Rebuild a view of this type. ValueError if the data are no such view."""
+    """Rebuild a view of this type. ValueError if the data do not fit."""
     if (hints_of(kind) or get_origin(kind) is tuple) and not isinstance(data, list):
         raise ValueError(f"a frame has {shown(data)} where a list belongs")
     if hints := hints_of(kind):
@@ -82,7 +75,7 @@ def unpack(kind: Any, data: Any) -> Any:
 
 
 def plain(kind: Any, data: Any) -> Any:
-    """A number, a text or None, as the type says. `Any` is anything."""
+    """A number, a string or None, as the type says. `Any` is anything."""
     if kind is Any:
         return data
     kinds = get_args(kind) or (kind,)  # of a union
@@ -109,8 +102,8 @@ PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other
 
 
 class Sender:
-    """The server's end of the wire, for one watcher: remembers how much of each open request's text
-    has been sent."""
+    """The server's end, for one watcher: remembers how much of each open request's text has been
+    sent."""
 
     def __init__(self, texts: bool):
         self._texts = texts
@@ -119,9 +112,9 @@ class Sender:
     def pack(self, frame: Frame) -> str:
         engine = frame.engine
         door = frame.door
-        if not self._texts:  # figures alone
-            opened = tuple(map(figures, door.open))
-            door = replace(door, open=opened, ended=tuple(map(figures, door.ended)))
+        if not self._texts:  # no texts
+            opened = tuple(map(without_texts, door.open))
+            door = replace(door, open=opened, ended=tuple(map(without_texts, door.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
         before = self._sent
         self._sent = {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
@@ -131,7 +124,7 @@ class Sender:
         return ENCODE(frame._replace(engine=engine, door=door))
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
-        if not self._texts:  # the lengths of the pieces would tell much of a text
+        if not self._texts:  # lengths of pieces would reveal much of a text
             return replace(
                 request,
                 prompt="",
@@ -152,12 +145,12 @@ class Sender:
         return replace(request, prompt="", text=text, lengths=request.lengths[tokens:])
 
 
-def figures(call):
-    return replace(call, client="", message="")
+def without_texts(record):
+    return replace(record, client="", message="")
 
 
 class Receiver:
-    """The watcher's end: puts the texts together again."""
+    """The watcher's end: joins the texts."""
 
     def __init__(self) -> None:
         self._known: dict[int, RequestView] = {}
@@ -181,7 +174,7 @@ class Receiver:
 
 
 def check_slots(engine: Snapshot) -> None:
-    """Refuse more slots than an engine can have, and those that are not there."""
+    """Refuse more slots than an engine can have, and slots that do not exist."""
     count = engine.limits.slots
     if not 1 <= count <= SLOTS or [slot.slot for slot in engine.slots] != [*range(count)]:
         raise ValueError(f"a frame has {len(engine.slots)} slots, and {count:,} in its limits")
@@ -193,14 +186,13 @@ def check_slots(engine: Snapshot) -> None:
         raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
 
 
-# --- frames that nobody has looked at yet ---------------------------------------------------------
+# --- frames not looked at yet ---------------------------------------------------------------------
 
 
 def joined(before: Frame | None, frame: Frame) -> Frame:
-    """Two frames as one: the state of the later one, and what happened up to it since the earlier
-    one began."""
+    """Two frames as one: the later state, with the events of both."""
     new = frame.engine
-    if before is None:  # what was over long before is no news
+    if before is None:  # what ended long before is no news
         new = replace(new, missed=0, missed_ends=0, faults=())
         return frame._replace(engine=new, door=replace(frame.door, missed=0))
     old = before.engine
@@ -211,7 +203,7 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
     requests = {request.id: request for request in (*old.requests, *new.requests)}
     for request in ended:
         requests.pop(request.id, None)
-    # A screen whose terminal is stopped does not look, and all this would pile up
+    # A screen in a stopped terminal does not look, and all this would pile up
     engine = replace(
         new,
         requests=tuple(requests.values()),
@@ -227,7 +219,7 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
 
 
 def told(frame: Frame) -> Frame:
-    """The same state, once what happened up to it has been told."""
+    """The same state without the events that led to it."""
     engine = replace(
         frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
     )

@@ -40,7 +40,7 @@ class StreamingDetokenizer:
     ):
         """`silent`: ids of the tokens that are never shown, by default the special ones."""
         self._tokenizer = tokenizer
-        # by stop string: the longest start of it that the text ends with
+        # By stop string: the longest start of it that the text ends with
         self._begun = dict.fromkeys(stops, "")
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None

@@ -173,7 +173,7 @@ class Grammars:
         Qwen's <tool_call> is one, although its file says `"special": false`.
         """
         try:
-            # sandboxed, before llguidance reads the tokenizer here
+            # Sandboxed, before llguidance reads the tokenizer here
             if fault := self._judge({"json": "{}"}):
                 raise ValueError(fault)
             return {token for token in tokens if self._tokenizer.is_special_token(token)}
@@ -196,7 +196,7 @@ class Grammars:
         return fault
 
 
-# --- in the sandbox ---------------------------------------------------------------------------
+# --- in the sandbox -------------------------------------------------------------------------------
 
 
 def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
@@ -241,7 +241,7 @@ def draw(mask: bytes, dice: random.Random) -> int:
     return start + (rest & -rest).bit_length() - 1
 
 
-# --- compiling --------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
 def read_tokens(known: Mapping[str, Any]) -> Any:

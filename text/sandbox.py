@@ -59,7 +59,7 @@ class BusyError(RuntimeError):
     """The job could not be run: too many others are running, or the machine is too busy."""
 
 
-# --- in this process ----------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 class Sandbox:
@@ -185,7 +185,7 @@ def end(process: subprocess.Popen, line: socket.socket) -> None:
     process.wait()
 
 
-# --- in the fork server -----------------------------------------------------------------------
+# --- in the fork server ---------------------------------------------------------------------------
 
 
 def fork_server() -> None:

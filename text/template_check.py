@@ -88,7 +88,7 @@ class TemplateChecker:
             return f"cannot be tried ({error})", ""
 
 
-# --- in the child -------------------------------------------------------------------------------
+# --- in the child ---------------------------------------------------------------------------------
 
 
 def prepare(_: None) -> Callable[[list], Any]:

@@ -147,7 +147,7 @@ def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
     return format._replace(key=key, layout=(start, between, after))
 
 
-# --- the grammar of calls ---------------------------------------------------------------------
+# --- the grammar of calls -------------------------------------------------------------------------
 
 # Fixed white space in JSON: a model that may write more could write nothing else
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -316,7 +316,7 @@ def as_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
 
 
-# --- JSON schemas of arguments ---
+# --- JSON schemas of arguments --------------------------------------------------------------------
 
 PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
 JSONS = {

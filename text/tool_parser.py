@@ -57,7 +57,7 @@ class ParsedPart(NamedTuple):
     text: str
 
 
-# --- for display --------------------------------------------------------------------------------
+# --- for display ----------------------------------------------------------------------------------
 
 
 OPENINGS = tuple(opens for opens, _ in REASONING_MARKS)
@@ -97,7 +97,7 @@ def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
     return reasoning.strip(), answer
 
 
-# --- the machine --------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 # Maximum characters before a body, or in it before its arguments; and maximum white space that
 # belongs to a mark
@@ -233,7 +233,7 @@ class ParserState:
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
-                yield from self._say_up_to(partial(self._say, "reasoning"), self._marks[1])
+                yield from self._emit_up_to(partial(self._emit, "reasoning"), self._marks[1])
                 self.reasoning_length = self._length - len(self._text)
                 self._is_line_start = True
                 yield from self._skip_space()
@@ -288,7 +288,7 @@ class ParserState:
             yield
             self._text = self._text.lstrip()
 
-    def _say_up_to(self, say: Callable[[str], None], mark: str) -> Reading[str]:
+    def _emit_up_to(self, emit: Callable[[str], None], mark: str) -> Reading[str]:
         """Emit the text before a mark and take the mark. Return the mark with the white space
         before it; empty if the answer ends without one.
 
@@ -298,14 +298,14 @@ class ParserState:
             words = self._text
             if mark and not self.is_complete:
                 words = strip_held_space(words.removesuffix(beginning(mark, words)))
-            say(words)
+            emit(words)
             self._text = self._text[len(words) :]
             if self.is_complete:
                 return ""
             yield
         before, _, self._text = self._text.partition(mark)
         words = strip_held_space(before)
-        say(words)
+        emit(words)
         return before[len(words) :] + mark
 
     def _content(self) -> Reading[str | None]:
@@ -318,14 +318,14 @@ class ParserState:
             is_held = not self.is_complete or (self.is_cut and left.strip())
             if self._format.opens and is_held:
                 words = strip_held_space(words.removesuffix(left))
-            self._say("content", words)
+            self._emit("content", words)
             self._text = "" if self.is_complete else self._text[len(words) :]
             if self.is_complete:
                 return None
             yield
         start, end = place
         words = strip_held_space(self._text[:start])
-        self._say("content", words)
+        self._emit("content", words)
         opening = self._text[len(words) : end]
         self._text = self._text[end:]
         return opening
@@ -365,7 +365,7 @@ class ParserState:
         if self.is_cut and self._is_begun(opening, taken + self._text):
             self._text = ""
         else:
-            self._say("content", opening + taken)
+            self._emit("content", opening + taken)
         return self.calls > count
 
     def _is_begun(self, opening: str, rest: str) -> bool:
@@ -398,23 +398,23 @@ class ParserState:
             said += json.dumps(key, ensure_ascii=False) + ": "
             value: list[str] = []
             if kinds == {"string"}:
-                self._say("arguments", said + '"')
+                self._emit("arguments", said + '"')
                 is_complete = yield from self._value(tags, self._quote)
                 said = '"'
             else:
-                self._say("arguments", said)
+                self._emit("arguments", said)
                 is_complete = yield from self._value(tags, value.append)
                 said = as_json_value("".join(value), kinds)
             if not is_complete:
                 return
-            self._say("arguments", said)
+            self._emit("arguments", said)
             said = ", "
-        self._say("arguments", "{}" if said == "{" else "}")
+        self._emit("arguments", "{}" if said == "{" else "}")
 
     def _quote(self, piece: str) -> None:
-        self._say("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
+        self._emit("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
 
-    def _value(self, tags: Tags, say: Callable[[str], None]) -> Reading[bool]:
+    def _value(self, tags: Tags, emit: Callable[[str], None]) -> Reading[bool]:
         """Emit a value as it comes, without the line breaks of its layout. False if the answer ends
         in it. The closing mark may occur in the value, too: it ends the value only if the next
         argument or the call's end follows."""
@@ -428,11 +428,11 @@ class ParserState:
             while not self._text and not self.is_complete:
                 yield
             self._text = self._text.removeprefix("\n")
-        while found := (yield from self._say_up_to(say, mark)):
+        while found := (yield from self._emit_up_to(emit, mark)):
             if (yield from self._wait(lambda text: follows(text, nexts, self.is_complete))):
-                say(found.removesuffix(mark).removesuffix(line))
+                emit(found.removesuffix(mark).removesuffix(line))
                 return True
-            say(found)
+            emit(found)
         return False
 
     def _call_in_json(self) -> Reading[str | None]:
@@ -488,7 +488,7 @@ class ParserState:
             return body
         self._begin(name)
         given = {} if given is None else given
-        self._say("arguments", given if isinstance(given, str) else json.dumps(given))
+        self._emit("arguments", given if isinstance(given, str) else json.dumps(given))
         return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
@@ -516,7 +516,7 @@ class ParserState:
             taken.append(self._text[:end])
             self._text = self._text[end:]
             if kind:
-                self._say(kind, taken[-1])
+                self._emit(kind, taken[-1])
             if depth == 0 or self.is_complete:
                 return "".join(taken)
             yield
@@ -524,9 +524,9 @@ class ParserState:
     def _begin(self, tool: str) -> None:
         self.calls += 1
         self._is_line_start = True
-        self._say("tool_call", tool)
+        self._emit("tool_call", tool)
 
-    def _say(self, kind: str, text: str) -> None:
+    def _emit(self, kind: str, text: str) -> None:
         """Join neighbouring pieces of one kind. Each call is a call of its own."""
         if kind == "content" and text:
             self._is_line_start = text.endswith("\n")
@@ -585,7 +585,7 @@ def strip_held_space(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
-# --- values in tags -----------------------------------------------------------------------------
+# --- values in tags -------------------------------------------------------------------------------
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:
@@ -611,7 +611,7 @@ def loads(text: str) -> Any:
         return None
 
 
-# --- which format does a model speak? -----------------------------------------------------------
+# --- which format does a model speak? -------------------------------------------------------------
 
 
 def detect_format(source: str | None, render: Callable[[list, list], str]) -> OutputFormat:

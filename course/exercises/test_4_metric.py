@@ -1,4 +1,4 @@
-"""Exercise 4: a metric on the door.
+"""Exercise 4: a metric of the server.
 
     python -m pytest -x course/exercises/test_4_metric.py
 

@@ -63,8 +63,8 @@ def test_every_area_has_its_mutants():
     assert all(mutant.file.startswith("server/") for mutant in SERVER)
     assert all(mutant.file.startswith("text/") for mutant in PLAIN_TEXT)
     assert all(mutant.file.startswith(("screen/", "tui.py")) for mutant in SCREEN)
-    assert [len(CORE), len(SERVER), len(PLAIN_TEXT), len(SCREEN)] == [25, 15, 10, 10]
-    assert len(set(MUTANTS)) == 60
+    for mutants, least in ((CORE, 25), (SERVER, 16), (PLAIN_TEXT, 10), (SCREEN, 10)):
+        assert len(set(mutants)) >= least
 
 
 # --- the long form ------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def teach(engine: Engine) -> None:
 
 
 class Parrot:
-    """A door in this process, behind which such a model answers."""
+    """A server in this process with such a model."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Parrot:
 
 
 class Taught(Server):
-    """A door in this process, spoken to like a server in another."""
+    """The same, spoken to like a server in another process."""
 
     def __init__(self, **options):
         self.parrot = Parrot(**options)

@@ -44,7 +44,7 @@ JOBS = {
     "nest": lambda given, depth: nest(depth),
     "fail": lambda given, words: fail(words),
     "signal": lambda given, number: os.kill(os.getpid(), number),
-    "kill the nursery": lambda given: os.killpg(0, signal.SIGKILL),
+    "kill the fork server": lambda given: os.killpg(0, signal.SIGKILL),
     "processes": lambda given: [os.getsid(0), os.getpid()],
     "threads": lambda given: threading.active_count(),
 }

@@ -1,5 +1,4 @@
-"""The door in this process, on a small random model: what a server that cannot be paused or broken
-would not show."""
+"""The server in this process, on a small random model, where it can be paused and broken."""
 
 import asyncio
 import errno
@@ -22,12 +21,12 @@ from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
 import pytest
-from servers import COMPLETIONS, Line, Server
+from here import Here
+from servers import COMPLETIONS, Line
 from waiting import wait_for
 
 from runtime import progress
 from runtime.handle import TokenLogprob
-from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
 from server import adapter, auth, completion, http, openai
 from server.access_log import AccessLog
@@ -36,7 +35,7 @@ from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
 from server.completion import Answer, ServedModel
-from server.http import LONG_BODY_BYTES, Options
+from server.http import LONG_BODY_BYTES
 from server.openai import ChatCompletion
 from server.responses import Response
 from text.grammar import Grammars
@@ -48,28 +47,13 @@ from text.tool_parser import OutputParser
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
-class Here(Server):
-    """A door in this process, spoken to like a server in another."""
-
-    def __init__(self, engine, **options):
-        self.api = APIServer(Options(port=0, **options)).start()
-        self.loop = Loop(engine, watch=Stopwatch()).start()
-        self.api.open(engine, self.loop, "small")
-        host, port = self.api.address.removeprefix("http://").split(":")
-        self.host, self.port = host, int(port)
-
-    def __exit__(self, *exception) -> None:
-        self.api.close()
-        self.loop.stop()
-
-
 @pytest.fixture
 def here(engine):
     with Here(engine) as here:
         yield here
 
 
-def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
+def test_log_reports_progress_of_long_prompts(here, monkeypatch):
     """Its only line came at its end: for ten minutes nobody knew what the server did."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
     lines = queue.Queue()
@@ -86,10 +70,10 @@ def test_the_log_tells_how_far_a_long_prompt_is(here, monkeypatch):
     assert "status=200" in lines.get(timeout=60)
 
 
-def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, monkeypatch):
+def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     hints = []
-    here.api.hint = hints.append
+    here.api.advise = hints.append
     here.loop.pause()
     for count, prompt in enumerate(("Hello", "Other", "Hello", "Hello"), 1):
         line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
@@ -101,8 +85,8 @@ def test_who_hangs_up_twice_on_the_same_prompt_is_told_to_the_owner_once(here, m
     here.loop.resume()
 
 
-def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
-    here.api.hint = pytest.fail
+def test_hang_up_during_an_answer_gives_no_advice(here):
+    here.api.advise = pytest.fail
     for _ in range(2):
         line = here.line().post(COMPLETIONS, BODY | {"stream": True})
         line.until(b'"text"')
@@ -111,7 +95,7 @@ def test_who_hangs_up_during_an_answer_is_no_impatient_client(here):
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
+def test_silent_streams_get_pings(here, monkeypatch, version):
     """Proxies close a connection on which nothing moves; a full line or a pause may last minutes.
     nginx speaks 1.0."""
     monkeypatch.setattr(http, "PING_S", 0.3)
@@ -123,13 +107,13 @@ def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
     assert b"[DONE]" in line.until(b"[DONE]")
 
 
-def test_a_stream_without_a_silence_has_no_pings(here):
+def test_busy_streams_get_no_pings(here):
     """Simple clients take every line for data, and a first one would spoil what they measure until
     the first token."""
     assert b"ping" not in here.complete(stream=True).body
 
 
-def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
+def test_shutdown_ends_a_pause(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     wait_for(lambda: here.gauge("paused_seconds") >= 0.1)
@@ -137,9 +121,9 @@ def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
 
-def test_slow_motion_ends_when_the_server_does(here):
-    """A client's answer would not have ended within the patience of a server that is told to
-    end."""
+def test_shutdown_ends_slow_motion(here):
+    """A client's answer would not have ended within the patience of a server that is
+    ending."""
     here.loop.slow = 0.2
     line = here.line().post(COMPLETIONS, BODY)
     wait_for(lambda: here.loop.engine.steps)
@@ -148,9 +132,7 @@ def test_slow_motion_ends_when_the_server_does(here):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
-    here, engine, monkeypatch, stream
-):
+def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypatch, stream):
     expected = here.complete(seed=1).json["choices"][0]["text"]
     begin, calls = engine.runner.begin, []
 
@@ -171,7 +153,7 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
     assert here.api.look().ended[1].reason == "failed"
 
 
-def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here):
+def test_ctrl_c_in_another_thread_ends_the_wait(here):
     """Python handles a signal when its main thread runs. A signal that came to another thread, or
     just before the main thread went to sleep, was heard of by nobody, and a busy server that was
     told to end stayed."""
@@ -197,10 +179,10 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
         here.api.wait(queue.SimpleQueue())
     give_up.cancel()
     thread.join()
-    assert not here.api._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
+    assert not here.api._ended.is_set(), "nothing was heard of Ctrl-C until the server had ended"
 
 
-def test_between_two_looks_at_metrics_no_texts_and_steps_are_kept_for_them(here):
+def test_metrics_keep_no_texts_between_scrapes(here):
     """Nobody may ever look again."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
@@ -211,7 +193,7 @@ def test_between_two_looks_at_metrics_no_texts_and_steps_are_kept_for_them(here)
     assert b'quantile="0.5"' in here.ask("/metrics").body
 
 
-def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
+def test_answer_ready_before_submit_returns_is_sent(here, engine):
     """All of it was committed while the thread that had submitted it was still at work. No further
     commit comes."""
     submit = engine.submit
@@ -231,9 +213,7 @@ def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, en
     "owner, name, times",
     [(openai, "read_prompts", 1), (Answer, "_usage", 2)],  # usage is logged, too
 )
-def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(
-    here, monkeypatch, caplog, owner, name, times
-):
+def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owner, name, times):
     """A KeyError is not a missing field."""
 
     def broken(*arguments):
@@ -250,7 +230,7 @@ def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(
     assert caplog.text == ""
 
 
-def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
+def test_close_removes_the_engine_hook(engine):
     with Here(engine) as here:
         assert here.complete().status == 200 and engine.on_commit is not None
     assert engine.on_commit is None
@@ -258,7 +238,7 @@ def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
     assert engine.snapshot().faults == ()
 
 
-def test_a_door_that_is_shut_leaves_no_connection_open(engine):
+def test_close_ends_all_connections(engine):
     """Python says so of each that is: "unclosed transport"."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
@@ -278,7 +258,7 @@ def test_a_door_that_is_shut_leaves_no_connection_open(engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, stream):
+def test_cancelled_answer_is_an_error(here, engine, stream):
     """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
@@ -292,7 +272,7 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     )
 
 
-def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
+def test_reader_that_takes_nothing_is_dropped(here, monkeypatch):
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.3)
     line = Line(here.host, here.port, receive=4096)
     line.post(
@@ -317,7 +297,7 @@ def narrow(here) -> None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
 
 
-def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, monkeypatch):
+def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
     """40 of them held 5.7 MiB each, without an end."""
     body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
@@ -349,7 +329,7 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
         line.hang_up()
 
 
-def test_a_large_answer_is_sent_as_it_is_taken(here):
+def test_large_answer_is_sent_in_chunks(here):
     """All of it lay in the transport. It was cut off after a minute, however steadily it was taken,
     and its call had ended long before."""
     here.loop.pause()
@@ -372,7 +352,7 @@ def test_a_large_answer_is_sent_as_it_is_taken(here):
     line.hang_up()
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
+def test_hang_up_during_a_large_answer_is_recorded(here):
     """The log said that it had got everything."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
@@ -386,7 +366,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
     assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
 
 
-def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
+def test_uneven_reader_gets_every_piece_in_order(here):
     """Pieces are written at once while the client keeps up, and wait in line while it does not."""
     body = BODY | {"max_tokens": 120, "temperature": 1, "seed": 7}
     whole = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
@@ -405,7 +385,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     assert "".join(json.loads(text)["choices"][0]["text"] for text in texts) == whole
 
 
-def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
+def test_body_has_a_timeout(here, monkeypatch):
     monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.2)
     line = here.line().send(
         f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
@@ -413,8 +393,8 @@ def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
     assert line.reply().status == 408
 
 
-def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
-    """512 of them would be all that the door lets in."""
+def test_connection_without_a_request_is_closed(here, monkeypatch):
+    """512 of them would use up the limit on connections."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
@@ -437,22 +417,22 @@ def fill(here, line: Line, requests: int) -> None:
     line.hang_up()
 
 
-def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatch):
-    """Only streams were watched: the next answer on a full line waited for ever."""
+def test_unread_responses_end_the_connection(here, monkeypatch):
+    """Only streams were watched: the next answer on a full line never came."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), 100)
 
 
-def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
+def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
     """A connection that has been idle for long is closed; but a close waits until all has been
-    sent, for ever."""
+    sent, perhaps endlessly."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 1)
     with Here(engine) as here:
         fill(here, Line(here.host, here.port, receive=2048), 5)
 
 
-def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
+def test_hang_up_after_a_pipelined_request_is_noticed(here):
     """What came in advance had stopped the reading, and with it the news that the client was
     gone."""
     here.loop.pause()
@@ -465,7 +445,7 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
     wait_for(lambda: not here.api.look().open)
 
 
-def test_a_hang_up_behind_a_long_body_is_noticed(here):
+def test_hang_up_after_a_long_body_is_noticed(here):
     """A body that came in one piece had stopped the reading, and nothing began it again."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000})
@@ -478,7 +458,7 @@ def test_a_hang_up_behind_a_long_body_is_noticed(here):
         time.sleep(0.02)
 
 
-def test_a_flood_of_requests_before_their_turn_waits_outside(here):
+def test_read_ahead_is_bounded(here):
     """A packet holds 14,000 of them. What is read before its turn is bounded, and each is answered."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
@@ -498,7 +478,7 @@ def test_a_flood_of_requests_before_their_turn_waits_outside(here):
         line.until(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch):
+def test_all_bodies_together_have_a_limit(here, monkeypatch):
     """512 connections with 4 MiB each, none of which ends, were two gigabytes."""
     monkeypatch.setattr(http, "MAX_BODIES_BYTES", 10 * LONG_BODY_BYTES)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
@@ -512,12 +492,12 @@ def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch)
 
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
-def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what):
-    """The door's thread took them all at once: a packet holds 40,000 chunks of a byte."""
+def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
+    """The server's thread took them all at once: a packet holds 40,000 chunks of a byte."""
     seen = [0]
 
     def look() -> None:
-        """In each turn of the door's thread: how much has been taken?"""
+        """In each turn of the server's thread: how much has been taken?"""
         for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
@@ -540,7 +520,7 @@ def test_a_packet_with_thousands_of_parts_lets_others_have_their_turn(here, what
     assert max(before - after for before, after in pairwise(seen)) < 100
 
 
-def test_headers_behind_a_body_have_a_limit(here):
+def test_trailers_have_a_limit(here):
     """A body in chunks may end with headers, and may never end with them: 38 MB of those were 660
     MB of memory."""
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
@@ -552,7 +532,7 @@ def test_headers_behind_a_body_have_a_limit(here):
     assert line.everything() == b""
 
 
-def test_a_page_may_ask_often_on_one_connection(here):
+def test_many_preflights_on_one_connection(here):
     """A preflight, which no route answers, was counted as a request whose turn never came."""
     line = here.line()
     head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
@@ -561,7 +541,7 @@ def test_a_page_may_ask_often_on_one_connection(here):
     assert line.post(COMPLETIONS, BODY).reply().status == 200
 
 
-def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
+def test_invalid_bytes_after_an_answer_leave_no_traceback(here, caplog):
     """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
     line = here.line().send(
         "POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n"
@@ -571,14 +551,14 @@ def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
     assert here.ask("/health").status == 200 and not caplog.records
 
 
-def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
-    """Every request would wait for ever."""
+def test_health_is_503_once_the_loop_has_ended(here):
+    """Every request would hang."""
     assert here.ask("/health").json == {"status": "ok"}
     here.loop.stop()
     assert here.ask("/health").status == 503
 
 
-def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
+def test_choices_are_queued_all_or_none(engine):
     """All choices of a request get in line, or none does."""
     engine.sched.max_queue = 3  # and two slots are free
     with Here(engine) as here:
@@ -606,7 +586,7 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
     ],
 )
 @pytest.mark.parametrize("chat", [True, False])
-def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
+def test_event_from_a_pattern_equals_the_whole_event(chat, text):
     """A stream's events are written around their texts. A text that looks like the pattern's hole
     would tear them."""
     speaks = openai.ChatCompletion if chat else openai.Completion
@@ -624,7 +604,7 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
         assert tell(index, None) == adapter.event(said)
 
 
-def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
+def test_connection_over_the_limit_gets_429(here, monkeypatch):
     """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server
     that ends."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
@@ -642,7 +622,7 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     wait_for(lambda: here.ask("/v1/models").status == 200)
 
 
-def test_of_too_many_connections_as_many_are_refused_as_are_too_many(here, monkeypatch):
+def test_exactly_the_connections_over_the_limit_are_refused(here, monkeypatch):
     """A refused client that had not yet hung up was counted on, and all the others were refused."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     lines = [here.line() for _ in range(3)]
@@ -666,7 +646,7 @@ def test_silent_connections_keep_nobody_out(here, silent):
         assert here.complete().status == 200
 
 
-def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
+def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(http, "MAX_SILENT_CONNECTIONS", 1)
     kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
@@ -676,7 +656,7 @@ def test_if_all_connections_have_asked_the_newest_is_aborted(here, monkeypatch):
     assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
 
 
-def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
+def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
     """Where no file could be opened, each of a hundred failures a second had a traceback."""
     accept = socket.socket.accept
     failed = []
@@ -696,7 +676,7 @@ def test_failures_to_accept_are_one_line_a_minute(here, monkeypatch, caplog):
     ]
 
 
-def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
+def test_socket_stays_open_until_the_thread_has_ended(engine, monkeypatch):
     """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a
     traceback."""
 
@@ -718,8 +698,8 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
     assert not faults
 
 
-def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
-    """What is written to a full pipe waits for ever."""
+def test_shutdown_does_not_wait_for_an_unread_log():
+    """A write to a full pipe blocks."""
     reader, writer = os.pipe()
     with open(writer, "w") as pipe, open(reader, "rb") as end:
         with AccessLog(pipe) as log:
@@ -733,7 +713,7 @@ def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
         assert said.count(b"line=") == 900
 
 
-def test_a_log_says_how_many_lines_it_has_lost():
+def test_log_counts_lost_lines():
     log = AccessLog(sys.stderr, room=1)
     for number in range(4):
         log.add(f"line={number}")
@@ -744,7 +724,7 @@ def test_a_log_says_how_many_lines_it_has_lost():
     assert log._lines.get() == "line=5"
 
 
-def test_a_long_prompt_stops_no_other_thread(engine):
+def test_long_prompt_blocks_no_other_thread(engine):
     """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
     looks, done = Counter(), threading.Event()
 
@@ -762,7 +742,7 @@ def test_a_long_prompt_stops_no_other_thread(engine):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
-def test_of_a_body_far_too_long_only_a_part_is_tokenized(here, engine, monkeypatch, path):
+def test_only_the_start_of_an_oversized_prompt_is_tokenized(here, engine, monkeypatch, path):
     """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
     monkeypatch.setattr(engine.text, "longest", 10**6)  # as of a token for many blanks
     monkeypatch.setattr(engine.text, "_source", "{{ messages[0].content }}")
@@ -800,18 +780,18 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.8.7", "::1", "::ffff:127.0.0.2"])
-def test_an_address_of_this_machine_is_known_as_such(address):
+def test_loopback_addresses(address):
     """A server on [::] sees 127.0.0.1 as ::ffff:127.0.0.1."""
     assert auth.is_loopback(address)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.2", "::ffff:10.0.0.2", "2001:db8::1", "", "a socket"])
-def test_another_address_is_not_this_machines(address):
+def test_addresses_that_are_not_loopback(address):
     assert not auth.is_loopback(address)
 
 
 @pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}], ids=["plain", "grammar"])
-def test_the_engine_is_told_the_clients_address(here, more):
+def test_engine_gets_the_client_address(here, more):
     line = here.line("127.0.0.2")
     line.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 9} | more)
     assert line.reply().status == 200
@@ -820,8 +800,8 @@ def test_the_engine_is_told_the_clients_address(here, more):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, seed):
-    """They confirmed a draft at it, sixteen tokens at a time. 40 requests of two clients, with
+def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
+    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
     prompts that begin alike."""
     dice = random.Random(seed)
     said = {"127.0.0.2": [], "127.0.0.3": []}
@@ -844,7 +824,7 @@ def test_cached_tokens_tell_nothing_of_another_clients_prompt(here, seed):
     assert told and reused
 
 
-def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
+def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
     """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
     asked, goes_on = [], threading.Event()
 
@@ -870,7 +850,7 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
     assert len(asked) == at_once
 
 
-def test_all_choices_of_a_request_share_a_grammar_that_is_made_once(here, monkeypatch):
+def test_choices_share_one_compiled_grammar(here, monkeypatch):
     """With `n`, it was made for each: another client's schema took 15 s."""
     made = []
     make = Grammars.grammar
@@ -886,11 +866,9 @@ def test_all_choices_of_a_request_share_a_grammar_that_is_made_once(here, monkey
     assert all(re.fullmatch("[a-z]{9}", text) for text in said)
 
 
-def test_an_answer_whose_grammar_takes_too_long_is_its_clients_mistake(
-    here, engine, monkeypatch, caplog
-):
+def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
     """And no traceback: nothing of ours has failed."""
-    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had passed it
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
     parsed = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
@@ -905,7 +883,7 @@ def test_an_answer_whose_grammar_takes_too_long_is_its_clients_mistake(
     assert not caplog.records
 
 
-def test_where_no_grammar_can_be_tried_the_client_is_asked_to_come_again(here, monkeypatch):
+def test_busy_sandbox_is_503_with_retry_after(here, monkeypatch):
     def busy(self, job):
         raise BusyError("too many others are being tried; try again")
 
@@ -919,23 +897,22 @@ def test_where_no_grammar_can_be_tried_the_client_is_asked_to_come_again(here, m
     assert here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"}).status == 200
 
 
-def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypatch):
+def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
     """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
     asked = []
     monkeypatch.setattr(engine.text, "read", lambda prompt: asked.append(prompt))
     for speaks, body in (
         (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 2049}),
         (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 130_000}),
-        (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(adapter.APIError):
             Answer(ServedModel(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
 
-def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
+def test_log_probabilities_shorten_the_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
-    the door did nothing else."""
+    the server did nothing else."""
     for tops, n, most in (
         (20, 16, adapter.MAX_LOGPROBS // (16 * 21)),
         (0, 16, adapter.MAX_LOGPROBS // 16),
@@ -950,21 +927,21 @@ def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
     assert len(here.complete(**asked).json["choices"]) == 16
 
 
-def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
+def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
     """JSON of megabytes, in the thread that serves all clients, let them all wait."""
-    wrote, write = [], adapter.dump_politely
+    wrote, write = [], adapter.dump_large
 
     def noted(body) -> bytes:
         wrote.append(threading.current_thread().name)
         return write(body)
 
-    monkeypatch.setattr(completion, "dump_politely", noted)
+    monkeypatch.setattr(completion, "dump_large", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
     assert said["tokens"] and wrote and wrote[0] not in ("server", "MainThread")
     assert adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
-def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypatch):
+def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
     """All that had come meanwhile was one event, of megabytes."""
     monkeypatch.setattr(completion, "PIECES", 10)
     goes_on = threading.Event()
@@ -993,7 +970,7 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     assert sum(counts) == 100 and max(counts) <= 40  # some tokens are no piece by themselves
 
 
-def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
+def test_log_probabilities_cost_the_same_late_as_early():
     """Each event once looked at all tokens so far: 12 us for the 50th, 1,602 for the 8,000th."""
     looked = []
 
@@ -1035,7 +1012,7 @@ def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
 @pytest.mark.parametrize(
     "text", ["a" * 300, '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 300]
 )
-def test_a_piece_costs_the_same_however_much_of_its_item_has_come(shape, text, monkeypatch):
+def test_piece_costs_the_same_late_as_early(shape, text, monkeypatch):
     """Each event of a response once joined the whole answer so far: 100,000 characters took half a
     minute of the thread that serves all clients."""
     joined = []
@@ -1044,7 +1021,7 @@ def test_a_piece_costs_the_same_however_much_of_its_item_has_come(shape, text, m
     assert said.count(b"data: ") >= 300 and len(joined) < 10
 
 
-def test_a_call_costs_the_same_however_many_there_are():
+def test_call_costs_the_same_however_many_there_are():
     """Each one counted those before it."""
     looked = []
 
@@ -1066,7 +1043,7 @@ def test_a_call_costs_the_same_however_many_there_are():
     assert b'"index":199,"id"' in said and sum(looked) < 2000
 
 
-def test_every_setting_of_a_request_can_be_asked_for_over_http():
-    """A new sampler that the door does not know would be refused as an unknown field."""
+def test_every_sampling_param_is_available_over_http():
+    """A new sampler that the server does not know would be refused as an unknown field."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}

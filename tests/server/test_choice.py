@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.choice import Choice
+from server.choice import Choice, Words
+from text.tokenizer import OURS, Tokenizer
 from text.tool_formats import FORMATS, REASONING_MARKS, OutputFormat
 from text.tool_parser import OutputParser
 
@@ -24,7 +25,7 @@ def choice_of(reason: str) -> tuple[Choice, list]:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_each_item_starts_grows_and_stops_before_the_next_one(reason):
+def test_items_start_grow_and_stop_in_order(reason):
     kinds = set()
     for seed in range(400):
         dice = random.Random(seed)
@@ -61,3 +62,22 @@ def test_calls_are_numbered_among_themselves():
         ("tool_call", 3, 1),
     ]
     assert choice.reason == "tool_calls" and choice.text("content") == "I look."
+
+
+@pytest.mark.parametrize("read_early", [False, True])
+def test_words_end_with_the_answer(read_early):
+    """The end token, and a stop string that begins where the answer ends, are no words of it: one
+    whose text was empty came last."""
+    text = Tokenizer(OURS, 1536)
+    kept = text.encode("Once upon a time")
+    dropped = [*text.encode(" STOP"), min(text.end_tokens)]
+    handle = SimpleNamespace(
+        tokens=[*kept, *dropped],
+        logprobs=[(-0.5, [], None)] * len(kept + dropped),
+        text=text.tokenizer.decode(kept),
+    )
+    words = Words(text, handle)
+    said = words.release(len(handle.text)) if read_early else []
+    said += words.finish()
+    assert [word.text for word in said] == [text.tokenizer.decode([token]) for token in kept]
+    assert "".join(word.text for word in said) == handle.text

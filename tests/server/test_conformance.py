@@ -1,4 +1,4 @@
-"""Chat with tools and thoughts, Responses, Messages and Embeddings keep to their protocols.
+"""Chat with tools and reasoning, Responses, Messages and Embeddings follow their protocols.
 
 The tests were written from the protocols' documentation, before the code. The model answers what it
 is told to (`tests/lib/parrot.py`).
@@ -47,7 +47,7 @@ def refused(reply: Reply, status: int = 400, *words: str) -> dict:
     return error
 
 
-# --- chat: tools --------------------------------------------------------------------------------
+# --- chat: tools ----------------------------------------------------------------------------------
 
 
 def chat(server: Server, text: str = CALL, **fields) -> Reply:
@@ -65,7 +65,7 @@ def deltas(reply: Reply) -> list[dict]:
     return [event["choices"][0]["delta"] for event in events if event["choices"]]
 
 
-def test_a_call_is_an_entry_of_tool_calls_and_the_answer_ends_for_it(server):
+def test_call_is_a_tool_calls_entry(server):
     found = choice(chat(server))
     assert found["finish_reason"] == "tool_calls"
     message = found["message"]
@@ -82,7 +82,7 @@ def test_two_calls_have_two_ids(server):
     assert json.loads(second["function"]["arguments"]) == {}
 
 
-def test_one_call_is_told_unless_parallel_calls_are_asked_for(server):
+def test_one_call_unless_parallel_calls_are_requested(server):
     for fields in ({}, {"parallel_tool_calls": False}):
         whole = chat(server, CALLS, **fields)
         assert len(choice(whole)["message"]["tool_calls"]) == 1
@@ -95,12 +95,12 @@ def test_text_before_a_call_is_content(server):
     assert message["content"] == "I look." and len(message["tool_calls"]) == 1
 
 
-def test_an_answer_without_a_call_has_no_tool_calls(server):
+def test_answer_without_a_call_has_no_tool_calls(server):
     found = choice(chat(server, "No."))
     assert found["finish_reason"] == "stop" and "tool_calls" not in found["message"]
 
 
-def test_a_streamed_call_begins_with_id_type_and_name_and_goes_on_with_arguments(server):
+def test_streamed_call_is_head_then_arguments(server):
     first, *rest = deltas(chat(server, stream=True))
     assert first["role"] == "assistant"
     calls = [delta["tool_calls"][0] for delta in rest if delta.get("tool_calls")]
@@ -111,13 +111,13 @@ def test_a_streamed_call_begins_with_id_type_and_name_and_goes_on_with_arguments
     assert not any(delta.get("content") for delta in rest)
 
 
-def test_a_stream_with_a_call_ends_for_it(server):
+def test_stream_with_a_call_ends_with_tool_calls(server):
     *events, done = chat(server, stream=True).events
     assert done == "[DONE]" and events[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
 
 
-def test_two_streamed_calls_have_two_indices(server):
+def test_streamed_calls_have_two_indices(server):
     calls = [
         d["tool_calls"][0]
         for d in deltas(chat(server, CALLS, stream=True, parallel_tool_calls=True))
@@ -127,7 +127,7 @@ def test_two_streamed_calls_have_two_indices(server):
     assert begun == [(0, "get_weather"), (1, "get_time")]
 
 
-def test_a_stream_tells_what_the_whole_answer_tells(server):
+def test_stream_equals_whole_answer(server):
     text = f"{THOUGHT}I look.\n{CALLS}"
     whole = choice(chat(server, text))["message"]
     found = deltas(chat(server, text, stream=True))
@@ -149,21 +149,21 @@ def answered(server: Server, **changes) -> str:
     return choice(server.ask(CHAT, body))["message"]["content"]
 
 
-def test_a_tools_result_goes_back_in(server):
+def test_tool_result_in_chat(server):
     assert answered(server) == "The tool says: 17 degrees"
 
 
-def test_a_tools_result_may_be_parts_of_text(server):
+def test_tool_result_as_text_parts(server):
     parts = [{"type": "text", "text": "17 "}, {"type": "text", "text": "degrees"}]
     assert answered(server, tool={"content": parts}) == "The tool says: 17 degrees"
 
 
-def test_a_call_may_stand_beside_text_and_a_thought(server):
+def test_call_with_text_and_reasoning(server):
     assistant = {"content": "I look.", "reasoning_content": "It is easy.", "refusal": None}
     assert answered(server, assistant=assistant) == "The tool says: 17 degrees"
 
 
-def test_a_call_whose_arguments_are_no_object_is_refused(server):
+def test_call_with_invalid_arguments_is_refused(server):
     for arguments in ("{", "5", '"x"', 5, None):
         function = {"name": "get_weather", "arguments": arguments}
         call = {"id": "call_1", "type": "function", "function": function}
@@ -171,12 +171,12 @@ def test_a_call_whose_arguments_are_no_object_is_refused(server):
         refused(server.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "arguments")
 
 
-def test_a_result_without_the_id_of_a_call_is_refused(server):
+def test_tool_result_without_an_id_is_refused(server):
     messages = conversation(tool={"tool_call_id": None})
     refused(server.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "tool_call_id")
 
 
-def test_tool_choice_none_calls_nothing(server):
+def test_tool_choice_none(server):
     found = choice(chat(server, tool_choice="none"))
     assert found["finish_reason"] == "stop" and "get_weather" in found["message"]["content"]
 
@@ -185,7 +185,7 @@ def test_tool_choice_auto_is_the_default(server):
     assert choice(chat(server, tool_choice="auto"))["finish_reason"] == "tool_calls"
 
 
-def test_a_tool_choice_that_is_none_is_refused(server):
+def test_invalid_tool_choice_is_refused(server):
     unknown = {"type": "function", "function": {"name": "nothing"}}
     for wrong in ("always", 5, {"type": "function"}, unknown):
         assert (
@@ -197,7 +197,7 @@ def test_tool_choice_required_needs_tools(server):
     refused(server.ask(CHAT, {"messages": [said("x")], "tool_choice": "required"}), 400, "tools")
 
 
-def test_tools_that_are_none_are_refused(server):
+def test_invalid_tools_are_refused(server):
     wrong = [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]]
     wrong.append([{"type": "function", "function": {"name": "a", "parameters": 5}}])
     wrong.append([{"type": "function", "function": {"name": ""}}])
@@ -205,59 +205,59 @@ def test_tools_that_are_none_are_refused(server):
         assert refused(chat(server, tools=tools), 400, "tools")["param"] == "tools", tools
 
 
-def test_a_tool_that_is_no_function_is_refused_by_name(server):
+def test_non_function_tool_is_refused(server):
     refused(chat(server, tools=[{"type": "web_search"}]), 400, "web_search")
 
 
-def test_the_older_functions_are_refused(server):
+def test_deprecated_functions_are_refused(server):
     refused(chat(server, tools=[], functions=[WEATHER]), 400, "functions")
 
 
-def test_a_tool_needs_no_parameters_and_may_be_strict(server):
+def test_tool_without_parameters_and_strict(server):
     tools = [{"type": "function", "function": {"name": "now", "strict": True}}]
     assert choice(chat(server, "No.", tools=tools))["message"]["content"] == "No."
 
 
-def test_a_call_that_is_cut_off_ends_for_its_length(server):
+def test_truncated_call_ends_with_length(server):
     found = choice(chat(server, max_tokens=60))
     assert found["finish_reason"] == "length"
     assert found["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"')
 
 
-def test_what_is_no_call_is_content(server):
+def test_malformed_call_is_content(server):
     found = choice(chat(server, "<tool_call>junk</tool_call>"))
     assert found["message"]["content"] == "<tool_call>junk</tool_call>"
     assert found["finish_reason"] == "stop"
 
 
-def test_each_of_several_choices_has_its_calls(server):
+def test_each_choice_has_its_calls(server):
     choices = chat(server, n=2).json["choices"]
     ids = {each["message"]["tool_calls"][0]["id"] for each in choices}
     assert len(ids) == 2 and {each["index"] for each in choices} == {0, 1}
 
 
-def test_tools_stand_in_the_prompt(server):
+def test_tools_are_in_the_prompt(server):
     with_tools = chat(server, "No.").json["usage"]["prompt_tokens"]
     assert with_tools > chat(server, "No.", tools=[]).json["usage"]["prompt_tokens"] + 100
 
 
-# --- chat: thoughts and progress ----------------------------------------------------------------
+# --- chat: reasoning and progress -----------------------------------------------------------------
 
 
-def test_a_thought_is_reasoning_content(server):
+def test_reasoning_content(server):
     for tools in ([], TOOLS):
         message = choice(chat(server, f"{THOUGHT}Yes.", tools=tools))["message"]
         assert (message["reasoning_content"], message["content"]) == ("It is easy.", "Yes.")
 
 
-def test_a_thought_is_streamed_before_the_answer(server):
+def test_reasoning_is_streamed_before_content(server):
     found = deltas(chat(server, f"{THOUGHT}Yes.", tools=[], stream=True))
     kinds = [next(iter(delta)) for delta in found[1:] if any(delta.values())]
     assert len(kinds) > 1 and kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {"reasoning_content", "content"}
 
 
-def test_thoughts_are_counted_in_usage(server):
+def test_usage_counts_reasoning_tokens(server):
     body = f"{THOUGHT}Yes."
     usage = chat(server, body, tools=[]).json["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT) - 2
@@ -267,32 +267,32 @@ def test_thoughts_are_counted_in_usage(server):
     assert events[-2]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
 
 
-def test_an_answer_without_a_thought_has_none(server):
+def test_answer_without_reasoning(server):
     reply = chat(server, "Yes.", tools=[])
     assert "reasoning_content" not in choice(reply)["message"]
     details = reply.json["usage"].get("completion_tokens_details", {})
     assert details.get("reasoning_tokens", 0) == 0
 
 
-def test_a_thought_that_is_cut_off_is_no_content(server):
+def test_truncated_reasoning_is_no_content(server):
     found = choice(chat(server, THOUGHT, tools=[], max_tokens=12))
     assert found["finish_reason"] == "length" and not found["message"]["content"]
     assert "It i" in THOUGHT and "It".startswith(found["message"]["reasoning_content"][:2])
 
 
-def test_a_template_may_be_told_not_to_think(server):
+def test_reasoning_can_be_disabled(server):
     plain = chat(server, "Yes.", tools=[]).json["usage"]["prompt_tokens"]
     options = {"enable_thinking": False}
     reply = chat(server, "Yes.", tools=[], chat_template_kwargs=options)
     assert reply.json["usage"]["prompt_tokens"] == plain + len("<think>\n\n</think>\n\n")
 
 
-def test_a_setting_that_the_template_does_not_know_is_refused(server):
+def test_unknown_template_argument_is_refused(server):
     refused(chat(server, "x", chat_template_kwargs={"documents_of": 5}), 400, "documents_of")
     refused(chat(server, "x", chat_template_kwargs=5), 400, "chat_template_kwargs")
 
 
-def test_log_probabilities_cover_thoughts_and_calls(server):
+def test_log_probabilities_cover_reasoning_and_calls(server):
     text = f"{THOUGHT}Yes."
     found = choice(chat(server, text, tools=[], logprobs=True))["logprobs"]["content"]
     assert "".join(token["token"] for token in found) == text
@@ -302,7 +302,7 @@ def test_log_probabilities_cover_thoughts_and_calls(server):
     assert "".join(token["token"] for token in tokens) == text
 
 
-def test_progress_of_the_prompt_is_told_if_asked_for(server):
+def test_return_progress(server):
     for path, prompt in ((CHAT, {"messages": [said("Yes.")]}), (COMPLETIONS, {"prompt": "x" * 99})):
         options = {"return_progress": True, "stream": True, "max_tokens": 4}
         options |= {"stream_options": {"include_usage": True}}
@@ -315,11 +315,11 @@ def test_progress_of_the_prompt_is_told_if_asked_for(server):
         assert counts == sorted(counts) and found[-1]["time_ms"] >= 0
 
 
-def test_progress_needs_a_stream(server):
+def test_return_progress_needs_a_stream(server):
     refused(chat(server, return_progress=True), 400, "stream")
 
 
-# --- Responses ----------------------------------------------------------------------------------
+# --- Responses ------------------------------------------------------------------------------------
 
 
 def respond(server: Server, text: str = "Yes.", **fields) -> Reply:
@@ -331,7 +331,7 @@ def output(reply: Reply) -> list[dict]:
     return reply.json["output"]
 
 
-def test_a_response_is_an_object_with_a_message(server):
+def test_response_object(server):
     body = respond(server).json
     assert body["object"] == "response" and body["id"].startswith("resp_")
     assert body["status"] == "completed" and body["error"] is body["incomplete_details"] is None
@@ -342,7 +342,7 @@ def test_a_response_is_an_object_with_a_message(server):
     assert (part["type"], part["text"], part["annotations"]) == ("output_text", "Yes.", [])
 
 
-def test_a_response_repeats_what_it_was_asked_for(server):
+def test_response_repeats_the_request(server):
     options = {"instructions": "Be kind.", "temperature": 0.5, "top_p": 0.9}
     options |= {"max_output_tokens": 99, "metadata": {"a": "b"}, "tools": FLAT}
     body = respond(server, **options).json
@@ -354,7 +354,7 @@ def test_a_response_repeats_what_it_was_asked_for(server):
     assert body["truncation"] == "disabled" and body["text"]["format"] == {"type": "text"}
 
 
-def test_a_response_counts_its_tokens(server):
+def test_response_usage(server):
     usage = respond(server, f"{THOUGHT}Yes.").json["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_tokens_details"]["cached_tokens"] >= 0
@@ -365,7 +365,7 @@ def items(server: Server, *given: dict, **fields) -> Reply:
     return server.ask(RESPONSES, {"model": "default", "input": [*given], **fields})
 
 
-def test_input_may_be_items_with_texts_or_parts(server):
+def test_input_items(server):
     parts = [{"type": "input_text", "text": "say: "}, {"type": "input_text", "text": "Yes."}]
     for content in ("say: Yes.", parts):
         for kind in ({}, {"type": "message"}):
@@ -373,26 +373,26 @@ def test_input_may_be_items_with_texts_or_parts(server):
             assert output(reply)[0]["content"][0]["text"] == "Yes."
 
 
-def test_what_was_answered_may_go_back_in(server):
+def test_output_items_as_input(server):
     first = output(respond(server, f"{THOUGHT}Yes."))
     last = {"role": "user", "content": "say: Again."}
     reply = items(server, {"role": "developer", "content": "x"}, said("Yes."), *first, last)
     assert output(reply)[0]["content"][0]["text"] == "Again."
 
 
-def test_instructions_stand_in_the_prompt(server):
+def test_instructions_are_in_the_prompt(server):
     plain = respond(server).json["usage"]["input_tokens"]
     assert respond(server, instructions="Be kind.").json["usage"]["input_tokens"] > plain + 8
 
 
-def test_a_function_call_is_an_item(server):
+def test_function_call_item(server):
     (item,) = output(respond(server, CALL, tools=FLAT))
     assert item["type"] == "function_call" and item["id"].startswith("fc_")
     assert item["name"] == "get_weather" and item["status"] == "completed" and item["call_id"]
     assert json.loads(item["arguments"]) == PARIS
 
 
-def test_text_a_thought_and_two_calls_are_four_items(server):
+def test_reasoning_message_and_two_calls_are_four_items(server):
     found = output(
         respond(server, f"{THOUGHT}I look.\n{CALLS}", tools=FLAT, parallel_tool_calls=True)
     )
@@ -402,7 +402,7 @@ def test_text_a_thought_and_two_calls_are_four_items(server):
     assert found[2]["call_id"] != found[3]["call_id"]
 
 
-def test_a_functions_output_goes_back_in(server):
+def test_function_call_output_in_responses(server):
     (call,) = output(respond(server, CALL, tools=FLAT))
     for value in ("17 degrees", [{"type": "input_text", "text": "17 degrees"}]):
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": value}
@@ -410,21 +410,21 @@ def test_a_functions_output_goes_back_in(server):
         assert output(reply)[0]["content"][0]["text"] == "The tool says: 17 degrees"
 
 
-def test_a_thought_is_a_reasoning_item(server):
+def test_reasoning_item(server):
     item, message = output(respond(server, f"{THOUGHT}Yes."))
     assert item["type"] == "reasoning" and item["summary"] == [] and item["id"].startswith("rs_")
     assert item["content"] == [{"type": "reasoning_text", "text": "It is easy."}]
     assert message["content"][0]["text"] == "Yes."
 
 
-def test_a_response_that_is_cut_off_is_incomplete(server):
+def test_truncated_response_is_incomplete(server):
     body = respond(server, "A long answer.", max_output_tokens=4).json
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["output"][0]["status"] == "incomplete"
 
 
-def test_what_needs_a_memory_is_refused(server):
+def test_stored_state_is_refused(server):
     refused(respond(server, previous_response_id="resp_1"), 400, "previous_response_id")
     refused(respond(server, store=True), 400, "store")
     refused(respond(server, conversation="conv_1"), 400, "conversation")
@@ -432,7 +432,7 @@ def test_what_needs_a_memory_is_refused(server):
     refused(items(server, {"type": "item_reference", "id": "msg_1"}), 400, "item_reference")
 
 
-def test_what_asks_for_nothing_is_accepted(server):
+def test_neutral_values_are_accepted(server):
     neutral = {"store": False, "previous_response_id": None, "truncation": "disabled"}
     neutral |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
     neutral |= {"client_metadata": {"x-codex-window-id": "x"}}
@@ -441,7 +441,7 @@ def test_what_asks_for_nothing_is_accepted(server):
     assert respond(server, **neutral).status == 200
 
 
-def test_what_cannot_be_kept_is_refused_by_name(server):
+def test_unsupported_fields_of_responses_are_refused(server):
     refused(respond(server, tools=[{"type": "web_search"}]), 400, "web_search")
     refused(respond(server, truncation="auto"), 400, "truncation")
     refused(respond(server, include=["file_search_call.results"]), 400, "include")
@@ -451,22 +451,22 @@ def test_what_cannot_be_kept_is_refused_by_name(server):
     refused(items(server, {"type": "computer_call"}), 400, "computer_call")
 
 
-def test_an_input_that_is_none_is_refused(server):
+def test_invalid_input_is_refused(server):
     for wrong in (None, 5, [], [5], [{}], [{"role": "wizard", "content": "x"}]):
         refused(server.ask(RESPONSES, {"model": "default", "input": wrong}), 400, "input")
     refused(items(server, {"type": "function_call_output", "output": "x"}), 400, "call_id")
 
 
-def test_a_model_that_is_not_here_is_a_404_in_responses(server):
+def test_unknown_model_is_404_in_responses(server):
     assert refused(respond(server, model="gpt-5"), 404)["code"] == "model_not_found"
 
 
-def test_a_forced_function_that_is_not_given_is_refused(server):
+def test_forcing_an_unknown_function_is_refused(server):
     wrong = {"type": "function", "name": "nothing"}
     refused(respond(server, tools=FLAT, tool_choice=wrong), 400, "tool_choice")
 
 
-def test_tool_choice_none_calls_nothing_in_responses(server):
+def test_tool_choice_none_in_responses(server):
     assert output(respond(server, CALL, tools=FLAT, tool_choice="none"))[0]["type"] == "message"
 
 
@@ -480,13 +480,13 @@ def once(events: list[dict]) -> list[str]:
     return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
 
 
-def test_a_streamed_response_is_a_sequence_of_typed_events(server):
+def test_streamed_response_events(server):
     events = respond(server, stream=True).events
     assert once(events) == TEXT
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-def test_streamed_text_joins_to_the_text_of_the_item_and_of_the_response(server):
+def test_streamed_text_joins_to_the_item(server):
     events = respond(server, "Count to three.", stream=True).events
     text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
     by_type = {event["type"].removeprefix("response."): event for event in events}
@@ -502,7 +502,7 @@ def test_streamed_text_joins_to_the_text_of_the_item_and_of_the_response(server)
     assert (delta["item_id"], delta["output_index"], delta["content_index"]) == (item["id"], 0, 0)
 
 
-def test_a_streamed_function_call_is_added_filled_and_done(server):
+def test_streamed_function_call(server):
     events = respond(server, CALL, tools=FLAT, stream=True).events
     kinds = ["created", "in_progress", "output_item.added", "function_call_arguments.delta"]
     kinds += ["function_call_arguments.done", "output_item.done", "completed"]
@@ -517,7 +517,7 @@ def test_a_streamed_function_call_is_added_filled_and_done(server):
     assert (item["id"], item["call_id"]) == (added["id"], added["call_id"])
 
 
-def test_a_streamed_thought_is_a_reasoning_item(server):
+def test_streamed_reasoning_item(server):
     events = respond(server, f"{THOUGHT}Yes.", stream=True).events
     reasoning = "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta")
     assert reasoning == "It is easy."
@@ -526,17 +526,17 @@ def test_a_streamed_thought_is_a_reasoning_item(server):
     assert places == [0, 1]
 
 
-def test_a_stream_that_is_cut_off_ends_with_incomplete(server):
+def test_truncated_stream_ends_with_incomplete(server):
     events = respond(server, "A long answer.", max_output_tokens=4, stream=True).events
     assert events[-1]["type"] == "response.incomplete"
     assert events[-1]["response"]["incomplete_details"]["reason"] == "max_output_tokens"
 
 
-def test_a_response_cannot_be_asked_for_later(server):
+def test_stored_response_is_404(server):
     assert server.ask("/v1/responses/resp_1").status == 404
 
 
-# --- Messages -----------------------------------------------------------------------------------
+# --- Messages -------------------------------------------------------------------------------------
 
 
 def message(server: Server, text: str = "Yes.", path: str = MESSAGES, **fields) -> Reply:
@@ -550,7 +550,7 @@ def content(reply: Reply) -> list[dict]:
     return reply.json["content"]
 
 
-def test_a_message_has_blocks_and_a_reason(server):
+def test_message_object(server):
     body = message(server).json
     assert (body["type"], body["role"]) == ("message", "assistant")
     assert body["id"].startswith("msg_") and body["model"]
@@ -559,13 +559,13 @@ def test_a_message_has_blocks_and_a_reason(server):
     assert body["usage"]["output_tokens"] == 5 and body["usage"]["input_tokens"] >= 1
 
 
-def test_what_was_cached_is_counted_apart(server):
+def test_cached_tokens_are_counted_separately(server):
     usages = [message(server, "The same again.").json["usage"] for _ in range(2)]
     sums = [u["input_tokens"] + u["cache_read_input_tokens"] for u in usages]
     assert sums[0] == sums[1] and usages[1]["cache_read_input_tokens"] > 0
 
 
-def test_system_may_be_a_text_or_blocks(server):
+def test_system_as_text_or_blocks(server):
     block = {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
     counts = []
     for system in ("Be kind.", [block]):
@@ -573,14 +573,14 @@ def test_system_may_be_a_text_or_blocks(server):
     assert counts[0] == counts[1] > message(server, path=COUNT).json["input_tokens"] + 8
 
 
-def test_content_may_be_blocks(server):
+def test_content_as_blocks(server):
     blocks = [{"type": "text", "text": "say: "}, {"type": "text", "text": "Yes."}]
     blocks[1]["cache_control"] = {"type": "ephemeral"}
     reply = message(server, messages=[{"role": "user", "content": blocks}])
     assert content(reply)[0]["text"] == "Yes."
 
 
-def test_a_call_is_a_tool_use_block(server):
+def test_tool_use_block(server):
     reply = message(server, f"I look.\n{CALL}", tools=SCHEMAS)
     text, use = content(reply)
     assert text == {"type": "text", "text": "I look."}
@@ -589,7 +589,7 @@ def test_a_call_is_a_tool_use_block(server):
     assert reply.json["stop_reason"] == "tool_use"
 
 
-def test_a_call_with_a_number_that_json_has_not_is_a_block_that_json_has(server):
+def test_tool_use_with_infinity_is_valid_json(server):
     """Python writes NaN, which no other reader of JSON knows: the answer could not be read."""
     for number in ("NaN", "1e999"):
         reply = message(server, CALL.replace('"Paris"', number), tools=SCHEMAS)
@@ -604,14 +604,14 @@ def with_result(**result) -> list[dict]:
     return [said(CALL), assistant, {"role": "user", "content": [block]}]
 
 
-def test_a_tool_result_goes_back_in(server):
+def test_tool_result_block(server):
     parts = [{"type": "text", "text": "17 degrees"}]
     for result in ({}, {"content": parts}, {"is_error": True}):
         reply = message(server, messages=with_result(**result), tools=SCHEMAS)
         assert content(reply) == [{"type": "text", "text": "The tool says: 17 degrees"}]
 
 
-def test_a_tool_result_may_be_empty_and_text_may_follow_it(server):
+def test_empty_tool_result_with_text(server):
     reply = message(server, messages=with_result(content=None), tools=SCHEMAS)
     assert reply.status == 200
     messages = with_result()
@@ -619,32 +619,32 @@ def test_a_tool_result_may_be_empty_and_text_may_follow_it(server):
     assert content(message(server, messages=messages, tools=SCHEMAS))[0]["text"] == "And you?"
 
 
-def test_max_tokens_is_required_and_errors_have_anthropics_form(server):
+def test_max_tokens_is_required_in_messages(server):
     reply = message(server, max_tokens=None)
     refused(reply, 400, "max_tokens")
     assert reply.json["type"] == "error" and reply.error["type"] == "invalid_request_error"
 
 
-def test_a_message_may_end_for_its_length_or_a_stop_sequence(server):
+def test_stop_reasons_of_messages(server):
     assert message(server, max_tokens=2).json["stop_reason"] == "max_tokens"
     body = message(server, "One, two, three.", stop_sequences=["four", ", thr"]).json
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", thr")
     assert body["content"][0]["text"] == "One, two"
 
 
-def test_a_thought_is_a_thinking_block(server):
+def test_thinking_block(server):
     thinking, text = content(message(server, f"{THOUGHT}Yes."))
     assert thinking["type"] == "thinking" and thinking["thinking"] == "It is easy."
     assert "signature" in thinking and text["text"] == "Yes."
 
 
-def test_thinking_blocks_go_back_in(server):
+def test_thinking_blocks_as_input(server):
     first = content(message(server, f"{THOUGHT}Yes."))
     messages = [said("x"), {"role": "assistant", "content": first}, said("Again.")]
     assert content(message(server, messages=messages))[0]["text"] == "Again."
 
 
-def test_thinking_may_be_asked_for_or_not(server):
+def test_thinking_enabled_or_disabled(server):
     plain = message(server, path=COUNT).json["input_tokens"]
     enabled = {"type": "enabled", "budget_tokens": 1024}
     assert message(server, path=COUNT, thinking=enabled).json["input_tokens"] == plain
@@ -653,7 +653,7 @@ def test_thinking_may_be_asked_for_or_not(server):
     refused(message(server, thinking={"type": "later"}), 400, "thinking")
 
 
-def test_a_streamed_message_is_a_sequence_of_named_events(server):
+def test_streamed_message_events(server):
     reply = message(server, stream=True)
     events = [event for event in reply.events if event["type"] != "ping"]
     kinds = ["message_start", "content_block_start", "content_block_delta"]
@@ -667,7 +667,7 @@ def test_a_streamed_message_is_a_sequence_of_named_events(server):
     assert events[-2]["usage"]["output_tokens"] == 5
 
 
-def test_streamed_text_is_text_deltas(server):
+def test_streamed_text_deltas(server):
     events = message(server, "Count to three.", stream=True).events
     begun = next(e for e in events if e["type"] == "content_block_start")
     assert begun["index"] == 0 and begun["content_block"] == {"type": "text", "text": ""}
@@ -676,7 +676,7 @@ def test_streamed_text_is_text_deltas(server):
     assert "".join(delta["text"] for delta in found) == "Count to three."
 
 
-def test_a_streamed_call_is_partial_json(server):
+def test_streamed_call_is_partial_json(server):
     events = message(
         server, f"I look.\n{CALLS}", tools=SCHEMAS, tool_choice=SEVERAL, stream=True
     ).events
@@ -692,14 +692,14 @@ def test_a_streamed_call_is_partial_json(server):
     assert ended == [0, 1, 2]
 
 
-def test_a_streamed_thought_is_thinking_deltas(server):
+def test_streamed_thinking_deltas(server):
     events = message(server, f"{THOUGHT}Yes.", stream=True).events
     found = [e["delta"] for e in events if e["type"] == "content_block_delta"]
     text = "".join(d["thinking"] for d in found if d["type"] == "thinking_delta")
     assert text == "It is easy." and found[-1]["type"] == "text_delta"
 
 
-def test_a_choice_of_tools_is_kept_or_refused(server):
+def test_tool_choice_in_messages(server):
     for kind in ("auto", {"type": "auto"}, {"type": "always"}, {"type": "tool", "name": "x"}):
         reply = message(server, tools=SCHEMAS, tool_choice=kind)
         if kind == {"type": "auto"}:
@@ -714,7 +714,7 @@ def test_a_choice_of_tools_is_kept_or_refused(server):
     assert len(content(message(server, CALLS, tools=SCHEMAS, tool_choice=SEVERAL))) == 2
 
 
-def test_blocks_and_tools_that_are_not_supported_are_refused_by_name(server):
+def test_unsupported_blocks_and_tools_are_refused(server):
     image = {"type": "image", "source": {}}
     refused(message(server, messages=[{"role": "user", "content": [image]}]), 400, "image")
     search = {"type": "web_search_20250305", "name": "web_search"}
@@ -723,7 +723,7 @@ def test_blocks_and_tools_that_are_not_supported_are_refused_by_name(server):
     refused(message(server, mcp_servers=[{"url": "x"}]), 400, "mcp_servers")
 
 
-def test_messages_that_are_none_are_refused(server):
+def test_invalid_messages_are_refused(server):
     use = {"type": "tool_use", "id": "x", "name": "get_weather", "input": 5}
     result = {"type": "tool_result", "content": "x"}
     wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
@@ -732,12 +732,12 @@ def test_messages_that_are_none_are_refused(server):
         refused(message(server, messages=messages), 400, "message")
 
 
-def test_an_answer_cannot_be_begun_by_the_client(server):
+def test_assistant_prefill_is_refused(server):
     messages = [said("x"), {"role": "assistant", "content": "It is"}]
     refused(message(server, messages=messages), 400, "assistant")
 
 
-def test_what_asks_for_nothing_is_accepted_in_messages(server):
+def test_neutral_values_are_accepted_in_messages(server):
     neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
     neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
     # As Claude Code sends it
@@ -747,37 +747,37 @@ def test_what_asks_for_nothing_is_accepted_in_messages(server):
     assert message(server, **neutral, path=f"{MESSAGES}?beta=true").status == 200
 
 
-def test_a_model_that_is_not_here_is_a_404_in_messages(server):
+def test_unknown_model_is_404_in_messages(server):
     reply = message(server, model="claude-sonnet-4-5")
     refused(reply, 404, "claude-sonnet-4-5")
     assert reply.error["type"] == "not_found_error"
 
 
-def test_tokens_are_counted_without_an_answer(server):
+def test_count_tokens(server):
     usage = message(server, "Count me.", tools=SCHEMAS).json["usage"]
     body = {"model": "default", "messages": [said("Count me.")], "tools": SCHEMAS}
     count = server.ask(COUNT, body).json
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-# --- names and penalties ------------------------------------------------------------------------
+# --- names and penalties --------------------------------------------------------------------------
 
 
-def test_a_model_is_found_by_each_of_its_names(server):
+def test_model_names(server):
     (listed,) = server.ask("/v1/models").json["data"]
     for name in (listed["id"], "default"):
         assert server.ask(f"/v1/models/{name}").json == listed
     refused(server.ask("/v1/models/gpt-5"), 404, "gpt-5")
 
 
-def test_penalties_are_numbers_within_openais_limits(server):
+def test_penalty_limits(server):
     assert choice(chat(server, "Yes.", presence_penalty=-2, frequency_penalty=2))
     for name in ("presence_penalty", "frequency_penalty"):
         for wrong in (2.1, "1", True):
             assert refused(chat(server, "Yes.", **{name: wrong}), 400, name)["param"] == name
 
 
-def test_what_a_front_end_sends_beside_its_wishes_is_accepted_or_refused_by_its_meaning(server):
+def test_extra_fields_of_front_ends(server):
     asks = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     asks |= {"parallel_tool_calls": True, "max_completion_tokens": 300}
     asks |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -788,7 +788,7 @@ def test_what_a_front_end_sends_beside_its_wishes_is_accepted_or_refused_by_its_
     refused(chat(server, "Yes.", stream_options={"include_obfuscation": True}), 400, "obfuscation")
 
 
-# --- Embeddings ---------------------------------------------------------------------------------
+# --- Embeddings -----------------------------------------------------------------------------------
 
 
 def embed(server: Server, given: object = "Why batch?", **fields) -> Reply:
@@ -802,7 +802,7 @@ def vectors(reply: Reply) -> list[list[float]]:
     return [entry["embedding"] for entry in entries]
 
 
-def test_an_embedding_is_an_entry_of_a_list_and_a_vector_of_length_1(server):
+def test_embedding_object(server):
     body = embed(server).json
     assert body["object"] == "list" and set(body) == {"object", "data", "model", "usage"}
     (entry,) = body["data"]
@@ -810,25 +810,25 @@ def test_an_embedding_is_an_entry_of_a_list_and_a_vector_of_length_1(server):
     assert abs(sum(x * x for x in entry["embedding"]) - 1) < 1e-6
 
 
-def test_several_inputs_have_vectors_in_their_order(server):
+def test_embeddings_keep_the_order_of_inputs(server):
     texts = ["One.", "Two.", "One."]
     alone = [vectors(embed(server, text))[0] for text in texts]
     assert vectors(embed(server, texts)) == alone and alone[0] == alone[2] != alone[1]
 
 
-def test_an_input_may_be_token_ids_or_lists_of_them(server):
+def test_embedding_input_as_token_ids(server):
     ids = [5, 6, 7]
     (alone,) = vectors(embed(server, ids))
     assert vectors(embed(server, [ids, [8], ids])) == [alone, *vectors(embed(server, [8])), alone]
 
 
-def test_base64_holds_the_same_numbers_of_32_bits(server):
+def test_base64_embeddings(server):
     (plain,) = vectors(embed(server, encoding_format="float"))
     (written,) = vectors(embed(server, encoding_format="base64"))
     assert list(array("f", base64.b64decode(written))) == plain
 
 
-def test_dimensions_are_honoured_or_refused(server):
+def test_embedding_dimensions(server):
     (whole,) = vectors(embed(server))
     (short,) = vectors(embed(server, dimensions=4))
     length = sum(x * x for x in whole[:4]) ** 0.5
@@ -838,24 +838,24 @@ def test_dimensions_are_honoured_or_refused(server):
         assert refused(embed(server, dimensions=wrong), 400, "dimensions")["param"] == "dimensions"
 
 
-def test_the_usage_of_embeddings_is_their_prompts(server):
+def test_embedding_usage(server):
     counts = [embed(server, given).json["usage"] for given in ([5, 6, 7], [[5, 6, 7], [8]])]
     assert counts == [{"prompt_tokens": n, "total_tokens": n} for n in (3, 4)]
 
 
-def test_an_input_of_embeddings_that_is_none_is_refused(server):
+def test_invalid_embedding_input_is_refused(server):
     for wrong in (None, "", [], [""], [[]], ["a", [1]], 5, {"text": "a"}, [1, "a"], [1.5], [-1]):
         error = refused(embed(server, wrong))
         assert (error["type"], error["param"]) == ("invalid_request_error", "input"), wrong
     refused(embed(server, ["a"] * 2049), 400, "2,048")
 
 
-def test_an_unknown_form_or_model_of_embeddings_is_refused(server):
+def test_unknown_encoding_format_or_model_is_refused(server):
     assert refused(embed(server, encoding_format="int8"), 400)["param"] == "encoding_format"
     refused(embed(server, model="gpt"), 404, "gpt")
 
 
-# --- calls in tags, as Qwen 3 Coder writes them -------------------------------------------------
+# --- calls in tags, as Qwen 3 Coder writes them ---------------------------------------------------
 
 LINES = 'One line,\n a < b, "two" </parameter> and a\\n.\n'
 IN_TAGS = f"""<tool_call>
@@ -881,7 +881,7 @@ WRITE |= {"required": ["times", "on"]}
 WRITES = {"name": "write", "description": "It writes.", "parameters": WRITE}
 
 
-def test_a_call_in_tags_has_arguments_of_the_schemas_types(tagged):
+def test_tagged_arguments_have_the_schema_types(tagged):
     tools = [{"type": "function", "function": WRITES}]
     for stream in (False, True):
         fields = {"tools": tools, "parallel_tool_calls": True, "stream": stream}
@@ -898,7 +898,7 @@ def test_a_call_in_tags_has_arguments_of_the_schemas_types(tagged):
         assert [json.loads(each) for each in told] == [WRITTEN, WRITTEN]
 
 
-def test_a_text_in_tags_comes_as_it_is_written(tagged):
+def test_tagged_string_is_verbatim(tagged):
     tools = [{"type": "function", "function": WRITES}]
     told = [
         d["tool_calls"][0]["function"]
@@ -908,7 +908,7 @@ def test_a_text_in_tags_comes_as_it_is_written(tagged):
     assert len([call for call in told if call["arguments"]]) > len(LINES) // 2
 
 
-def test_a_call_in_tags_is_an_item_of_a_response_and_its_output_goes_back_in(tagged):
+def test_tagged_call_in_responses(tagged):
     tools = [{"type": "function", **WRITES}]
     reasoning, call = output(respond(tagged, THOUGHT + IN_TAGS, tools=tools))
     assert (reasoning["type"], call["type"]) == ("reasoning", "function_call")
@@ -918,7 +918,7 @@ def test_a_call_in_tags_is_an_item_of_a_response_and_its_output_goes_back_in(tag
     assert output(reply)[0]["content"][0]["text"] == "The tool says: done"
 
 
-def test_a_call_in_tags_is_a_block_of_a_message_behind_its_thinking(tagged):
+def test_tagged_call_in_messages(tagged):
     tools = [{"name": "write", "description": "It writes.", "input_schema": WRITE}]
     thinking = {"type": "enabled", "budget_tokens": 1024}
     first = content(message(tagged, THOUGHT + IN_TAGS, tools=tools, thinking=thinking))

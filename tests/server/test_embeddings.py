@@ -40,7 +40,7 @@ def vectors(reply) -> list[list[float]]:
     return [entry["embedding"] for entry in data]
 
 
-def test_a_text_or_several_get_their_vectors_in_order(here, wanted):
+def test_embeddings_in_order(here, wanted):
     reply = here.ask(PATH, {"input": TEXTS, "model": "parrot", "user": "anna"})
     assert vectors(reply) == [wanted[text].tolist() for text in TEXTS]
     body = reply.json
@@ -53,7 +53,7 @@ def test_a_text_or_several_get_their_vectors_in_order(here, wanted):
         assert vectors(here.ask(PATH, {"input": given})) == [wanted[TEXTS[1]].tolist()]
 
 
-def test_the_openai_client_gets_them_and_asks_for_base64_by_itself(here, wanted):
+def test_embeddings_with_the_openai_client(here, wanted):
     client = openai.OpenAI(base_url=f"{here.address}/v1", api_key="none", max_retries=0)
     found = client.embeddings.create(model="parrot", input=TEXTS)
     for text, entry in zip(TEXTS, found.data, strict=True):
@@ -63,7 +63,7 @@ def test_the_openai_client_gets_them_and_asks_for_base64_by_itself(here, wanted)
     np.testing.assert_allclose(short.data[0].embedding, first / np.linalg.norm(first), atol=1e-6)
 
 
-def test_thousands_of_texts_leave_room_in_the_line_for_a_chat(here, wanted):
+def test_thousands_of_texts_leave_room_for_a_chat(here, wanted):
     """All at once would fill the line, and a chat would wait for them all."""
     loop, engine = here.parrot.loop, here.parrot.engine
     many = [TEXTS[n % 3] for n in range(150)]
@@ -81,9 +81,7 @@ def test_thousands_of_texts_leave_room_in_the_line_for_a_chat(here, wanted):
     assert vectors(found[0]) == [wanted[text].tolist() for text in many]
 
 
-def test_texts_whose_vectors_are_there_before_the_door_looks_make_room_for_the_rest(
-    here, wanted, monkeypatch
-):
+def test_finished_texts_make_room_for_the_rest(here, wanted, monkeypatch):
     """No further commit comes to say that the first ones have ended."""
     submit = here.parrot.engine.submit
 
@@ -97,7 +95,7 @@ def test_texts_whose_vectors_are_there_before_the_door_looks_make_room_for_the_r
     assert vectors(here.ask(PATH, {"input": many})) == [wanted[text].tolist() for text in many]
 
 
-def test_a_full_line_is_a_429_and_nothing_stays_in_it(here, monkeypatch):
+def test_full_queue_is_429_and_keeps_no_text(here, monkeypatch):
     engine = here.parrot.engine
     monkeypatch.setattr(engine.sched, "max_queue", 1)
     here.parrot.loop.pause()
@@ -108,7 +106,7 @@ def test_a_full_line_is_a_429_and_nothing_stays_in_it(here, monkeypatch):
     assert here.is_idle()
 
 
-def test_a_line_that_is_full_later_is_a_429_too(here, monkeypatch):
+def test_queue_full_later_is_429_too(here, monkeypatch):
     engine = here.parrot.engine
     submit = engine.submit
     count = iter(range(10**6))
@@ -144,13 +142,13 @@ def test_a_line_that_is_full_later_is_a_429_too(here, monkeypatch):
         ({"input": "a", "model": "gpt"}, "does not exist here"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(here, body, words):
+def test_unsupported_embedding_fields_are_refused(here, body, words):
     reply = here.ask(PATH, body)
     assert reply.status in (400, 404) and words in reply.error["message"], reply.body
     assert here.is_idle()
 
 
-def test_a_model_that_was_not_made_for_them_is_a_400(here, monkeypatch):
+def test_model_without_embeddings_is_400(here, monkeypatch):
     monkeypatch.setattr(here.parrot.engine, "embeds", False)
     reply = here.ask(PATH, {"input": "a"})
     assert reply.status == 400
@@ -158,7 +156,7 @@ def test_a_model_that_was_not_made_for_them_is_a_400(here, monkeypatch):
     assert "--embeddings" in reply.error["message"]
 
 
-def test_a_vector_with_a_number_that_json_has_not_is_a_500(here, monkeypatch):
+def test_vector_with_nan_is_500(here, monkeypatch):
     """A text with a chat's answer fails there, too. This one came as a list of NaN, with a 200."""
     monkeypatch.setattr(
         Handle, "vector", property(lambda _: [1.0, math.nan], lambda *_: None), False
@@ -167,7 +165,7 @@ def test_a_vector_with_a_number_that_json_has_not_is_a_500(here, monkeypatch):
     assert reply.status == 500 and "not finite" in reply.error["message"], reply.body
 
 
-def test_a_client_that_hangs_up_leaves_nothing_in_line(here):
+def test_hang_up_leaves_no_text_queued(here):
     here.parrot.loop.pause()
     line = here.line().post(PATH, {"input": TEXTS * 20})
     wait_for(lambda: here.parrot.engine.sched.waiting)

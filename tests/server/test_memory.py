@@ -95,7 +95,7 @@ def is_quiet(taught: Taught) -> bool:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_nothing_is_left_of_requests_that_have_ended(taught, census, kind):
+def test_no_leak_from_ended_requests(taught, census, kind):
     """A stream and its answer referred to each other, and a connection to itself. Each kept a
     handle and its grammar, until the collector came: it counts objects, and no megabytes."""
     path, body = BODIES[kind]
@@ -104,7 +104,7 @@ def test_nothing_is_left_of_requests_that_have_ended(taught, census, kind):
     census()
 
 
-def test_nothing_is_left_of_vectors(taught, census):
+def test_no_leak_from_embeddings(taught, census):
     """Of most of a request's texts the line has not heard when the request begins."""
     for _ in range(10):
         assert taught.ask(*VECTORS).status == 200
@@ -119,7 +119,7 @@ def test_nothing_is_left_of_vectors(taught, census):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_nothing_is_left_of_what_is_refused(taught, census, kind):
+def test_no_leak_from_refused_requests(taught, census, kind):
     """A task keeps what it raised, which keeps the frame that has waited for the task."""
     path, body, status = WRONG[kind]
     for _ in range(REQUESTS):
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_what_is_refused(taught, census, kind):
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages", "tools", "choices", "scores"])
-def test_nothing_is_left_of_those_who_hang_up(taught, census, kind):
+def test_no_leak_from_hang_ups(taught, census, kind):
     """In line, while their prompt is read, in the middle of an answer. There a parser and its
     generator referred to each other."""
     path, body = BODIES[kind]
@@ -165,7 +165,7 @@ def reach(taught: Taught, phase: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages", "choices"])
-def test_nothing_is_left_of_answers_that_fail(taught, census, kind, monkeypatch):
+def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
     """A handle keeps its exception, and that the frames that it came through."""
     path, body = BODIES[kind]
     monkeypatch.setattr(errors.LOG, "disabled", True)  # pytest keeps what is logged
@@ -182,7 +182,7 @@ def test_nothing_is_left_of_answers_that_fail(taught, census, kind, monkeypatch)
     census()
 
 
-def test_nothing_is_left_of_the_requests_of_a_connection_that_stays(taught, census):
+def test_no_leak_from_a_kept_connection(taught, census):
     """Its last request's answer would have stayed as long as the connection."""
     line = taught.line()
     path, body = BODIES["choices"]
@@ -196,7 +196,7 @@ def test_nothing_is_left_of_the_requests_of_a_connection_that_stays(taught, cens
     census()
 
 
-def test_nothing_is_left_of_connections_without_a_whole_request(taught, census):
+def test_no_leak_from_incomplete_requests(taught, census):
     """Those that came before their turn, too."""
     taught.parrot.loop.pause()
     data = json.dumps(BODIES["chat"][1])

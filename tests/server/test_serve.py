@@ -1,5 +1,5 @@
-"""The door, with a real server process: the openai client for what it can do, plain requests and
-raw sockets for the rest. The model is the demo's: its answers can be checked."""
+"""A real server process with the demo model: the openai client for what it can do, plain requests
+and raw sockets for the rest."""
 
 import asyncio
 import contextlib
@@ -56,10 +56,10 @@ def say(text: str = "Count from 3 to 7.", **fields) -> dict:
     return {"messages": user(text), **fields}
 
 
-# --- answers ------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
-def test_the_openai_client_gets_a_whole_answer(client):
+def test_openai_client_whole_answer(client):
     answer = client.chat.completions.create(
         model="default", messages=user("Count from 3 to 7."), temperature=0
     )
@@ -75,7 +75,7 @@ def test_the_openai_client_gets_a_whole_answer(client):
     assert used.prompt_tokens_details.cached_tokens >= 0
 
 
-def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
+def test_openai_client_stream(client):
     stream = client.chat.completions.create(
         model="demo",
         messages=user("Count from 3 to 7."),
@@ -98,7 +98,7 @@ def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_completions_take_a_text_texts_and_token_ids(server, client):
+def test_completion_prompts(server, client):
     whole = client.completions.create(model="demo", prompt="Once upon", max_tokens=6, temperature=0)
     assert whole.object == "text_completion" and re.fullmatch(r"cmpl-\d+-[0-9a-f]{4}", whole.id)
     both = client.completions.create(
@@ -111,7 +111,7 @@ def test_completions_take_a_text_texts_and_token_ids(server, client):
     assert server.complete([5, 6, 7], temperature=0).json["choices"][0] == from_ids["choices"][0]
 
 
-def test_a_stream_of_completions_says_the_same_as_a_whole_one(server):
+def test_completion_stream_equals_whole(server):
     whole = server.complete(temperature=0).json
     events = server.complete(temperature=0, stream=True).events
     assert events[-1] == "[DONE]"
@@ -124,14 +124,14 @@ def test_a_stream_of_completions_says_the_same_as_a_whole_one(server):
     } and "usage" not in events[0]
 
 
-def test_an_event_stream_is_one_and_ends_with_done(server):
+def test_event_stream_ends_with_done(server):
     reply = server.chat(stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-cache" and reply.body.endswith(b"data: [DONE]\n\n")
     assert reply.headers["x-request-id"] == reply.events[0]["id"]
 
 
-def test_choices_with_a_seed_have_the_seeds_that_follow(server):
+def test_choices_have_consecutive_seeds(server):
     """Choice i has seed + i: else n choices of a seeded request would be the same text n times."""
     fields = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     three = server.chat("Tell me a story.", n=3, seed=5, **fields).json
@@ -146,7 +146,7 @@ def test_choices_with_a_seed_have_the_seeds_that_follow(server):
     assert three["usage"]["prompt_tokens"] == prompt  # once, and not once for each choice
 
 
-def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
+def test_logprob_tokens_join_to_the_answer(server):
     whole = server.chat(logprobs=True, top_logprobs=3, temperature=0).json["choices"][0]
     entries = whole["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == whole["message"]["content"]
@@ -169,9 +169,9 @@ def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(server, count):
-    """The answer ends within a character, which is shown only then. Its token was told before, and
-    without a text."""
+def test_broken_character_is_in_streamed_logprobs(server, count):
+    """The answer ends within a character, which is shown only then. Its token came before, without
+    a text."""
     # Byte F0 begins one of four bytes
     asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
     whole = server.chat(logprobs=True, **asked).json["choices"][0]
@@ -185,14 +185,14 @@ def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(serve
     )
 
 
-def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
+def test_logprobs_0(server):
     """0 is no `false`, though Python finds the two equal."""
     said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
     assert len(said["token_logprobs"]) == 8 and said["top_logprobs"] == [{}] * 8
     assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
 
 
-def test_tokens_behind_a_stop_text_are_in_no_logprobs(server):
+def test_tokens_after_a_stop_string_have_no_logprobs(server):
     choice = server.chat(logprobs=True, temperature=0, stop=", 6").json["choices"][0]
     assert choice["message"]["content"] == "3, 4, 5" and choice["finish_reason"] == "stop"
     assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "3, 4, 5"
@@ -203,7 +203,7 @@ def test_tokens_behind_a_stop_text_are_in_no_logprobs(server):
     )
 
 
-def test_a_logit_bias_has_strings_for_keys(server):
+def test_logit_bias(server):
     plain = server.complete([5, 6, 7], temperature=0, max_tokens=1, logprobs=0).json
     text = plain["choices"][0]["text"]
     forbidden = {str(token): -1000 for token in range(1000)}
@@ -211,7 +211,7 @@ def test_a_logit_bias_has_strings_for_keys(server):
     assert other.status == 200 and other.json["choices"][0]["text"] != text
 
 
-def test_a_prompt_that_comes_again_is_counted_as_cached(server):
+def test_repeated_prompt_is_cached(server):
     text = "Tell me a long story about a fox, " * 12
     server.chat(text, max_tokens=2)
     details = server.chat(text, max_tokens=2).json["usage"]
@@ -230,7 +230,7 @@ def test_max_tokens_is_cut_to_the_room(server):
     )
 
 
-def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
+def test_content_parts_and_developer_role(server):
     parts = [{"type": "text", "text": "Count from 3 "}, {"type": "text", "text": "to 7."}]
     assert (
         server.ask(CHAT, {"messages": user(parts), "temperature": 0}).json["choices"][0]["message"][
@@ -245,7 +245,7 @@ def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
     assert server.ask(CHAT, {"messages": turns}).status == 200
 
 
-def test_an_answers_message_may_come_back_as_clients_keep_it(server):
+def test_answer_message_as_input(server):
     """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks
     for nothing either."""
     for kept in (
@@ -309,12 +309,12 @@ def test_an_answers_message_may_come_back_as_clients_keep_it(server):
         ),
     ],
 )
-def test_what_asks_for_nothing_is_accepted(server, fields):
+def test_neutral_values_are_accepted(server, fields):
     reply = server.chat(**({"max_tokens": 4} | fields))
     assert reply.status == 200, reply.body
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 REFUSED = {  # field: values
@@ -393,7 +393,7 @@ MESSAGES = [
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
 )
-def test_a_wish_that_cannot_be_kept_is_refused_by_its_name(server, name, value):
+def test_unsupported_fields_are_refused(server, name, value):
     """One wrong field must never be ignored, nor harm anybody else."""
     reply = server.chat(**{"max_tokens": 4, "stream": True, name: value})
     assert reply.status == 400, (name, value, reply)
@@ -405,7 +405,7 @@ def test_a_wish_that_cannot_be_kept_is_refused_by_its_name(server, name, value):
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_that_cannot_be_read_is_refused(server, message):
+def test_unreadable_message_is_refused(server, message):
     reply = server.ask(CHAT, {"messages": [message]})
     assert reply.status == 400 and reply.error["param"] == "messages", reply
 
@@ -431,7 +431,7 @@ def test_a_message_that_cannot_be_read_is_refused(server, message):
         "\ud800",
     ],
 )
-def test_a_prompt_that_cannot_be_read_is_refused(server, prompt):
+def test_unreadable_prompt_is_refused(server, prompt):
     reply = server.complete(prompt)
     assert reply.status == 400 and reply.error["param"] == "prompt", reply
 
@@ -456,26 +456,26 @@ def test_a_prompt_that_cannot_be_read_is_refused(server, prompt):
         b"\x00" * 100,
     ],
 )
-def test_a_body_that_is_no_json_object_is_refused(server, body):
+def test_body_must_be_a_json_object(server, body):
     for path in (CHAT, COMPLETIONS):
         reply = server.ask(path, body)
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
         assert "sys." not in reply.error["message"]  # Python's advice to a programmer
 
 
-def test_a_byte_order_mark_before_the_body_is_skipped(server):
+def test_byte_order_mark_is_skipped(server):
     """Windows' editors write one, and `curl -d @body.json` sends it."""
     assert server.ask(CHAT, b"\xef\xbb\xbf" + json.dumps(say(max_tokens=1)).encode()).status == 200
 
 
-def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(server):
+def test_oversized_prompt_is_400_before_the_stream(server):
     for text in ("one two three " * 1000, "x" * 3_000_000):
         reply = server.chat(text, stream=True)
         assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
         assert "1,024" in reply.error["message"]
 
 
-def test_a_body_over_the_limit_is_413_and_the_line_goes_on(server):
+def test_oversized_body_is_413(server):
     assert server.ask(CHAT, b'{"a": "' + b"x" * 5_000_000 + b'"}').status == 413
     line = server.line().send(
         f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
@@ -492,27 +492,25 @@ def test_a_body_over_the_limit_is_413_and_the_line_goes_on(server):
     [
         ({"messages": [{"role": "user", "content": ""}] * 2049}, "2,049 messages"),
         (say([{"type": "text", "text": ""}] * 2048), "2,049 messages and parts"),
-        (say(stop=["a"] * 17), "17 texts"),
-        (say(logit_bias={str(i): 1 for i in range(1001)}), "1,001 entries"),
         (say(metadata=[[]] * 100_000), "100,0"),
         (say("[" * 100_000), "100,0"),
     ],
 )
-def test_a_body_with_too_many_of_something_is_refused_by_their_number(server, body, message):
+def test_counts_in_a_body_are_limited(server, body, message):
     """130,000 empty messages are a body of 4 MB: a template took five seconds for them, and four
     such bodies kept an ordinary request waiting for 24."""
     reply = server.ask(CHAT, body)
     assert reply.status in (400, 413) and message in reply.error["message"], reply.error
 
 
-def test_too_many_prompts_and_a_monstrous_token_id_are_refused_in_short_words(server):
+def test_too_many_prompts_and_a_huge_token_id(server):
     reply = server.complete([[5]] * 129)
     assert reply.status == 400 and "129 prompts" in reply.error["message"]
     reply = server.complete([int("9" * 4000)])
     assert reply.status == 400 and len(reply.error["message"]) < 200
 
 
-def test_errors_become_the_clients_own_exceptions(client):
+def test_errors_become_client_exceptions(client):
     ask = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         ask(model="gpt-4", messages=user("x"))
@@ -524,7 +522,7 @@ def test_errors_become_the_clients_own_exceptions(client):
         client.moderations.create(model="demo", input="x")
 
 
-def test_unknown_paths_and_methods_say_what_there_is(server):
+def test_unknown_paths_and_methods(server):
     for path in (
         "/v1",
         "/v1/audio",
@@ -543,7 +541,7 @@ def test_unknown_paths_and_methods_say_what_there_is(server):
             assert reply.error["type"] == "invalid_request_error"
 
 
-def test_a_client_that_insists_on_a_name_may_be_given_it():
+def test_alias():
     """Some clients cannot be told to ask for another model than their maker's."""
     with Server("--alias", "gpt-4o", "--alias", "claude-x") as server:
         assert server.says("answers 503 while demo is being loaded") and server.says("reading")
@@ -570,7 +568,7 @@ def test_both_penalties_reach_the_model(server):
     assert again["choices"][0]["message"]["content"] == text
 
 
-def test_models_are_listed_and_found_by_name(server, client):
+def test_models_are_listed_and_found(server, client):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert (
         client.models.retrieve("demo").object == "model" == client.models.retrieve("default").object
@@ -579,17 +577,17 @@ def test_models_are_listed_and_found_by_name(server, client):
         client.models.retrieve("other/model")
 
 
-def test_a_body_of_another_type_is_refused(server):
+def test_content_type_must_be_json(server):
     body = json.dumps(say()).encode()
     assert server.ask(CHAT, body, Content_Type="text/plain").status == 415
     assert server.ask(CHAT, body, Content_Encoding="gzip").status == 415
     assert server.ask(CHAT, body, Content_Type="application/json; charset=utf-8").status == 200
 
 
-# --- manners ------------------------------------------------------------------------------------
+# --- manners --------------------------------------------------------------------------------------
 
 
-def test_old_and_unusual_ways_of_http_work(server):
+def test_http_1_0_chunks_and_expect(server):
     old = server.line().post(CHAT, say(temperature=0), version="1.0").everything()
     assert old.startswith(b"HTTP/1.1 200") and COUNT.encode() in old
     stream = server.line().post(CHAT, say(temperature=0, stream=True), version="1.0").everything()
@@ -610,7 +608,7 @@ def test_old_and_unusual_ways_of_http_work(server):
     assert COUNT in line.send(data).reply().body.decode()
 
 
-def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
+def test_http_2_upgrade_is_ignored(server):
     """Java's own client offers it in its first request. The parser took the body for another
     protocol's."""
     offer = (
@@ -623,7 +621,7 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
         assert COUNT in line.post(CHAT, say(temperature=0), *offer).reply().body.decode()
 
 
-def test_a_request_may_come_byte_by_byte(server):
+def test_request_byte_by_byte(server):
     data = json.dumps(say(temperature=0)).encode()
     line = server.line()
     for byte in (
@@ -635,8 +633,8 @@ def test_a_request_may_come_byte_by_byte(server):
 
 
 @pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
-def test_blank_lines_before_a_request_are_skipped(server, blank):
-    """Old clients send one behind a body, and it made a 400 of the next request."""
+def test_blank_lines_before_a_request(server, blank):
+    """Old clients send one after a body, which made a 400 of the next request."""
     line = server.line().send(blank.encode())
     health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
     line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)
@@ -644,7 +642,7 @@ def test_blank_lines_before_a_request_are_skipped(server, blank):
     assert line.send(blank.encode()).send(health).reply().status == 200
 
 
-def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
+def test_absolute_target(server):
     """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it
     may contradict."""
 
@@ -674,12 +672,12 @@ def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
     ):
         said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
         assert said.startswith(b"HTTP/1.1 400"), target
-        assert b"\r\nConnection: close\r\n" in said  # what came behind it is not answered
+        assert b"\r\nConnection: close\r\n" in said  # what came after it is not answered
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
     assert chat.json["choices"][0]["message"]["content"] == COUNT
 
 
-def test_a_connection_is_kept_and_takes_requests_in_advance(server):
+def test_keep_alive_and_pipelining(server):
     line = server.line()
     for _ in range(3):
         assert line.post(CHAT, say(max_tokens=2)).reply().status == 200
@@ -689,7 +687,7 @@ def test_a_connection_is_kept_and_takes_requests_in_advance(server):
     assert [line.reply().status for _ in range(4)] == [200] * 4
 
 
-def test_head_is_answered_without_a_body(server):
+def test_head_has_no_body(server):
     for path in ("/health", "/v1/models", "/metrics"):
         reply = server.ask(path, method="HEAD")
         assert (reply.status, reply.body) == (200, b"")
@@ -697,7 +695,7 @@ def test_head_is_answered_without_a_body(server):
     assert server.ask("/watch", method="HEAD").status == 405  # it would have no end
 
 
-def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
+def test_invalid_http_is_400(server):
     for text in (
         "hello\n\n",
         "GET\n\n",
@@ -719,7 +717,7 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server, order):
+def test_two_lengths_are_refused(server, order):
     """The connection was kept, and a proxy before us may have read another end of the body."""
     lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
     head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
@@ -740,12 +738,12 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(server,
         ),
     ],
 )
-def test_the_last_words_reach_a_client_that_is_still_sending(server, said, status):
+def test_error_reaches_a_client_that_is_still_sending(server, said, status):
     """A system that closes a connection with bytes unread sends a reset, and a reset takes the
     answer back, too."""
     line = server.line().send(said)
     line.until(b"HTTP/1.1 ")
-    for _ in range(8):  # the door has answered, and the rest comes only now
+    for _ in range(8):  # the server has answered, and the rest comes only now
         line.send(b"x" * 32_768)
         time.sleep(0.01)
     assert line.everything().startswith(str(status).encode())
@@ -755,7 +753,7 @@ def test_the_last_words_reach_a_client_that_is_still_sending(server, said, statu
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_said_its_last_word_gets_its_answer(server, version, stream):
+def test_half_closed_client_gets_its_answer(server, version, stream):
     """`nc -N` and others shut their sending side down after the body. That was taken for a
     hang-up."""
     line = server.line().post(CHAT, say(temperature=0, stream=stream), version=version)
@@ -766,7 +764,7 @@ def test_a_client_that_has_said_its_last_word_gets_its_answer(server, version, s
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("sent", [10, -1])
-def test_half_a_request_is_none_when_the_client_says_nothing_more(server, version, sent):
+def test_incomplete_request_does_not_count(server, version, sent):
     data = json.dumps(say()).encode()
     head = f"POST {CHAT} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     line = server.line().send((head.encode() + data)[:sent])
@@ -776,7 +774,7 @@ def test_half_a_request_is_none_when_the_client_says_nothing_more(server, versio
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abrupt", [False, True])
-def test_a_hang_up_frees_the_slot_and_takes_the_request_out_of_the_line(server, stream, abrupt):
+def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
     """Eight times as many as there are slots: those in line must leave it, too."""
     lines = [
         server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
@@ -798,7 +796,7 @@ def test_a_hang_up_frees_the_slot_and_takes_the_request_out_of_the_line(server, 
     server.says(r"hung_up=true")
 
 
-def test_64_streams_at_once_get_what_each_would_get_alone(server):
+def test_64_streams_equal_64_answers_alone(server):
     async def all_of_them() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
@@ -823,7 +821,7 @@ def test_64_streams_at_once_get_what_each_would_get_alone(server):
     assert all(texts) and server.is_idle()
 
 
-# --- who may come in ----------------------------------------------------------------------------
+# --- who may come in ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -837,7 +835,7 @@ def everywhere(tmp_path_factory):
         yield server
 
 
-def test_a_server_without_a_key_beyond_this_machine_says_who_may_come_in(everywhere, server):
+def test_open_server_without_a_key_warns(everywhere, server):
     says = [line for line in everywhere.log.read_text().splitlines() if "--api-key" in line]
     assert len(says) == 1 and says[0].startswith("nanobatch: ")
     for word in ("everybody", "ask", "read texts", "--allow-host"):
@@ -845,7 +843,7 @@ def test_a_server_without_a_key_beyond_this_machine_says_who_may_come_in(everywh
     assert "--api-key" not in server.log.read_text()
 
 
-def test_beyond_this_machine_pages_of_other_names_may_not_ask(everywhere):
+def test_foreign_pages_are_refused(everywhere):
     """A page's owner may give its name any address, this server's too: then Host and Origin are
     equal."""
     body = {"prompt": "x", "max_tokens": 1}
@@ -867,7 +865,7 @@ def test_beyond_this_machine_pages_of_other_names_may_not_ask(everywhere):
             assert "access-control-allow-origin" not in reply.headers
 
 
-def test_on_the_loopback_the_host_must_be_this_machine(server):
+def test_host_is_checked_on_loopback(server):
     """A page may give its own name the address 127.0.0.1; then its requests are of the same
     origin."""
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
@@ -884,7 +882,7 @@ def test_on_the_loopback_the_host_must_be_this_machine(server):
         assert (reply.status, reply.error["code"]) == (403, "host_not_allowed"), host
 
 
-def test_pages_of_this_machine_alone_may_ask(server):
+def test_local_pages_are_allowed(server):
     for origin in ("http://localhost:3000", "http://127.0.0.1:8080", "https://localhost"):
         asked = {
             "Access_Control_Request_Method": "POST",
@@ -913,7 +911,7 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 
 
-def test_a_preflight_with_a_byte_above_127_is_answered(server):
+def test_preflight_with_a_byte_above_127(server):
     asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-\xe9"}
     reply = server.ask(CHAT, method="OPTIONS", Origin="http://localhost", **asked)
     assert reply.status == 200
@@ -947,7 +945,7 @@ def key(text: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {text}".encode().decode("latin-1")}
 
 
-def test_with_a_key_only_health_is_free(guarded):
+def test_api_key_protects_all_but_health(guarded):
     assert guarded.ask("/health").status == 200
     for path in ("/v1/models", "/metrics", "/watch", "/nope", CHAT):
         for headers in (
@@ -964,7 +962,7 @@ def test_with_a_key_only_health_is_free(guarded):
     assert guarded.ask("/v1/models", Host="llm.example", **key("kéy")).status == 200
 
 
-def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
+def test_full_queue_is_429_with_retry_after(guarded):
     body = {"prompt": "x", "max_tokens": 16_000, "ignore_eos": True}  # they go on until we hang up
     lines = [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(1)]
     counts = lambda what: what in guarded.ask("/metrics", **key("kéy")).body  # noqa: E731
@@ -981,13 +979,13 @@ def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
     wait_for(lambda: counts(b"_waiting 0"))
 
 
-def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):
+def test_model_without_a_template_refuses_chat(guarded):
     assert guarded.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2}, **key("kéy")).status == 200
     if "no chat template" in guarded.ask(CHAT, say(), **key("kéy")).body.decode():
         assert guarded.ask(CHAT, say(), **key("kéy")).status == 400
 
 
-def test_a_template_that_does_not_end_is_said_at_the_start_and_text_is_served(tmp_path):
+def test_endless_template_is_reported_at_start(tmp_path):
     """The first client would have found out, and held a thread that reads prompts."""
     folder = make_checkpoint(tmp_path, seed=1)
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
@@ -1000,10 +998,10 @@ def test_a_template_that_does_not_end_is_said_at_the_start_and_text_is_served(tm
         assert server.complete("x").status == 200
 
 
-# --- figures, the log, and watching -------------------------------------------------------------
+# --- figures, the log, and watching ---------------------------------------------------------------
 
 
-def test_metrics_count_what_came(server):
+def test_metrics_count_requests(server):
     before = server.ask("/metrics").body.decode()
     server.chat(max_tokens=3, temperature=0)
     server.chat(temperature=-1)
@@ -1035,7 +1033,7 @@ def test_metrics_count_what_came(server):
         assert re.fullmatch(told, line), line
 
 
-def test_the_log_has_one_line_a_request_and_no_prompt(server):
+def test_log_line_per_request(server):
     reply = server.chat("Tell me of a secretword.", max_tokens=3)
     line = server.says(rf"(?m)^.*{reply.json['id']}.*$")[0]
     for field in (
@@ -1061,9 +1059,9 @@ def test_the_log_has_one_line_a_request_and_no_prompt(server):
     assert '"/a?b=' in server.says(r"route=(\S*a\?b\S*)")[0]
 
 
-def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
+def test_unread_log_does_not_stop_the_server(tmp_path):
     """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one
-    waits for ever."""
+    blocks."""
     command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
@@ -1080,7 +1078,7 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
     assert process.returncode == 0
 
 
-# --- beginning and ending -----------------------------------------------------------------------
+# --- beginning and ending -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1092,15 +1090,15 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
         ["--book", "/no/such/folder"],
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
-    """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
+def test_wrong_option_is_one_line_and_exit_code_2(arguments):
+    """Read by argparse, by the server, and by the loader. `test_cli.py` has more, without
     processes."""
     done = run("serve.py", *arguments)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
 
 
-def test_a_readers_chapters_answer_over_http_and_the_first_line_names_them(tmp_path):
+def test_book_option_over_http(tmp_path):
     """Of all programs with an engine this one did not know --book."""
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -1111,14 +1109,14 @@ def test_a_readers_chapters_answer_over_http_and_the_first_line_names_them(tmp_p
         assert answer["message"]["content"] == COUNT
 
 
-def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
+def test_taken_port_is_one_line(server):
     """There is no such model, but that is not what is said."""
     done = run("serve.py", "--port", server.port, "--model", "no/such-model")
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
 
 
-def test_while_the_model_is_loading_all_is_503(tmp_path):
+def test_503_while_the_model_is_loading(tmp_path):
     """The loader waits for a file, which is written after the server has been asked."""
     (port,) = free_ports(1)
     loaded = tmp_path / "loaded"
@@ -1153,7 +1151,7 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
+def test_first_signal_drains(by):
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
@@ -1166,7 +1164,7 @@ def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
         assert server.process.wait(60) == 0
 
 
-def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
+def test_second_signal_ends_streams_with_an_error():
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
@@ -1179,7 +1177,7 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
+def test_many_signals_end_a_busy_server(by):
     """A third one came out of `close` as an exception: a traceback, work left on the device, any
     exit code."""
     with Server() as server:
@@ -1228,7 +1226,7 @@ print(ended)
 """
 
 
-def test_a_signal_at_any_line_of_a_server_that_waits_lets_it_end(tmp_path):
+def test_signal_at_any_line_ends_the_server(tmp_path):
     """Ctrl-C came out of a line of Python's own `wait`: its lock was never released, and no other
     signal ended the server. Or it was released twice, and the exit code was 2."""
     lines = ["0", "4", "8", "20"]  # 20 and 32 were such lines
@@ -1247,7 +1245,7 @@ sys.exit(serve.main(sys.argv[1:]))
 """
 
 
-def test_a_second_signal_ends_a_server_that_does_not_come_to_the_first():
+def test_second_signal_ends_a_blocked_server():
     """It hangs in a line about itself, as where nobody reads its standard error, which is full."""
     (port,) = free_ports(1)
     command = [sys.executable, "-c", HANGS, "--port", str(port)]
@@ -1271,7 +1269,7 @@ def test_a_second_signal_ends_a_server_that_does_not_come_to_the_first():
         process.wait()
 
 
-def test_an_idle_server_ends_at_once():
+def test_idle_server_ends_at_once():
     with Server() as server:
         idle = server.line()
         began = time.monotonic()

@@ -133,7 +133,7 @@ RAW = [
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
 ]
-# The demo's template, with tools in the manner of Qwen 3 Coder, and thoughts for those who want them.
+# The demo's template, with tools as in Qwen 3 Coder, and optional reasoning.
 # A call in JSON within its marks is read, too
 TEMPLATE = """\
 {{- bos_token }}
@@ -221,7 +221,7 @@ class Weighed(Server):
 
 
 def talker(folder: Path) -> Path:
-    """The demo model, with a template that knows tools and thoughts, and a file about vectors."""
+    """The demo model, with a template for tools and reasoning, and a file for embeddings."""
     folder.mkdir()
     for file in (ROOT / "demo" / "model").iterdir():
         (folder / file.name).symlink_to(file)

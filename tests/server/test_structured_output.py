@@ -46,7 +46,7 @@ def say(**fields) -> dict:
 
 @pytest.mark.parametrize("strict", [True, False, None])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_an_answer_keeps_to_its_schema_strict_or_not(server, strict, temperature):
+def test_answer_follows_its_schema(server, strict, temperature):
     form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": strict}}
     reply = server.ask(CHAT, say(response_format=form, temperature=temperature))
     (choice,) = reply.json["choices"]
@@ -54,7 +54,7 @@ def test_an_answer_keeps_to_its_schema_strict_or_not(server, strict, temperature
     validate(json.loads(choice["message"]["content"]), PET)
 
 
-def test_json_object_is_any_object(server):
+def test_json_object(server):
     for seed in range(4):
         parsed = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
         (choice,) = server.ask(CHAT, parsed).json["choices"]
@@ -75,7 +75,7 @@ def test_json_object_is_any_object(server):
         ("guided_grammar", 'start: "(" /[a-c]{1,3}/ ")"', r"\([a-c]{1,3}\)"),
     ],
 )
-def test_vllms_guided_fields_are_understood(server, field, value, pattern):
+def test_guided_fields_of_vllm(server, field, value, pattern):
     for path, body in ((CHAT, say()), (COMPLETIONS, {"prompt": "A", "max_tokens": 40})):
         (choice,) = server.ask(path, body | {field: value}).json["choices"]
         text = choice["message"]["content"] if path == CHAT else choice["text"]
@@ -99,7 +99,7 @@ def test_vllms_guided_fields_are_understood(server, field, value, pattern):
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_cannot_be_is_a_400_of_one_line_with_its_field(server, fields, param, words, stream):
+def test_invalid_grammar_is_400(server, fields, param, words, stream):
     reply = server.ask(CHAT, say(stream=stream, **fields))
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
     assert words in reply.error["message"] and "\n" not in reply.error["message"]
@@ -121,7 +121,7 @@ class Dog(BaseModel):
     friends: list[Friend] = Field(max_length=2)
 
 
-def test_the_openai_client_parses_an_answer_into_a_class(client):
+def test_openai_client_parse(client):
     messages = say()["messages"]
     answer = client.chat.completions.parse(
         model="demo", messages=messages, response_format=Dog, max_tokens=400, seed=1
@@ -139,7 +139,7 @@ TRIED = (
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_others_are_served_as_ever_beside_clients_with_hostile_grammars(server, name):
+def test_hostile_grammars_block_nobody(server, name):
     """Each time in another spelling, so that no verdict can be remembered."""
     plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
     expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
@@ -175,7 +175,7 @@ def memory(server) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_those_who_want_no_form_do_not_wait_for_the_grammars_of_others(server):
+def test_requests_do_not_wait_for_other_grammars(server):
     """Four hostile schemas once took all threads that read bodies, for seconds."""
     slow = {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11, 13)]}
     lines = [server.line() for _ in range(5)]

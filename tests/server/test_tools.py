@@ -1,5 +1,5 @@
-"""Tools and thoughts with other templates, hostile bodies, calls that are required, and random
-requests. What the protocols ask for is in `test_conformance.py`."""
+"""Tools and reasoning with other templates, hostile bodies, required calls, and random requests. The
+protocols themselves are in `test_conformance.py`."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def taught():
         yield taught
 
 
-def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
+def test_openai_client_assembles_both_protocols(taught):
     """It reads fields of events that nobody else does, and raises if one is missing."""
     client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
     text = f"say: <think>Easy.</think>I look.\n{CALLS}"
@@ -41,7 +41,7 @@ def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 
-# --- models that speak otherwise ----------------------------------------------------------------
+# --- models that speak otherwise ------------------------------------------------------------------
 
 TURNS = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
@@ -90,7 +90,7 @@ def ask_with_tools(template: str, text: str, **fields):
         ),
     ],
 )
-def test_a_call_is_read_in_the_format_that_the_template_writes(written, text):
+def test_call_in_the_format_of_the_template(written, text):
     choice = ask_with_tools(with_calls(written), text).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     function = choice["message"]["tool_calls"][0]["function"]
@@ -102,14 +102,14 @@ def test_a_call_is_read_in_the_format_that_the_template_writes(written, text):
     ("template", "words"),
     [(with_calls(XML), "<function=is_called>"), (TURNS, "takes no tools")],
 )
-def test_a_format_that_is_not_known_is_named_in_the_refusal(template, words):
+def test_unknown_tool_format_is_named(template, words):
     reply = ask_with_tools(template, "x")
     assert (reply.status, reply.error["param"]) == (400, "tools") and words in reply.error[
         "message"
     ]
 
 
-def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
+def test_template_that_opens_reasoning():
     template = TURNS.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}") + "{# </think> #}"
     with Taught(template=template) as taught:
         body = {"messages": [said("Hm.\n</think>\n\nYes.")]}
@@ -119,8 +119,8 @@ def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
     assert request.is_thinking, "those who watch would take the thought for the answer"
 
 
-def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():
-    """Some think unless they are told not to, and some do not unless they are told to."""
+def test_reasoning_can_be_enabled():
+    """Some models reason by default, and some on request."""
     asleep = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}{# </think> #}"
     with Taught(template=TURNS + asleep) as taught:
 
@@ -141,7 +141,7 @@ def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():
             assert is_thinking == (kind == "enabled")
 
 
-# --- what else may happen -----------------------------------------------------------------------
+# --- what else may happen -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():
         (MESSAGES, {"messages": [said("x")], "max_tokens": 9}),
     ],
 )
-def test_a_stream_that_fails_ends_with_an_error_in_its_protocol(taught, path, body, monkeypatch):
+def test_failed_stream_ends_with_an_error(taught, path, body, monkeypatch):
     engine = taught.parrot.engine
 
     def fail(*arguments):
@@ -168,7 +168,7 @@ def test_a_stream_that_fails_ends_with_an_error_in_its_protocol(taught, path, bo
     assert taught.ask(path, body).status == 200
 
 
-def test_while_a_prompt_waits_its_stream_tells_how_far_it_is(taught):
+def test_waiting_stream_reports_progress(taught):
     """A comment, which no client takes for an event: people saw nothing at all for minutes."""
     body = {"messages": [said("Yes.")], "stream": True}
     taught.parrot.loop.pause()
@@ -178,7 +178,7 @@ def test_while_a_prompt_waits_its_stream_tells_how_far_it_is(taught):
     assert b"prompt_progress" not in line.until(b"[DONE]")
 
 
-def test_who_waits_in_line_is_told_how_many_are_before():
+def test_waiting_stream_reports_its_position():
     with Taught(slots=1) as taught:
         taught.parrot.loop.pause()
         lines = []
@@ -191,7 +191,7 @@ def test_who_waits_in_line_is_told_how_many_are_before():
             line.until(b"[DONE]")
 
 
-def test_anthropics_clients_send_the_key_in_a_header_of_their_own():
+def test_x_api_key_header():
     with Taught(api_key="secret") as taught:
         body = {"messages": [said("Yes.")], "max_tokens": 9}
         assert taught.ask(MESSAGES, body, x_api_key="secret").status == 200
@@ -202,7 +202,7 @@ def test_anthropics_clients_send_the_key_in_a_header_of_their_own():
             assert reply.json["type"] == "error"
 
 
-def test_a_client_that_asks_the_server_to_remember_is_told_to_send_all(taught):
+def test_anthropic_thread_is_refused(taught):
     """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
     body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
     reply = taught.ask(MESSAGES, body)
@@ -246,7 +246,7 @@ HOSTILE = {
 @pytest.mark.parametrize(
     ("path", "body"), [(path, body) for path, bodies in HOSTILE.items() for body in bodies]
 )
-def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
+def test_hostile_bodies_are_refused(taught, path, body):
     reply = taught.ask(path, {"max_tokens": 9} | body if path == MESSAGES else body)
     assert reply.status == 400 and 0 < len(reply.error["message"]) < 700
     assert "\n" not in reply.error["message"] and len(reply.body) < 1000
@@ -254,14 +254,14 @@ def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
         assert taught.ask(COUNT, body).status == 400 or "stop" in str(body)
 
 
-def test_a_call_in_a_stream_is_written_as_it_comes(taught):
+def test_streamed_call_comes_piece_by_piece(taught):
     """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
     text = CALL.replace("Paris", "Paris " * 20)
     events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
     assert sum("tool_calls" in str(event) for event in events) > 3  # neighbours may be joined
 
 
-def test_calls_have_ids_that_every_template_takes(taught):
+def test_call_ids_fit_every_template(taught):
     """Mistral's templates want nine letters or digits."""
     body = {"messages": [said(CALLS)], "tools": TOOLS, "parallel_tool_calls": True}
     calls = taught.ask(CHAT, body).json["choices"][0]["message"]["tool_calls"]
@@ -279,7 +279,7 @@ def body_of(path: str, text: str, length: int = 300, **fields) -> dict:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_call_without_its_mark_reaches_the_client_in_each_protocol(taught, path):
+def test_unmarked_call_in_each_protocol(taught, path):
     """Each of five agents' loops began with the right call in a block of code, and ended with it."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
@@ -297,7 +297,7 @@ def test_a_call_without_its_mark_reaches_the_client_in_each_protocol(taught, pat
 @pytest.mark.parametrize(
     "call", [CALL, BARE, f"```json\n{BARE}\n```"], ids=["marked", "bare", "block"]
 )
-def test_a_call_that_was_cut_off_is_no_content(taught, path, call):
+def test_truncated_call_is_no_content(taught, path, call):
     """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 7):
         body = body_of(path, f"I look.\n{call}", length)
@@ -307,7 +307,7 @@ def test_a_call_that_was_cut_off_is_no_content(taught, path, call):
         assert found.reason in ("length", "max_tokens", "incomplete")
 
 
-# --- calls that have to come --------------------------------------------------------------------
+# --- calls that have to come ----------------------------------------------------------------------
 
 SIZE = {"type": "object", "properties": {"size": {"$ref": "#/$defs/S"}, "hot": {"type": "boolean"}}}
 SIZE |= {"required": ["size", "hot"], "additionalProperties": False}
@@ -327,7 +327,7 @@ THINKING = with_calls(HERMES).replace(
     map(with_calls, [HERMES, LLAMA, MISTRAL, OLD_MISTRAL, TAGS, GLM]),
     ids=["Hermes", "Llama 3", "Mistral", "older Mistral", "Qwen 3 Coder", "GLM"],
 )
-def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
+def test_required_call_always_comes(template):
     """A model of random weights would never write one."""
     named = {"type": "function", "function": {"name": "mug"}}
     with Taught(template=template, is_taught=False) as server:
@@ -352,12 +352,12 @@ def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
 
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-# A model of random weights never ends a thought: it may have to begin with one, but need not
+# A model of random weights never ends its reasoning: it may have to begin with one, but need not
 ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
-def test_random_requests_with_tools_are_kept_in_each_protocol_whole_and_streamed(marks):
+def test_random_requests_with_tools(marks):
     """Qwen's <tool_call> is an added token that is not special: each call that had to come was a
     400. NANOBATCH_TOOLS=1000 asks more."""
     with Taught(template=with_calls(HERMES), is_taught=False, marks=marks) as server:
@@ -373,8 +373,8 @@ def test_random_requests_with_tools_are_kept_in_each_protocol_whole_and_streamed
         assert complete > ASKS // 4
 
 
-def test_a_model_that_thinks_can_end_its_thought_under_a_grammar():
-    """The mask forbade the token </think>: the thought went on until max_tokens."""
+def test_reasoning_can_end_under_a_grammar():
+    """The mask forbade the token </think>: reasoning went on until max_tokens."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
@@ -404,7 +404,7 @@ AT_ONCE = {
         (MISTRAL, TREE),
     ],
 )
-def test_a_schema_of_arguments_may_refer_to_itself_and_they_are_an_object(template, schema):
+def test_recursive_schema_of_arguments(template, schema):
     """Within the schema of a call, "#" meant the whole call: a tree was a call in a call without
     an end, and a second field like the first one a 400."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -424,7 +424,7 @@ def test_a_schema_of_arguments_may_refer_to_itself_and_they_are_an_object(templa
         assert is_whole or schema == {"title": "any"}
 
 
-def test_a_call_of_one_of_many_tools_may_be_required():
+def test_required_call_of_many_tools():
     """A schema's colons were counted as rules of a grammar."""
     fields = {name: {"type": "integer"} for name in "abc"}
     tools = []
@@ -440,7 +440,7 @@ def test_a_call_of_one_of_many_tools_may_be_required():
         assert reply.status == 200, reply
 
 
-def test_arguments_that_are_no_object_are_refused(taught):
+def test_non_object_parameters_are_refused(taught):
     for type in ("string", ["object", "null"], 5):
         function = {"name": "f", "parameters": {"type": type}}
         body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
@@ -448,7 +448,7 @@ def test_arguments_that_are_no_object_are_refused(taught):
         assert reply.status == 400 and "object" in reply.error["message"]
 
 
-def test_a_call_that_is_required_comes_in_the_other_protocols_too():
+def test_required_call_in_other_protocols():
     flat = [{"type": "function", **tool["function"]} for tool in PICK]
     schemas = [{"name": tool["name"], "input_schema": SIZE} for tool in flat]
     with Taught(template=with_calls(HERMES), is_taught=False) as server:
@@ -462,14 +462,14 @@ def test_a_call_that_is_required_comes_in_the_other_protocols_too():
         assert reply["stop_reason"] == "tool_use" and reply["content"][0]["input"]["size"]
 
 
-def test_a_model_that_thinks_thinks_before_it_has_to_call_or_to_answer_in_json():
-    """Held to the grammar from its first token on, it would write JSON into its thought."""
+def test_reasoning_before_a_forced_answer():
+    """Held to the grammar from its first token on, it would write JSON into its reasoning."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.read([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
-        # Its thought never ends, and is no JSON
+        # Its reasoning never ends, and is no JSON
         message = server.ask(CHAT, ask | {"response_format": form}).json["choices"][0]["message"]
         assert message["content"] == "" and len(message["reasoning_content"]) > 5
     with Taught(template=with_calls(HERMES), is_taught=False) as server:
@@ -480,7 +480,7 @@ def test_a_model_that_thinks_thinks_before_it_has_to_call_or_to_answer_in_json()
             assert choice["finish_reason"] == "tool_calls" or choice["message"]["content"] == "5"
 
 
-def test_a_schema_of_arguments_that_cannot_be_kept_is_refused(taught):
+def test_unsupported_schema_of_arguments_is_refused(taught):
     wrong = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": "no"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": wrong}}]
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required"}
@@ -488,7 +488,7 @@ def test_a_schema_of_arguments_that_cannot_be_kept_is_refused(taught):
     assert reply.status == 400 and reply.error["param"] == "tools", reply
 
 
-def test_an_answer_in_json_may_be_asked_for_in_each_protocol():
+def test_json_answer_in_each_protocol():
     form = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes", "no"]}}
     with Taught(template=with_calls(HERMES), is_taught=False) as server:
         reply = server.ask(RESPONSES, {"input": "x", "text": {"format": form}})
@@ -504,7 +504,7 @@ def test_an_answer_in_json_may_be_asked_for_in_each_protocol():
             assert server.ask(MESSAGES, body).status == 400
 
 
-def test_a_prompt_of_many_long_tools_is_refused_before_it_is_read(taught, monkeypatch):
+def test_oversized_tools_are_refused_before_the_template(taught, monkeypatch):
     """A template and a tokenizer took seconds for 4 MB of them."""
     asked = []
     monkeypatch.setattr(taught.parrot.engine.text, "read", asked.append)

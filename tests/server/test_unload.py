@@ -1,4 +1,4 @@
-"""A server that nobody asks lets go of its weights, and says so."""
+"""An idle server unloads its weights, and says so."""
 
 import pytest
 from servers import Server
@@ -10,7 +10,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Count from 3 to 7."}], "te
 GONE = "idle for 1 s: weights and slab are let go of, until the next request"
 
 
-def test_an_idle_server_lets_go_of_its_weights_and_the_next_request_brings_them_back():
+def test_idle_server_unloads_and_reloads():
     with Server("--unload-after", "1") as server:
 
         def answer() -> str:
@@ -28,7 +28,7 @@ def test_an_idle_server_lets_go_of_its_weights_and_the_next_request_brings_them_
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "1.5"])
-def test_a_wrong_time_is_refused_in_one_line(given, capsys):
+def test_wrong_unload_time_is_refused(given, capsys):
     with pytest.raises(SystemExit, match="2"):
         serve.parse_arguments([f"--unload-after={given}"])
     said = capsys.readouterr().err

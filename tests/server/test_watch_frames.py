@@ -1,10 +1,11 @@
-"""What watchers are told, over the wire: packed at one end, the same views at the other."""
+"""Frames for watchers: packed at one end, the same views at the other."""
 
 import json
 import threading
 import time
 
 import pytest
+from here import Here
 from servers import Line, Server
 
 from nanobatch import SamplingParams
@@ -12,8 +13,6 @@ from runtime.snapshot import RequestView, Snapshot
 from server import watch as watch_module
 from server import watch_frames
 from server.access_log import RequestLog, RequestRecord, ServerView
-from server.app import APIServer
-from server.http import Options
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
@@ -31,7 +30,7 @@ def server_view(request_log: RequestLog, since: int = 0) -> ServerView:
     )
 
 
-def test_every_frame_is_the_same_at_the_other_end(engine):
+def test_frames_survive_the_wire(engine):
     """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
     request_log, sender, receiver = RequestLog(), watch_frames.Sender(True), watch_frames.Receiver()
     number = request_log.begin("127.0.0.1", "POST /v1/completions")
@@ -51,7 +50,7 @@ def test_every_frame_is_the_same_at_the_other_end(engine):
     assert grew > 20 and seen.finished == 5
 
 
-def test_of_a_text_only_what_is_new_is_sent(engine):
+def test_only_new_text_is_sent(engine):
     """An answer of 8,000 tokens would else be sent ten times a second, as long as it grows."""
     sender, seen, sizes = watch_frames.Sender(True), None, []
     engine.submit("a prompt of some length " * 2, LONG)
@@ -74,7 +73,7 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
     )
 
 
-def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
+def test_frames_without_texts(engine):
     request_log = RequestLog()
     request_log.note(request_log.begin("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
@@ -92,7 +91,7 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
 @pytest.mark.parametrize(
     "origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"]
 )
-def test_an_origin_may_be_anything(engine, origin):
+def test_origin_may_be_anything(engine, origin):
     engine.submit("a prompt", LONG, origin=origin)
     frame = watch_frames.Frame(False, 0, 0.0, engine.snapshot(), server_view(RequestLog()))
     (request,) = over_the_wire(
@@ -101,7 +100,7 @@ def test_an_origin_may_be_anything(engine, origin):
     assert request.origin == origin or isinstance(request.origin, (str, list))
 
 
-def test_another_version_is_noticed():
+def test_other_version_is_noticed():
     """The fields are sent without their names: those of another version would be taken for ours."""
     assert watch_frames._shape(Snapshot) != watch_frames._shape(RequestView) and "steps_s" in repr(
         watch_frames._shape(Snapshot)
@@ -110,7 +109,7 @@ def test_another_version_is_noticed():
         watch_frames.unpack(RequestRecord, [1, 2, 3])
 
 
-def test_the_journal_is_bounded_and_tells_what_was_missed():
+def test_request_log_is_bounded():
     request_log = RequestLog()
     for n in range(3000):
         request_log.note(request_log.begin("x", "GET /"), status=404)
@@ -120,7 +119,7 @@ def test_the_journal_is_bounded_and_tells_what_was_missed():
     assert [call.number for call in server_view(request_log, 2998).ended] == [2999, 3000]
 
 
-def test_a_journal_may_be_looked_at_while_it_is_written():
+def test_request_log_is_thread_safe():
     request_log, faults, done = RequestLog(), [], threading.Event()
 
     def look() -> None:
@@ -139,7 +138,7 @@ def test_a_journal_may_be_looked_at_while_it_is_written():
     assert not faults
 
 
-# --- /watch -------------------------------------------------------------------------------------
+# --- /watch ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +163,7 @@ def watch(server: Server, *headers: str, host: str = "localhost"):
         (["Authorization: Bearer eye", "X-Forwarded-For: 10.0.0.1"], "llm.example", True),
     ],
 )
-def test_where_keys_are_set_the_watch_key_alone_shows_texts(server, headers, host, texts):
+def test_watch_key_shows_texts(server, headers, host, texts):
     """Behind a plain proxy on this machine everybody seems to be this machine, so the key that asks
     showed everybody's prompts."""
     line, hello = watch(server, *headers, host=host)
@@ -203,18 +202,13 @@ USUAL_NGINX = [
         ({}, "", [*PLAIN_NGINX, "Via: 1.1 proxy"], False),
     ],
 )
-def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
-    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
-    with engine.serving() as loop:
-        api.open(engine, loop, "small")
-        host, port = api.address.removeprefix("http://").split(":")
-        line = Line(host, int(port))
-        head = [*head, f"Authorization: Bearer {key}"] if key else head
-        line.send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
+def test_texts_through_a_local_proxy(engine, keys, key, head, texts):
+    head = [*head, f"Authorization: Bearer {key}"] if key else head
+    with Here(engine, allow_hosts=("llm.example",), **keys) as here:
+        line = here.line().send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
         line.until(b"event: hello\ndata: ")
         assert json.loads(line.until(b"\n\n"))["texts"] is texts
         line.hang_up()
-        api.close()
 
 
 OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
@@ -242,17 +236,13 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
         ({"api_key": "key", "watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
     ],
 )
-def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
+def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, key, told):
     """Any page of this machine, on whatever port, read everybody's prompts and answers."""
-    api = APIServer(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
-    loop = engine.serving()
-    with loop:
-        api.open(engine, loop, "small")
-        host, port = api.address.removeprefix("http://").split(":")
-        head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
-        head += [f"Origin: {origin}"] if origin else []
-        head += [f"Authorization: Bearer {key}"] if key else []
-        line = Line(host, int(port)).send("\n".join([*head, "", ""]))
+    head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
+    head += [f"Origin: {origin}"] if origin else []
+    head += [f"Authorization: Bearer {key}"] if key else []
+    with Here(engine, allow_hosts=("llm.example",), **keys) as here:
+        line = here.line().send("\n".join([*head, "", ""]))
         if told == "refused":
             reply = line.reply()
             assert reply.status == 403 and reply.error["code"] == "origin_not_allowed"
@@ -260,28 +250,18 @@ def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin,
             line.until(b"event: hello\ndata: ")
             assert json.loads(line.until(b"\n\n"))["texts"] is (told == "texts")
         line.hang_up()
-        api.close()
 
 
-def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
-    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
-    in this process."""
+def test_stalled_watcher_is_dropped(engine, monkeypatch):
+    """Its frames would pile up in memory, and its snapshots cost time for nothing."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
-    api = APIServer(Options(port=0)).start()
-    loop = engine.serving()
-    with loop:
-        api.open(engine, loop, "small")
-        try:
-            host, port = api.address.removeprefix("http://").split(":")
-            line = Line(host, int(port), receive=4096).send(
-                "GET /watch HTTP/1.1\nHost: localhost\n\n"
-            )
-            line.until(b"event: hello")
-            deadline, most = time.monotonic() + 60, 0
-            while time.monotonic() < deadline and not (most and api.look().watchers == 0):
-                most = max(most, api.look().watchers)
-                engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
-            assert most == 1 and api.look().watchers == 0
-        finally:
-            api.close()
-    line.hang_up()
+    with Here(engine) as here:
+        line = Line(here.host, here.port, receive=4096)
+        line.send("GET /watch HTTP/1.1\nHost: localhost\n\n").until(b"event: hello")
+        deadline = time.monotonic() + 60
+        most = 0
+        while time.monotonic() < deadline and not (most and here.api.look().watchers == 0):
+            most = max(most, here.api.look().watchers)
+            engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
+        assert most == 1 and here.api.look().watchers == 0
+        line.hang_up()

@@ -140,7 +140,7 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What the newer families' templates use beyond that: modes, thoughts that are left out of old
+# What the newer families' templates use beyond that: modes, reasoning that is left out of old
 # turns, tools.
 NEWER = r"""
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
@@ -315,14 +315,12 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
     return text, list(ids if isinstance(ids, list) else ids["input_ids"])
 
 
-# --- against transformers -----------------------------------------------------------------------
+# --- against transformers -------------------------------------------------------------------------
 
 
 @every_conversation
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(
-    published, name, messages
-):
+def test_conversation_equals_transformers(published, name, messages):
     """Whitespace control, filters that escape HTML, variables that are missing: each differs by a
     character or two."""
     text = published(name)
@@ -334,9 +332,7 @@ def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(
 @pytest.mark.parametrize(("adds_bos", "as_dict"), [(True, True), (False, False)])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "says_eos"), [("llama 2", True), ("chatml", False)])
-def test_a_template_is_found_in_each_of_its_three_places(
-    tmp_path, name, says_eos, place, as_dict, adds_bos
-):
+def test_template_in_three_places(tmp_path, name, says_eos, place, as_dict, adds_bos):
     """Models are published with the template in a file, in the config, or there as one of several
     with names."""
     text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
@@ -363,7 +359,7 @@ FOR_TOOLS = """
 
 
 @pytest.mark.parametrize("place", ["a file", "several with names"])
-def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, place):
+def test_separate_template_for_tools(tmp_path, place):
     """Hermes is published with two: the one for tools cannot render a chat without them."""
     make_model(tmp_path, PLAIN_CHAT, place)
     if place == "a file":
@@ -385,7 +381,7 @@ def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, plac
             assert ("is_listed" in theirs) == bool(tools)
 
 
-def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_path):
+def test_broken_template_for_tools(tmp_path):
     make_model(tmp_path, PLAIN_CHAT, "a file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
@@ -394,7 +390,7 @@ def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_
     assert text.output_format.why == "this model's chat template takes no tools"
 
 
-def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
+def test_template_file_wins_over_config(tmp_path):
     """A model saved again by a newer library may have both, and the config's is the old one."""
     text = make_model(tmp_path, "old", chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
@@ -402,7 +398,7 @@ def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
     assert text.render(turns("x")) == reference(tmp_path, turns("x"))[0] == "new x"
 
 
-def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tmp_path):
+def test_special_tokens_map(tmp_path):
     """Else `bos_token` is nothing in the template, and the prompt has no BOS at all."""
     make_model(tmp_path, LLAMA3)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
@@ -416,13 +412,13 @@ def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tm
     assert text.encode_chat(turns("x")).count(BOS) == 1
 
 
-def test_the_date_is_that_of_today(tmp_path):
+def test_strftime_now(tmp_path):
     text = make_model(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
     days = [str(datetime.date.today()), text.render(turns("x")), str(datetime.date.today())]
     assert days[1] in (days[0], days[2])
 
 
-def test_a_field_that_is_null_is_one_that_is_missing(tmp_path):
+def test_null_field_counts_as_missing(tmp_path):
     """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the
     assistant said."""
     messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
@@ -438,7 +434,7 @@ def test_a_field_that_is_null_is_one_that_is_missing(tmp_path):
     )
 
 
-def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
+def test_generation_tag(tmp_path):
     """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes
     nothing itself."""
     source = (
@@ -449,15 +445,13 @@ def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
     assert text.render(turns("a", "b", "c")) == reference(tmp_path, turns("a", "b", "c"))[0]
 
 
-# --- BOS ----------------------------------------------------------------------------------------
+# --- BOS ------------------------------------------------------------------------------------------
 
 
 @every_conversation
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("name", WRITES_BOS)
-def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(
-    published, name, adds_bos, messages
-):
+def test_one_bos_from_template_and_tokenizer(published, name, adds_bos, messages):
     """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse
     one in silence."""
     ids = published(name, adds_bos).encode_chat(messages)
@@ -468,30 +462,30 @@ def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("name", ["chatml", "zephyr"])
-def test_a_template_that_writes_no_bos_gives_none(tmp_path, name, adds_bos):
+def test_template_without_bos(tmp_path, name, adds_bos):
     """What the template writes is all: so it was in training, and so `transformers` does it."""
     text = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos)
     assert BOS not in text.encode_chat(turns("Hello!", "Hi.", "Bye."))
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_llama_2_writes_one_bos_for_each_turn_of_the_user(tmp_path, adds_bos):
+def test_llama_2_writes_one_bos_per_turn(tmp_path, adds_bos):
     text = make_model(tmp_path, LLAMA2, adds_bos=adds_bos)
     for count in (1, 2, 3):
         messages = turns(*["x"] * (2 * count - 1))
         assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
 
 
-# --- prompts as a person types them -------------------------------------------------------------
+# --- prompts as a person types them ---------------------------------------------------------------
 
 
-def test_a_typed_prompt_is_one_message_of_a_user(tmp_path):
+def test_typed_prompt_is_a_user_message(tmp_path):
     text = make_model(tmp_path, CHATML)
     assert text.ask("Hi") == text.encode_chat(turns("Hi")) != text.encode("Hi")
     assert text.ask(" ") == text.encode_chat(turns(" "))
 
 
-def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_plain_text(tmp_path):
+def test_raw_prompt_is_plain_text(tmp_path):
     text = make_model(tmp_path / "1", CHATML)
     assert text.ask("Hi", raw=True) == text.encode("Hi")
     text = make_model(tmp_path / "2")
@@ -500,13 +494,13 @@ def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_plain_text(tmp_
 
 @pytest.mark.parametrize("template", [CHATML, None])
 @pytest.mark.parametrize("raw", [True, False])
-def test_an_empty_prompt_has_no_tokens(tmp_path, template, raw):
+def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
     """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall
     refuse it as empty."""
     assert make_model(tmp_path, template).ask("", raw) == []
 
 
-# --- refusals -----------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
@@ -521,7 +515,7 @@ def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
 
 
 @pytest.mark.parametrize("template", [None, [], [{"name": "x"}], 17, {"default": "x"}])
-def test_a_model_without_a_template_refuses_a_conversation(tmp_path, template):
+def test_no_template_no_conversation(tmp_path, template):
     text = make_model(tmp_path, template)
     assert not text.has_template
     assert "no chat template" in refusal(text, turns("Hi"))
@@ -541,7 +535,7 @@ def test_a_model_without_a_template_refuses_a_conversation(tmp_path, template):
         ),
     ],
 )
-def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, messages, words):
+def test_template_error_reaches_the_caller(tmp_path, name, messages, words):
     assert words in refusal(make_model(tmp_path, TEMPLATES[name]), messages)
 
 
@@ -556,9 +550,7 @@ def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, message
     ],
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(
-    tmp_path, place, source
-):
+def test_template_syntax_error_names_the_folder(tmp_path, place, source):
     """The model is wrong and not the conversation: who asked cannot mend it, and must learn which
     model it is."""
     text = make_model(tmp_path / "the-model", source, place)
@@ -581,12 +573,12 @@ def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(
         "Hi",
     ],
 )
-def test_messages_that_are_no_mappings_with_a_role_are_refused(tmp_path, messages):
+def test_invalid_chat_messages_are_refused(tmp_path, messages):
     assert "role" in refusal(make_model(tmp_path, CHATML), messages)
 
 
 @pytest.mark.parametrize("name", ["llama 2", "chatml", "mistral", "everything"])
-def test_a_message_without_content_is_refused_where_the_template_needs_it(tmp_path, name):
+def test_message_without_content(tmp_path, name):
     refusal(make_model(tmp_path, TEMPLATES[name]), [{"role": "user"}])
 
 
@@ -606,7 +598,7 @@ def test_a_message_without_content_is_refused_where_the_template_needs_it(tmp_pa
         "{% include 'x' %}",
     ],
 )
-def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
+def test_any_template_failure_is_a_refusal(tmp_path, source):
     """A caller catches ValueError. Anything else from a template that came with the weights would
     end a server."""
     refusal(make_model(tmp_path, source), turns("Hi"))
@@ -637,7 +629,7 @@ def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
         "{% set _ = messages[0].pop('role') %}",
     ],
 )
-def test_a_template_cannot_get_out_of_its_sandbox(tmp_path, source):
+def test_template_cannot_escape_the_sandbox(tmp_path, source):
     """Templates come with weights, from anywhere: rendering one must not be running its author's
     program."""
     messages = turns("Hi")
@@ -676,7 +668,7 @@ HUGE = [
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
 ]
-# What the trials do not meet: two turns
+# What no sample contains: two turns
 HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
 no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
 
@@ -694,9 +686,7 @@ def unfit(text: Tokenizer) -> str:
 
 
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
-def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
-    tmp_path, monkeypatch, source
-):
+def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
     """It was found by the first client, whose conversation then held a thread of the server."""
     monkeypatch.setattr(template_check, "LIMITS", template_check.LIMITS._replace(seconds=0.3))
     line = unfit(make_model(tmp_path, source))
@@ -705,7 +695,7 @@ def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
 
 @no_limit_of_memory
 @pytest.mark.parametrize("source", HUGE)
-def test_a_template_that_wants_gigabytes_is_found_when_the_model_is_loaded(tmp_path, source):
+def test_greedy_template_is_found_at_load(tmp_path, source):
     """Where memory runs out, the process dies with all its requests. A machine that is slow to hand
     out memory meets the limit of time first, which is as good a reason: there the test failed."""
     line = unfit(make_model(tmp_path, source))
@@ -727,7 +717,7 @@ def executable(path: Path, script: str) -> str:
         (None, "cannot be tried (no process can be started ("),
     ],
 )
-def test_a_model_that_no_child_can_try_is_refused_in_one_line(tmp_path, monkeypatch, script, words):
+def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script, words):
     """Nothing is known of its template and its tokenizer, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
@@ -739,7 +729,7 @@ def test_a_model_that_no_child_can_try_is_refused_in_one_line(tmp_path, monkeypa
     assert f"the tokenizer {words}" in str(refused.value)
 
 
-def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp_path, monkeypatch):
+def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
     """It came with the program, and is as good as the program. A child would cost its start."""
     asked = []
 
@@ -767,7 +757,7 @@ print(text.render([{"role": "user", "content": "x"}]))
 """
 
 
-def test_a_template_is_tried_without_a_main_file_and_with_standard_input_closed(tmp_path):
+def test_check_without_main_file_and_stdin(tmp_path):
     make_model(tmp_path, "hello {{ messages[0].content }}")
     done = subprocess.run(
         ["sh", "-c", 'exec "$0" -c "$1" "$2" ends <&-', sys.executable, LOADS, str(tmp_path)],
@@ -813,8 +803,8 @@ def interrupted(tmp_path, monkeypatch):
         )
 
         def running() -> list[int]:
-            """The trial is its watcher's child, that is its nursery's. It runs when it has used a
-            processor."""
+            """The job is the watcher's child, which is the fork server's. It runs once it has used
+            processor time."""
             assert program.poll() is None
             watchers = itertools.chain(*map(children, children(program.pid)))
             return [*filter(used_by, itertools.chain(*map(children, watchers)))]
@@ -830,7 +820,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="look
 
 
 @on_linux
-def test_ctrl_c_ends_a_trial_together_with_the_program(interrupted):
+def test_ctrl_c_ends_the_check(interrupted):
     """Else the child would take a processor until its limit."""
     said, child = interrupted(UNSTOPPABLE[0], "ends")
     assert "KeyboardInterrupt" in said
@@ -842,20 +832,18 @@ def test_ctrl_c_ends_a_trial_together_with_the_program(interrupted):
 
 
 @on_linux
-def test_ctrl_c_that_a_program_takes_in_its_stride_does_not_end_the_trial(interrupted):
+def test_handled_ctrl_c_does_not_end_the_check(interrupted):
     """A terminal sends it to all of a program's processes. The child would die of it, and its
     model would have no template."""
     said, _ = interrupted("{% set n = 3 * 10 ** 5 %}{% set x = 10 ** n %}fine", "goes on")
     assert said == "fine\n"
 
 
-# --- what a trusted template may still do -------------------------------------------------------
+# --- what a trusted template may still do ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_a_loop_that_the_trials_did_not_meet_is_stopped_in_any_thread(
-    tmp_path, monkeypatch, source
-):
+def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
     """Four such conversations held all of a server's threads that read prompts, for a minute. A
     signal, which comes to the main thread alone, would not do."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
@@ -873,7 +861,7 @@ def test_a_loop_that_the_trials_did_not_meet_is_stopped_in_any_thread(
     assert text.render(turns("a")) == "fine"
 
 
-def test_ten_thousand_messages_do_not_make_a_loop_over_all_pairs_endless(tmp_path, monkeypatch):
+def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
     """Such a template is quick on every conversation that its author had tried."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
@@ -885,18 +873,16 @@ def test_ten_thousand_messages_do_not_make_a_loop_over_all_pairs_endless(tmp_pat
     assert "takes more than 0.1 s" in refusal(text, turns("x" * 100_000))
 
 
-def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(
-    tmp_path, monkeypatch
-):
-    """Beside other programs an honest template was called one that does not end: its seconds were
-    those of the wall."""
+def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
+    """On a busy machine a normal template was called endless: its seconds were those of the wall
+    clock."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
         patch.setattr("text.chat_template.time.monotonic", lambda: next(wall))
         assert "Hello" in text.render(CONVERSATIONS["one turn"])
 
 
-def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
+def test_stopped_template_leaves_others_alone(tmp_path, monkeypatch):
     """Each thread, and each rendering, has its own time."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.2)
     endless = make_model(tmp_path / "endless", HIDDEN % ENDLESS[0])
@@ -913,7 +899,7 @@ def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_limits_are_far_from_what_an_honest_conversation_takes(tmp_path, name):
+def test_limits_are_far_from_normal_use(tmp_path, name):
     """A million characters are more than most models can read."""
     text = make_model(tmp_path, TEMPLATES[name])
     messages = turns(*["some words of a turn, " * 450] * 101)
@@ -936,7 +922,7 @@ def test_the_limits_are_far_from_what_an_honest_conversation_takes(tmp_path, nam
     ],
     ids=lambda source: source[:12],
 )
-def test_a_template_nested_too_deep_or_too_long_is_a_broken_model(tmp_path, source):
+def test_oversized_template_is_refused(tmp_path, source):
     """Compiling it ended in a RecursionError, which nothing caught."""
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
@@ -944,13 +930,13 @@ def test_a_template_nested_too_deep_or_too_long_is_a_broken_model(tmp_path, sour
 @pytest.mark.parametrize(
     "what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"]
 )
-def test_an_attribute_of_pythons_own_is_nothing_in_a_template(tmp_path, what):
+def test_python_attributes_are_undefined(tmp_path, what):
     own = ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"]
     source = [f"[{{{{ {what}.{each} }}}}{{{{ {what}['{each}'] }}}}]" for each in own]
     assert make_model(tmp_path, "".join(source)).render(turns("Hi")) == "[]" * len(own)
 
 
-# --- what a turn reads --------------------------------------------------------------------------
+# --- what a turn reads ----------------------------------------------------------------------------
 
 # Thoughts of earlier turns are left out, in the manner of Qwen 3
 THINKS = """\
@@ -1009,7 +995,7 @@ class Talk(Replay):
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_turn_reads_what_the_template_writes_anew(published, name):
+def test_rendering_is_stateless(published, name):
     """All but what the slot still holds, which ends with the last word of the answer. By hand, of
     Llama 3, 1 + 8 + 15 + 14 tokens:
 

@@ -62,7 +62,7 @@ def random_answer(grammars: Grammars, grammar, seed: int, longest: int = 3000) -
     return grammars._tokenizer.decode_str(tokens)
 
 
-# --- what is allowed ----------------------------------------------------------------------------
+# --- what is allowed ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def random_answer(grammars: Grammars, grammar, seed: int, longest: int = 3000) -
         ({"lark": 'start: "(" start? ")"'}, ["()", "(((())))"]),
     ],
 )
-def test_what_a_grammar_describes_can_be_said(grammars, source, texts):
+def test_grammar_accepts_what_it_describes(grammars, source, texts):
     for text in texts:
         grammar = make(grammars, **source)
         say(grammars, grammar, text)
@@ -84,7 +84,7 @@ def test_what_a_grammar_describes_can_be_said(grammars, source, texts):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_is_drawn_at_random_is_in_the_grammar(grammars, seed):
+def test_random_answers_match_the_grammar(grammars, seed):
     schema = {
         "type": "object",
         "properties": {
@@ -104,7 +104,7 @@ def test_whatever_is_drawn_at_random_is_in_the_grammar(grammars, seed):
     assert -2 <= said["size"] <= 2.5 and set(said.get("tags", [])) <= {"a", "b"}
 
 
-def test_every_end_token_is_allowed_where_an_answer_may_end(grammars):
+def test_every_end_token_is_allowed(grammars):
     """A mask that hid the second one made another server write 21,000 tokens of garbage."""
     grammar = make(grammars, json={"type": "integer"})
     assert not allowed(grammar) & set(ENDS)
@@ -112,7 +112,7 @@ def test_every_end_token_is_allowed_where_an_answer_may_end(grammars):
     assert allowed(grammar) >= set(ENDS)
 
 
-def test_a_model_without_an_end_token_has_no_grammars():
+def test_no_end_token_no_grammars():
     """An end token that its tokenizer does not know is none."""
     for ends in ((), (271,)):
         with pytest.raises(ValueError, match="grammar: this model names no end token"):
@@ -127,19 +127,19 @@ def test_white_space_is_bounded(grammars):
     assert not allowed(grammar) & {ord(" "), ord("\n"), ord("\t")}
 
 
-def test_ids_that_no_token_has_are_forbidden(grammars):
+def test_unused_ids_are_forbidden(grammars):
     """A model's head may know more numbers than its tokenizer."""
     for source in ({"regex": "(.|\n)*"}, {"json": {"type": "string"}}):
         assert max(allowed(make(grammars, **source))) <= max(ENDS)
 
 
-def test_a_models_text_makes_grammars(tmp_path):
+def test_tokenizer_compiles_grammars(tmp_path):
     text = Tokenizer(ROOT / "demo" / "model", 1536)
     grammar = text.grammar(SamplingParams(grammar={"choice": ["yes", "no"]}).grammar)
     assert {text.tokenizer.id_to_token(token) for token in allowed(grammar)} >= {"y", "n"}
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 DEEP = {"type": "string"}
 for _ in range(300):
@@ -174,7 +174,7 @@ for _ in range(300):
         ),
     ],
 )
-def test_a_grammar_that_cannot_be_is_refused_in_one_line(grammars, source, words):
+def test_impossible_grammar_is_refused(grammars, source, words):
     with pytest.raises(ValueError, match=r"^grammar: ") as refusal:
         make(grammars, **source)
     said = str(refusal.value)
@@ -182,7 +182,7 @@ def test_a_grammar_that_cannot_be_is_refused_in_one_line(grammars, source, words
 
 
 @pytest.mark.parametrize(
-    "wish, words",
+    "source, words",
     [
         (5, "must be {'json': schema}"),
         ({}, "must be"),
@@ -197,16 +197,16 @@ def test_a_grammar_that_cannot_be_is_refused_in_one_line(grammars, source, words
         ({"regex": "a" * (GRAMMAR + 1)}, "at most 32,768"),
     ],
 )
-def test_settings_refuse_what_is_no_grammar(wish, words):
+def test_sampling_params_validate_grammars(source, words):
     if words is None:  # one choice
-        assert SamplingParams(grammar=wish).grammar == {"choice": ("yes",)}
+        assert SamplingParams(grammar=source).grammar == {"choice": ("yes",)}
         return
     with pytest.raises(ValueError, match="grammar") as refusal:
-        SamplingParams(grammar=wish)
+        SamplingParams(grammar=source)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_grammar_that_has_been_checked_cannot_change():
+def test_validated_grammar_is_immutable():
     schema = {"type": "integer"}
     sampling = SamplingParams(grammar={"json": schema})
     schema["type"] = "nonsense"
@@ -215,7 +215,7 @@ def test_a_grammar_that_has_been_checked_cannot_change():
         SamplingParams(grammar={"json": {}}, ignore_eos=True)
 
 
-# --- what is hostile ----------------------------------------------------------------------------
+# --- what is hostile ------------------------------------------------------------------------------
 
 
 TRIED = (
@@ -235,7 +235,7 @@ TRIED = (
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_hostile_grammar_is_refused_or_keeps_to_its_account(grammars, name):
+def test_hostile_grammar_is_refused_or_within_budget(grammars, name):
     """A chain of 3,000 references ended the process: the library walks by recursion. And a step
     with it runs in a thread with a stack of the usual size."""
     try:
@@ -272,8 +272,8 @@ def step_it(grammar, taken: list) -> None:
 
 
 @pytest.mark.parametrize("name", ["a large divisor", "a schema in it", "a large common multiple"])
-def test_what_cannot_be_made_is_ended_in_a_process_of_its_own_and_remembered(name, monkeypatch):
-    """Two such requests took both threads that made grammars for ever. The process grew to 4 GiB,
+def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
+    """Two such requests blocked both threads that compile grammars. The process grew to 4 GiB,
     and every other schema was refused."""
     grammars = Grammars(make_tokenizer(), V, ENDS)
     make(grammars, choice=["yes"])
@@ -294,7 +294,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_honest_grammars_are_made_while_a_hostile_one_is_tried(grammars):
+def test_hostile_grammar_delays_no_others(grammars):
     def attack() -> None:
         with pytest.raises(ValueError, match="takes more than"):
             make(grammars, json={"type": "integer", "multipleOf": 99_999_989})
@@ -316,7 +316,7 @@ def test_honest_grammars_are_made_while_a_hostile_one_is_tried(grammars):
         {"json": {"const": "x y" * 10_000}},
     ],
 )
-def test_what_would_fail_or_dawdle_in_mid_answer_is_refused_before_it(grammars, source):
+def test_grammar_that_fails_later_is_refused_before(grammars, source):
     """An object of 1,500 properties passed, and its answer ended with a 500 at the first token."""
     with pytest.raises(ValueError, match=r"too many|Too many|more than 1 ms a token"):
         make(grammars, **source)
@@ -333,13 +333,13 @@ def test_what_would_fail_or_dawdle_in_mid_answer_is_refused_before_it(grammars, 
         {"lark": 'start: e\ne: e ("+" | "-" | "*") e | /[0-9]+/ | "(" e ")"'},
     ],
 )
-def test_what_is_large_and_honest_is_made(grammars, source):
+def test_large_grammars_are_compiled(grammars, source):
     assert make(grammars, **source).mask()
 
 
-def test_an_answer_whose_grammar_takes_too_long_ends(grammars, monkeypatch):
+def test_grammar_over_budget_ends_the_answer(grammars, monkeypatch):
     """One request with many ways to read its answer made all others 20 to 80 times as slow."""
-    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had passed it
     grammar = make(grammars, lark="start: start start | start start start | /[a-z ]/ | ")
     said = 0
     with pytest.raises(GrammarError, match=r"takes more than 1 ms a token|cannot go on"):
@@ -350,8 +350,8 @@ def test_an_answer_whose_grammar_takes_too_long_ends(grammars, monkeypatch):
     assert 2 < said < 400
 
 
-def test_a_grammar_answers_for_several_places_and_stands_where_it_stood(grammars):
-    """Draft tokens that it allows, a draft that it forbids, and draft tokens beyond its end."""
+def test_masks_of_several_tokens_leave_the_state_unchanged(grammars):
+    """Drafts that it allows, a draft that it forbids, and drafts beyond its end."""
     dice = random.Random(1)
     source = {"json": {"type": "array", "items": {"enum": [17, "ab", None]}, "maxItems": 3}}
     right = wrong = beyond = 0
@@ -380,7 +380,7 @@ def inside(grammar, dice: random.Random) -> int:
     return dice.choice(sorted(allowed(grammar) - {*ENDS}) or [ENDS[0]])
 
 
-def test_a_panic_in_the_library_is_a_refusal(grammars, monkeypatch):
+def test_llguidance_panic_is_a_refusal(grammars, monkeypatch):
     class PanicException(BaseException):
         """As Rust's panics come to Python."""
 
@@ -392,19 +392,19 @@ def test_a_panic_in_the_library_is_a_refusal(grammars, monkeypatch):
     assert said == "the library failed (index out of bounds)"
 
 
-def test_a_grammar_that_fails_later_says_so(grammars):
+def test_late_grammar_failure_is_reported(grammars):
     grammar = make(grammars, choice=["yes", "no"])
     with pytest.raises(GrammarError, match="it cannot go on"):
         grammar.accept(ord("q"))
 
 
-def test_a_verdict_that_is_kept_is_short(grammars):
+def test_verdicts_are_short(grammars):
     """It quotes the grammar, and a thousand of those were 30 MB."""
     for source in ({"regex": "(" * 30_000}, {"json": '{"$ref": "#/' + "a" * 30_000 + '"}'}):
         assert 250 < len(grammars._judge(source)) < 350
 
 
-def test_a_grammar_is_tried_once_and_the_verdicts_that_are_kept_are_not_many(monkeypatch):
+def test_grammar_verdicts_are_cached_and_bounded(monkeypatch):
     grammars = Grammars(make_tokenizer(), V, ENDS)
     monkeypatch.setattr(grammar_file, "KNOWN", 3)
     tried = []

@@ -33,7 +33,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(sandbox):
+def test_jobs_share_what_was_prepared(sandbox):
     assert sandbox.run(["given"]) == "from its parent"
     assert sandbox.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
     nurseries, workers = zip(*(sandbox.run(["processes"]) for _ in range(5)), strict=True)
@@ -50,20 +50,20 @@ def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(sandbox):
         (["fail", "some\nwords"], "ended the process that tried it (exit code some words)"),
     ],
 )
-def test_a_job_that_takes_too_much_is_ended_and_the_next_one_is_done(sandbox, job, words):
+def test_job_over_a_limit_is_killed(sandbox, job, words):
     with pytest.raises(LimitError) as refusal:
         sandbox.run(job)
     assert str(refusal.value) == words
     assert sandbox.run(["double", "x"]) == "xx"
 
 
-def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(sandbox):
+def test_job_gets_its_memory_and_stack(sandbox):
     assert sandbox.run(["eat", 32 * 2**20]) == 32 * 2**20
     assert sandbox.run(["nest", 900]) == 900
 
 
-def test_a_job_that_only_waits_is_ended_by_the_clock():
-    """On a busy machine a trial does not get its turn. That is not the job's fault."""
+def test_sleeping_job_is_killed():
+    """On a busy machine a job does not get its turn, which is not its fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
         sandbox.run(["sleep", 60])
@@ -71,7 +71,7 @@ def test_a_job_that_only_waits_is_ended_by_the_clock():
     sandbox.close()
 
 
-def test_those_who_find_all_places_taken_are_told_so():
+def test_too_many_jobs_are_busy():
     sandbox = Sandbox("sandbox_jobs", None, SandboxLimits(30.0, 2.0, 2**26, at_once=1))
     sandbox.run(["given"])
 
@@ -86,7 +86,7 @@ def test_those_who_find_all_places_taken_are_told_so():
     sandbox.close()
 
 
-def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
+def test_failed_prepare_is_remembered(monkeypatch):
     """It looked like a busy machine, and each request with a grammar started another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
@@ -95,10 +95,10 @@ def test_what_cannot_be_prepared_is_said_and_not_tried_again(monkeypatch):
         monkeypatch.setattr(sys, "executable", "/no/such/python")
 
 
-def test_a_nursery_that_was_killed_is_replaced(sandbox):
+def test_killed_fork_server_is_replaced(sandbox):
     fork_server_pid, _ = sandbox.run(["processes"])
     with pytest.raises(BusyError):
-        sandbox.run(["kill the nursery"])
+        sandbox.run(["kill the fork server"])
     another, _ = sandbox.run(["processes"])
     assert another != fork_server_pid
     os.kill(another, signal.SIGKILL)  # between two jobs
@@ -106,8 +106,8 @@ def test_a_nursery_that_was_killed_is_replaced(sandbox):
     assert sandbox.run(["double", "x"]) == "xx"
 
 
-def test_nothing_of_a_nursery_stays(sandbox):
-    """Neither the nursery nor its trials outlive the process that has started them, however it
+def test_fork_server_leaves_nothing(sandbox):
+    """Neither the fork server nor its jobs outlive the process that started them, however it
     ends."""
     fork_server_pid, _ = sandbox.run(["processes"])
     before = len(os.listdir("/proc/self/fd"))
@@ -129,7 +129,7 @@ def test_nothing_of_a_nursery_stays(sandbox):
     wait_for(lambda: not is_alive(int(said.stdout.split()[0])))
 
 
-def test_many_jobs_at_once_from_many_threads_find_each_its_own(sandbox):
+def test_concurrent_jobs_get_their_own_results(sandbox):
     """Hostile ones among them: 60 jobs in a random order, seed 1."""
     dice = random.Random(1)
     jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(50)]
@@ -146,13 +146,13 @@ def test_many_jobs_at_once_from_many_threads_find_each_its_own(sandbox):
         assert [*pool.map(is_right, *zip(*jobs, strict=True))] == [True] * 60
 
 
-def test_where_no_process_can_be_started_that_is_said(monkeypatch):
+def test_no_process_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(BusyError, match="no process can be started"):
         Sandbox("sandbox_jobs", None, LIMITS).run(["given"])
 
 
-def test_where_no_file_can_be_opened_that_is_said(monkeypatch, sandbox):
+def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
     """A server with too many connections answered with a fault of its own."""
 
     def refuse() -> None:

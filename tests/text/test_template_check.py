@@ -44,7 +44,7 @@ def hostile(name: str) -> str:
 
 @no_limit_of_memory
 @pytest.mark.parametrize("name", ["normalizer", "rare", "decoder", "charsmap"])
-def test_a_tokenizer_that_takes_all_memory_is_refused_at_load(tmp_path, monkeypatch, name):
+def test_greedy_tokenizer_is_refused(tmp_path, monkeypatch, name):
     """5 KB of JSON took all memory at the first prompt, or aborted the process."""
     monkeypatch.setattr(
         template_check, "LIMITS", template_check.LIMITS._replace(seconds=3.0, memory=2**27)
@@ -56,12 +56,12 @@ def test_a_tokenizer_that_takes_all_memory_is_refused_at_load(tmp_path, monkeypa
     assert len(str(refused.value)) < 400
 
 
-def test_a_tokenizer_whose_padding_takes_all_memory_is_not_padded(tmp_path):
+def test_padding_is_disabled(tmp_path):
     (tmp_path / "tokenizer.json").write_text(hostile("padding"))
     assert Tokenizer(tmp_path, 300).encode("Hi") == [256, 39, 72]
 
 
-def test_a_tokenizer_that_only_panics_is_served(tmp_path):
+def test_panicking_tokenizer_is_served(tmp_path):
     """Each prompt that it cannot read is refused in one line, as before."""
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
@@ -70,7 +70,7 @@ def test_a_tokenizer_that_only_panics_is_served(tmp_path):
         Tokenizer(tmp_path, 300).encode("a" * 30 + "b")
 
 
-def test_a_template_that_makes_too_much_is_refused_at_load(tmp_path):
+def test_template_with_huge_output_is_refused(tmp_path):
     """30 bytes made 20 MB of a question, and to tokenize these took 3.4 GB."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
@@ -80,7 +80,7 @@ def test_a_template_that_makes_too_much_is_refused_at_load(tmp_path):
 
 
 @no_limit_of_memory
-def test_what_a_template_makes_is_tokenized_in_the_trial(tmp_path, monkeypatch):
+def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
     """The tokenizer explodes at a letter that only the template writes."""
     monkeypatch.setattr(
         template_check, "LIMITS", template_check.LIMITS._replace(seconds=3.0, memory=2**27)
@@ -96,7 +96,7 @@ def test_what_a_template_makes_is_tokenized_in_the_trial(tmp_path, monkeypatch):
         Tokenizer(tmp_path, 300)
 
 
-def test_a_tokenizer_is_tried_once_and_the_demos_never(tmp_path, monkeypatch):
+def test_tokenizer_is_checked_once(tmp_path, monkeypatch):
     """A model that comes back need not wait for a child, and the demo came with the program."""
     monkeypatch.setattr(template_check, "PASSED", set())
     jobs = []

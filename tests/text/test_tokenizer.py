@@ -120,10 +120,10 @@ def stream(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> tuple[list[str], 
     return pieces, text.finish(ids)
 
 
-# --- pieces and the whole -----------------------------------------------------------------------
+# --- pieces and the whole -------------------------------------------------------------------------
 
 
-def test_the_tokenizers_here_are_the_sharp_ones():
+def test_tokenizers_here_are_sharp():
     """With tokens that end within a character, and tokens of several: else the tests below would
     show nothing."""
     rng = random.Random(1)
@@ -150,9 +150,7 @@ def test_the_tokenizers_here_are_the_sharp_ones():
 @pytest.mark.parametrize(
     ("name", "count"), [("bytes", 3000), ("byte BPE", 3500), ("sentencepiece", 3500)]
 )
-def test_over_ten_thousand_random_texts_pieces_join_to_the_whole_and_none_ends_within_a_character(
-    name, count
-):
+def test_random_texts_stream_as_they_decode(name, count):
     """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of
     SentencePiece."""
     tokenizer, rng, done = TOKENIZERS[name](), random.Random(2), 0
@@ -170,7 +168,7 @@ def test_over_ten_thousand_random_texts_pieces_join_to_the_whole_and_none_ends_w
 
 
 @every_tokenizer
-def test_text_is_shown_with_the_token_that_completes_it(name):
+def test_text_comes_with_the_token_that_completes_it(name):
     """Holding all back to the end would join to the whole, too."""
     tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
     for _ in range(300):
@@ -191,7 +189,7 @@ def test_text_is_shown_with_the_token_that_completes_it(name):
 
 
 @every_tokenizer
-def test_tokens_drawn_at_random_join_to_the_whole_decode_wherever_they_are_cut(name):
+def test_random_tokens_stream_as_they_decode(name):
     """A model may say anything, at high temperature: bytes that are no UTF-8 may neither raise nor
     get lost."""
     tokenizer, rng = TOKENIZERS[name](), random.Random(4)
@@ -286,7 +284,7 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, *other_kinds()])
-def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
+def test_every_tokenizer_streams_as_it_decodes(kind):
     """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were
     added later."""
     if kind in TOKENIZERS:
@@ -321,7 +319,7 @@ def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
 
 
 @every_tokenizer
-def test_a_text_cut_off_within_a_character_joins_to_the_whole_decode(name):
+def test_text_cut_within_a_character(name):
     """An answer that ends at max_tokens may end anywhere: after every token of every text."""
     tokenizer, rng, cuts, wrong = TOKENIZERS[name](), random.Random(5), 0, []
     for _ in range(300):
@@ -339,7 +337,7 @@ def test_a_text_cut_off_within_a_character_joins_to_the_whole_decode(name):
 
 
 @every_tokenizer
-def test_special_tokens_stay_out_of_the_text_even_within_a_character(name):
+def test_special_tokens_stay_out_of_the_text(name):
     """With ignore_eos an answer goes on after `</s>`, and its text must not say so."""
     tokenizer, rng, put = TOKENIZERS[name](), random.Random(6), 0
     specials = [tokenizer.token_to_id(token) for token in ("<s>", "</s>")]
@@ -354,7 +352,7 @@ def test_special_tokens_stay_out_of_the_text_even_within_a_character(name):
     assert put > 1000
 
 
-# --- stop strings -------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
@@ -422,7 +420,7 @@ def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
     return [(), *((place,) for place in places), tuple(places), *some]
 
 
-def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_and_never_leaks():
+def test_stop_string_cut_at_every_place():
     """One looked for in each piece alone is missed if it spans two; one that is waited for too late
     has been shown."""
     rng, wrong = random.Random(7), []
@@ -468,7 +466,7 @@ def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_an
     assert not wrong, f"{len(wrong)} of {cases}; the first: {wrong[0]}"
 
 
-def test_a_character_costs_no_more_before_a_long_stop_string_than_before_a_short_one():
+def test_cost_is_independent_of_stop_string_length():
     """16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all. Here
     what counts is how often a text is held against one of them."""
 
@@ -490,7 +488,7 @@ def test_a_character_costs_no_more_before_a_long_stop_string_than_before_a_short
 
 
 @every_tokenizer
-def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them(name):
+def test_stop_strings_with_a_real_tokenizer(name):
     """Where merges, spaces and byte tokens decide what a token is."""
     tokenizer, rng, stopped, wrong = TOKENIZERS[name](), random.Random(8), 0, []
     for _ in range(1000):
@@ -526,7 +524,7 @@ def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them
         ("a👍🏽b", ["🏽"], "a👍"),
     ],
 )
-def test_stop_strings_worked_out_by_hand(text, stops, shown):
+def test_stop_strings_by_hand(text, stops, shown):
     """The cases above are held against a reference; these hold the reference."""
     assert expected(text, stops)[:2] == (shown, text != shown)
     pieces = Pieces(text)
@@ -544,7 +542,7 @@ def test_stop_strings_worked_out_by_hand(text, stops, shown):
     )
 
 
-# --- cost ---------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 ENDLESS = {
     "text": "The quick brown fox, 中文 and 😀.\n",
@@ -566,7 +564,7 @@ def endless_ids(name: str, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @every_tokenizer
-def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
+def test_token_costs_the_same_late_as_early(name, kind):
     """A stream that decodes all again for each token makes long answers quadratic. Old and new are
     timed in turn."""
     tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
@@ -585,7 +583,7 @@ def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
     assert statistics.median(times["old"]) < 8 * statistics.median(times["new"])
 
 
-# --- BOS ----------------------------------------------------------------------------------------
+# --- BOS ------------------------------------------------------------------------------------------
 
 
 def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
@@ -602,9 +600,7 @@ def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
 )
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("begins_with_bos", [True, False])
-def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(
-    tmp_path, begins_with_bos, adds_bos, bos
-):
+def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
     """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no
     model was trained on.
 
@@ -618,7 +614,7 @@ def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_only_a_bos_at_the_start_is_one_too_many(tmp_path, adds_bos):
+def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
     """What stands within a text is its author's: a few-shot prompt may begin each example with
     `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
@@ -627,7 +623,7 @@ def test_only_a_bos_at_the_start_is_one_too_many(tmp_path, adds_bos):
     assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos
 
 
-# --- tokenizers that fail late ------------------------------------------------------------------
+# --- tokenizers that fail late --------------------------------------------------------------------
 
 WORDS = {"hello": 0, "world": 1}
 FAIL_AT_ENCODE = {
@@ -648,9 +644,7 @@ def late_failure(folder: Path, name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", FAIL_AT_ENCODE)
-def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_neighbours_go_on(
-    parts, tmp_path, name, capfd
-):
+def test_unreadable_prompt_is_refused_alone(parts, tmp_path, name, capfd):
     """The library raises a bare Exception, which no caller catches, or panics, which is not even an
     Exception."""
     text = late_failure(tmp_path, name)
@@ -684,14 +678,14 @@ def panicking() -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("token", [1, 2])
-def test_the_decoder_here_really_panics(token):
+def test_decoder_really_panics(token):
     with pytest.raises(BaseException, match="index out of bounds") as caught:
         panicking().decode([token])
     assert not isinstance(caught.value, Exception)
 
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
-def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
+def test_system_exit_is_no_panic(ending):
     """SIGTERM came while the tokenizer ran; its handler's SystemExit became an error of one
     request, and was lost."""
 
@@ -702,7 +696,7 @@ def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
         without_panics(interrupted, [1])
 
 
-def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):
+def test_undecodable_token_ends_its_request_alone(parts, tmp_path):
     """A panic is no Exception: where the end of a request decodes what is left, it came out of
     `cancel`."""
     panicking().save(str(tmp_path / "tokenizer.json"))
@@ -737,7 +731,7 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
     assert closed.finish_reason == "cancelled"
 
 
-def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused_in_one_line(tmp_path):
+def test_prompt_of_unknown_tokens_is_refused(tmp_path):
     words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
     words.save(str(tmp_path / "tokenizer.json"))
     text = Tokenizer(tmp_path, 2)
@@ -747,7 +741,7 @@ def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused_in_one_line(tm
     assert "\n" not in str(caught.value)
 
 
-def test_a_prompt_far_beyond_its_room_is_refused_after_a_part_and_no_other(monkeypatch):
+def test_oversized_prompt_is_refused_after_a_part(monkeypatch):
     """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. 300 random texts
     and rooms, seed 1."""
     monkeypatch.setattr("text.tokenizer.FIRST", 64)

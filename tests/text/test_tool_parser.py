@@ -103,7 +103,7 @@ def make_call(dice: random.Random, format) -> tuple[str, dict]:
 
 
 def make_arguments(dice: random.Random, format) -> dict:
-    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one behind a value
+    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one after a value
     with what follows then."""
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
@@ -177,7 +177,7 @@ def written(format, calls: list, dice: random.Random) -> str:
 
 
 def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
-    """A text, and what it is: ("thought", ...), ("content", ...), ("tool_call", name, arguments)."""
+    """A text, and what it is: ("reasoning", ...), ("content", ...), ("tool_call", name, arguments)."""
     dice = random.Random(seed)
     marks = dice.choice(REASONING_MARKS)
     text, parts = "", []
@@ -188,7 +188,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
-        # Llama's calls stand at the beginning, or behind their mark
+        # Llama's calls stand at the beginning, or after their mark
         text += answer
         parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
@@ -238,7 +238,7 @@ def as_bytes(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
-def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut(format):
+def test_random_answers_are_parsed_however_cut(format):
     calls = thoughts = 0
     for seed in range(ANSWERS):
         text, expected, output_format = make_answer(format, seed)
@@ -260,8 +260,8 @@ def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cu
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
-def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_and_in_many(format):
-    """Its end may be half a mark, half a call, or half a thought."""
+def test_damaged_answers_are_parsed_however_cut(format):
+    """Its end may be half a mark, half a call, or half of the reasoning."""
     kinds = set()
     for seed in range(ANSWERS):
         text, _, output_format = make_answer(format, seed)
@@ -280,7 +280,7 @@ def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_
 
 
 def spaced(text: str, dice: random.Random) -> str:
-    """With long white space beside its marks, often just as long as the machine holds back."""
+    """With long white space next to its marks, often just as long as the machine holds back."""
     places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
     for place in sorted(dice.choices(places or [0], k=3), reverse=True):
         length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
@@ -290,8 +290,8 @@ def spaced(text: str, dice: random.Random) -> str:
 
 
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
-def test_long_white_space_anywhere_changes_nothing_about_how_an_answer_may_be_cut(format):
-    """More than 300 blanks behind a thought were the answer in one piece, and vanished in many."""
+def test_long_white_space_is_parsed_however_cut(format):
+    """More than 300 blanks after reasoning were the answer in one piece, and vanished in many."""
     compared = 0
     for seed in range(ANSWERS // 4):
         text, _, output_format = make_answer(format or HERMES, seed)
@@ -341,7 +341,7 @@ SPEECH = OutputFormat(REASONING_MARKS[0], HERMES)
         ("", []),
     ],
 )
-def test_what_is_hostile_or_unfinished_is_told_whole(text, expected):
+def test_malformed_answers_are_content(text, expected):
     assert told(parse(text, SPEECH)) == expected
     assert told(parse(list(text), SPEECH)) == expected
 
@@ -387,7 +387,7 @@ TEXT = {"add": {"properties": {"a": {"type": "string"}}}}
         ),
     ],
 )
-def test_a_call_in_tags_may_be_careless_or_no_call(name, text, expected):
+def test_careless_tagged_calls(name, text, expected):
     (format,) = (format for format in TAGGED if format.name == name)
     for pieces in ([text], list(text)):
         parser = OutputParser(OutputFormat(tools=format), TEXT)
@@ -395,14 +395,14 @@ def test_a_call_in_tags_may_be_careless_or_no_call(name, text, expected):
         assert told(joined(parts + parser.push(None))) == expected
 
 
-def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
+def test_unfinished_arguments():
     parser = OutputParser(SPEECH, TOOLS)
     told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
     assert told == [("tool_call", "add"), ("arguments", '{"a": "12')]
     assert parser.push("34") == [("arguments", "34")] and parser.push(None) == []
 
 
-def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_piece_by_piece():
+def test_call_without_tools_is_content():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert OutputParser(OutputFormat(REASONING_MARKS[0], HERMES)).push(text) == [("content", text)]
     plain = OutputParser(OutputFormat())
@@ -411,7 +411,7 @@ def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_pie
     assert plain.push(None) == []
 
 
-def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
+def test_json_answer_is_no_call_of_an_unknown_tool():
     output_format = OutputFormat(None, LLAMA)
     unnamed = '{"name": ["add"], "parameters": {}}'  # was a TypeError
     others = ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{")
@@ -419,7 +419,7 @@ def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
         assert parse(text, output_format) == [("content", text)] == parse(list(text), output_format)
 
 
-def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
+def test_prompt_may_open_the_reasoning():
     assert SPEECH.is_thinking("<|assistant|>\n<think>\n")
     assert not SPEECH.is_thinking("<|assistant|>\n<think>\n\n</think>\n\n")
     parser = OutputParser(SPEECH, is_thinking=True)
@@ -429,7 +429,7 @@ def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
     assert parts == [("reasoning", "It is late."), ("content", "Good night.")]
 
 
-# --- calls without a mark -----------------------------------------------------------------------
+# --- calls without a mark -------------------------------------------------------------------------
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 PRETTY = json.dumps({"name": "files.read-all", "arguments": {"path": "a {\n"}}, indent=2)
@@ -482,7 +482,7 @@ IN_JSON = [format for format in FORMATS if format.name not in ("MiniCPM", "Seed"
 
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
-def test_a_call_without_its_mark_is_a_call_if_its_tool_was_given(format):
+def test_unmarked_call_of_a_known_tool(format):
     """Of 16 calls of a published model none had its mark: it wrote them bare, or in a block of code.
     The client got them as content, and its loop ended."""
     output_format = OutputFormat(REASONING_MARKS[0], format)
@@ -499,7 +499,7 @@ def test_a_call_without_its_mark_is_a_call_if_its_tool_was_given(format):
 
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
-def test_what_only_looks_like_a_call_without_its_mark_stays_text(format):
+def test_unmarked_lookalikes_are_content(format):
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text in NO_CALLS:
         if format.is_bare and text.startswith('{"name": "add", "arguments": {'):
@@ -514,7 +514,7 @@ def test_what_only_looks_like_a_call_without_its_mark_stays_text(format):
         assert [*parser.push(text), *parser.push(None)] == [("content", text)]
 
 
-def test_calls_without_their_marks_are_the_same_in_one_piece_and_in_many():
+def test_unmarked_calls_are_parsed_however_cut():
     """Whole, cut off anywhere, damaged, and with `max_tokens` at their end."""
     pieces = [
         *BARE,
@@ -554,7 +554,7 @@ def test_calls_without_their_marks_are_the_same_in_one_piece_and_in_many():
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
-def test_a_call_that_max_tokens_have_cut_off_is_no_text(format):
+def test_truncated_call_is_dropped(format):
     """Half a call stood in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself
     is told whole, since nothing is missing."""
     dice = random.Random(5)
@@ -572,7 +572,7 @@ def test_a_call_that_max_tokens_have_cut_off_is_no_text(format):
             assert "tool_call" in str(parts) or whole.strip() == text[:end].strip()
 
 
-def test_text_that_max_tokens_have_cut_off_is_told():
+def test_truncated_text_is_content():
     for text in (
         "so",
         "so ",
@@ -586,7 +586,7 @@ def test_text_that_max_tokens_have_cut_off_is_told():
         assert parse(list(text), SPEECH, is_cut=True) == [("content", expected)], text
 
 
-def test_one_call_is_over_with_its_last_character():
+def test_single_call_ends_with_its_last_character():
     """The engine stops there. A model that goes on would call until max_tokens."""
     for format in ALL:
         for seed in range(20):
@@ -598,7 +598,7 @@ def test_one_call_is_over_with_its_last_character():
             assert OutputParser(OutputFormat(None, format), TOOLS).ends(text) is format.is_bare
 
 
-def test_who_wants_one_call_gets_one():
+def test_single_call():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert told(parse(text + "\n" + text + "!", SPEECH, is_single=True)) == [
         ("tool_call", "add", {})
@@ -620,7 +620,7 @@ def test_who_wants_one_call_gets_one():
     ],
     ids=["calls", "marks", "brackets", "halves", "ends", "space", "bodies", "bare", "blocks"],
 )
-def test_the_cost_of_a_character_does_not_grow_with_the_answer(text):
+def test_parsing_cost_does_not_grow(text):
     """An answer of a whole slot must not hold up the thread that serves all clients. A machine that
     looks at each character anew for each mark would take minutes."""
     began = time.thread_time()
@@ -634,7 +634,7 @@ def test_the_cost_of_a_character_does_not_grow_with_the_answer(text):
 
 
 @pytest.mark.parametrize("before", ["", "a", "<think>a", "<tool_call>", "<tool_call>add"])
-def test_white_space_without_end_is_told_as_it_comes(before):
+def test_endless_white_space_streams(before):
     """A client can ask for it with a logit bias. Held back, all of it was looked at for each token:
     100,000 took four seconds of the thread that serves all clients."""
     for text in (before + " \n" * 2000 + "x", before + " \n" * 2000 + "<tool_call>x"):
@@ -648,7 +648,7 @@ def test_white_space_without_end_is_told_as_it_comes(before):
         assert joined(parts)[-1].text.endswith("x") and len(text) - len(joined(parts)[-1].text) < 20
 
 
-# --- which format does a template speak? --------------------------------------------------------
+# --- which format does a template speak? ----------------------------------------------------------
 
 RENDERED = {
     "Hermes": '<|im_start|>assistant\n<tool_call>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_call>',
@@ -681,13 +681,13 @@ EXAMPLE = (
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_a_format_is_known_by_the_call_that_the_template_writes(name):
+def test_format_is_detected_from_the_template(name):
     output_format = detect_format("... </think>", lambda messages, tools: EXAMPLE + RENDERED[name])
     assert output_format.tools.name == name and output_format.reasoning == REASONING_MARKS[0]
 
 
 @pytest.mark.parametrize("name", RENDERED_OTHERWISE)
-def test_a_format_that_is_not_known_is_named_by_what_it_writes(name):
+def test_unknown_format_is_quoted(name):
     rendered, known = RENDERED_OTHERWISE[name]
     output_format = detect_format(
         "{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered
@@ -698,7 +698,7 @@ def test_a_format_that_is_not_known_is_named_by_what_it_writes(name):
     )
 
 
-def test_a_model_without_tools_says_why():
+def test_model_without_tools_says_why():
     def refuse(messages, tools):
         raise ValueError("the chat template refuses these messages: no role tool")
 
@@ -770,7 +770,7 @@ KINDS = ["letters", "special", "added"]  # how a tokenizer knows marks
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REQUIRED)
-def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(name, kind):
+def test_grammar_allows_the_trained_format(name, kind):
     """Held to another form, a model goes on with what is unlikely, and may call with nonsense.
     Qwen's <tool_call> is an added token that is not special, and no call could be required."""
     template, *pieces = REQUIRED[name]
@@ -792,7 +792,7 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
 
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thought_under_a_grammar_ends_at_its_mark_however_it_is_written(kind, marks):
+def test_reasoning_mark_under_a_grammar(kind, marks):
     """The token </think> was forbidden where it is an added one that is not special, so the thought
     went on until max_tokens. And in letters the mark went on as a thought for the grammar, while
     the parser took what followed for the answer."""
@@ -805,7 +805,7 @@ def test_a_thought_under_a_grammar_ends_at_its_mark_however_it_is_written(kind, 
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
-        # The mark in letters: the thought cannot go on behind it
+        # The mark in letters: reasoning cannot go on after it
         letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
         before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
         assert not allows(grammars, rules, [*before, *letters, *letters])
@@ -823,7 +823,7 @@ def allows(grammars, rules: str, tokens: list[int]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
-def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format, kind):
+def test_tagged_string_follows_its_pattern(format, kind):
     """Where the arguments are JSON, a pattern was kept. In tags any text could be written."""
     texts = {mark for mark in MARKS if mark in str(format.tags)}
     tokenizer, grammars, marks = with_marks(texts, kind)
@@ -853,7 +853,7 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
     assert not is_again, "the first mark ends the text"
 
 
-# --- for those who watch ------------------------------------------------------------------------
+# --- for those who watch --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -874,11 +874,11 @@ def test_a_text_in_tags_that_has_to_come_keeps_the_pattern_of_its_schema(format,
         ),
     ],
 )
-def test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model(text, expected):
+def test_split_output_without_the_model(text, expected):
     assert split_output(text) == expected
 
 
-def test_a_watcher_is_told_that_the_prompt_has_opened_the_thought():
+def test_split_output_of_opened_reasoning():
     for text in ("Hm.", "Hm.\n</think>"):
         assert split_output(text, is_thinking=True) == [("reasoning", text)]
     parts = [("reasoning", "Hm.</think>"), ("content", "Yes.")]
@@ -886,13 +886,13 @@ def test_a_watcher_is_told_that_the_prompt_has_opened_the_thought():
 
 
 @pytest.mark.parametrize("marks", REASONING_MARKS)
-def test_the_page_of_a_conversation_shows_no_marks_of_a_thought(marks):
-    """Those of the third family stayed in the thought."""
+def test_split_reasoning_drops_the_marks(marks):
+    """Those of the third family stayed in the reasoning."""
     opens, closes = marks
     assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 
 
-def test_what_is_said_behind_a_thought_keeps_its_line_breaks():
+def test_content_after_reasoning_keeps_its_line_breaks():
     """A conversation lost those at the end of an answer and in front of a call. So the model was
     shown something else than it had said, and read again what its slot still held."""
     assert split_reasoning("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
