@@ -68,7 +68,7 @@ PANES = {  # by name
     "rate": charts.draw_rate,
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
-    "cost": charts.draw_cost,
+    "batching": charts.draw_cost,
     "streams": answers.draw_streams,
     "step": steps.draw_step_pane,
     "mark": status.draw_mark,
@@ -81,9 +81,15 @@ PANES |= {page.name: page.pane for page in keys.PAGES.values() if page.pane}
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
 WHEEL |= {page.name: "roll" for page in keys.PAGES.values() if page.is_view}
 # Painted less often while something runs
-SLOW = ("rate", "batch", "ttft", "cost", "step", "requests", "sheet")
+SLOW = ("rate", "batch", "ttft", "batching", "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
-BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
+BRINGS = {
+    "json": "streams",
+    "pause": "step",
+    "step": "step",
+    "resume": "timeline",
+    "burst": "timeline",
+}
 STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
 # Keys of every page, besides the page's own, and the actions denied there
 ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedown": "leaf(1)"}
@@ -527,9 +533,9 @@ class Screen(App):
 
     def action_command(self, line: str) -> bool:
         """Obey a line, or tell the user why not; False then."""
-        name = line.strip().partition(" ")[0]
+        name, _ = keys.split_command(line.strip())
         posted = self.session.client.posted
-        if name in ("/quit", "/exit"):
+        if name in ("quit", "exit"):
             self.exit()
             return True
         try:
@@ -539,12 +545,14 @@ class Screen(App):
             return False
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
-        self.bring(BRINGS.get(name, self.state.lower))
-        if name.startswith("/") and name[1:] in keys.PAGES:
-            self.show_page(keys.PAGES[name[1:]])
+        self.state.chatting &= name != "json"  # its answer stands among the panes
+        if not (name == "step" and self.state.inspected):  # each step shows another token
+            self.bring(BRINGS.get(name, self.state.lower))
+        if name in keys.PAGES:
+            self.show_page(keys.PAGES[name])
         if self.page:  # a page shows the effect, or hides the panes with the effect
             said = "" if self.page.is_live else said
-            if name != f"/{self.page.name}" and not self.page.is_live:
+            if name != self.page.name and not self.page.is_live:
                 said = said or f"done behind this page: {line}"
         self.say(said)
         self.paint()

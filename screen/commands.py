@@ -28,7 +28,7 @@ from runtime.snapshot import Limits, RequestView, Snapshot
 from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
-from screen.keys import COMMANDS, PAGES, pressed
+from screen.keys import COMMANDS, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.stats import words
@@ -129,21 +129,18 @@ class Session:
     def obey(self, line: str) -> str:
         """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the
         line is wrong."""
-        if not line.startswith("/") or line.startswith("//"):
-            said = self._ask(line.removeprefix("/"))
-            if said:
-                return said
+        name, rest = split_command(line)
+        if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
-            return "the demo adds up to 99 only" if is_beyond else ""
-        name, _, rest = line.removeprefix("/").partition(" ")
+            return self._ask(rest) or ("the demo adds up to 99 only" if is_beyond else "")
         page = PAGES.get(name)
         if page:
-            return (page.obey and page.obey(self, rest.strip())) or ""
+            return (page.obey and page.obey(self, rest)) or ""
         command = RUN.get(name)
         if command is None:
             there = " ".join(f"/{command}" for command in sorted(COMMANDS))
             raise ValueError(f"/{name} is not a command; there are {there}")
-        return command(self, rest.strip()) or ""
+        return command(self, rest) or ""
 
     # --- conversations
 
@@ -417,6 +414,7 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
     orders = []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
+        name = OLD_NAMES.get(name, name)
         if name not in words or (rest and name not in NUMBERED):
             where = " without a screen" if logged else ""
             there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
@@ -525,7 +523,7 @@ class PlainLog:
             answer = self.session.obey(line)
         except ValueError as error:
             answer = str(error)
-        page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
+        page = PAGES.get(split_command(line)[0])
         if answer:
             self.write(answer)
         elif page and not page.disturbs:  # the findings of an experiment are told one by one

@@ -24,19 +24,19 @@ from typing import Any, NamedTuple
 from analysis.step_times import Prices
 from runtime.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
 from screen.chat_history import ChatHistory
-from screen.draw.style import EMPTY, FAILED, NAMES, UNSEEN, clean, count
+from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
 from screen.latency_breakdown import LatencyBreakdown, break_down
 from screen.policy_runs import KNOWN
 from screen.stats import Period, Price
 from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.view import Fault, Finding, View
-from screen.workload import BURST, Settings, is_mute
+from screen.workload import BURST, Ask, Settings, is_mute
 from server.access_log import Call
 
 # Of the state: all that has to do with one engine's life
 OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
 OF_A_LIFE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
-OF_A_LIFE += ("refused", "gone")
+OF_A_LIFE += ("refused", "gone", "_inspected")
 
 
 class TourText(NamedTuple):
@@ -106,6 +106,7 @@ class State:
     # By rows: seconds of the last steps with nothing but decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
     _in_experiment: bool = False  # the latest busy period belongs to the running experiment
+    _inspected: int = 0  # the request with a schema whose slot was selected last
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class State:
             self._absorb_requests(news, begins)
             self.chats.absorb(view.answers, self.requests)
             self.select_chat()
+            self._select_inspected()
             self._tell_unseen(view)
             self._absorb_steps(news, view.busy)
             self._shorten_history()
@@ -160,6 +162,13 @@ class State:
         request = turns[-1].request
         if request and request.slot is not None:
             self.chats.led = turns[-1].number
+            self.select(request.slot)
+
+    def _select_inspected(self) -> None:
+        """Select its slot, once."""
+        request = self.inspected
+        if request and request.slot is not None and request.id > self._inspected:
+            self._inspected = request.id
             self.select(request.slot)
 
     def select(self, slot: int) -> None:
@@ -306,6 +315,12 @@ class State:
         return view.stage == "ready" and view.has_chat and not view.watches and self.model != "demo"
 
     @property
+    def inspected(self) -> RequestView | None:
+        """The newest open request from here with a schema: the token inspector shows it."""
+        asked = (r for r in self.requests.values() if isinstance(r.origin, Ask) and r.origin.schema)
+        return max((r for r in asked if r.reason is None), key=lambda r: r.id, default=None)
+
+    @property
     def hurries(self) -> bool:
         """Whether steps come too fast for the eye. Then some panes are painted less often."""
         return self.view.busy and not (self.view.paused or self.view.slow)
@@ -426,8 +441,9 @@ class State:
                 prompt = self.requests[request].metrics.prompt_tokens
                 reused = self.requests[request].metrics.cached_tokens
             said = said_in(rows, prompt)
-            phase = "free" if kind == EMPTY else NAMES[kind]
-            out.append(SlotView(slot, phase, request, rows, prompt, said, min(reused, rows), 0))
+            out.append(
+                SlotView(slot, NAMES[kind], request, rows, prompt, said, min(reused, rows), 0)
+            )
         return out
 
     def line(self) -> tuple[int, Sequence[tuple[int, float]]]:

@@ -76,15 +76,17 @@ class Canvas:
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as
-        there is room."""
+        """Draw a rule: a title on the left, a note and a legend on the right. A note without an
+        action gives way to a legend that would fit without it."""
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()
         room = self.width - pen.width - 3
-        if note and cell_len(note) < room:
+        marks = [*legend]
+        needed = sum(cell_len(meaning) + 2 for *_, meaning in marks)
+        if note and cell_len(note) < room - (0 if do or needed > room else needed):
             right.put(f" {note}", self.muted, do=do)
-        for glyph, hue, meaning in legend:
+        for glyph, hue, meaning in marks:
             if right.width + cell_len(meaning) + 2 <= room:
                 right.put(f" {glyph}", hue).put(meaning, self.muted)
         right.put(" " * bool(right.line)).put("──", self.faint)

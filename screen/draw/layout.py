@@ -16,7 +16,7 @@ from textual.geometry import Region
 # Panes that stand together
 STACKS = {
     "charts": ("rate", "batch", "ttft"),
-    "lesson": ("cost",),
+    "lesson": ("batching",),
     "over a talk": ("slots", "timeline"),
     "beside a talk": ("slots", "timeline", "rate", "ttft"),
 }
@@ -67,7 +67,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
         places["clients"] = Region(0, y + tall, width, calls)
     places["streams"] = Region(0, y, left, tall)
     if tall >= 22:  # one more chart under the step
-        under = "requests" if charts == "lesson" else "cost"
+        under = "requests" if charts == "lesson" else "batching"
         places[under] = Region(right, y + 14, wide, tall - 14)
         tall = 14
     places["step"] = Region(right, y, wide, tall)

@@ -262,7 +262,7 @@ def wrap(text: str, width: int) -> list[str]:
 # memory of a free slot. Last, steps that the screen has missed, and steps that have
 # raised an exception. Each kind has a
 # glyph of its own, so it can be told without any colour.
-NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")
+NAMES = ("prefill", "decode", "held", "blocked", "ghost", "free", "reused", "remembered")
 NAMES += ("unseen", "failed")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN, FAILED = range(10)
 GLYPHS = "▒█┈╳▚·▓░?✗"

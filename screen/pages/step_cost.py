@@ -1,4 +1,4 @@
-"""The bill of a step: bytes, products and Python, under this machine's roof.
+"""The cost of a step: bytes, products and Python, under this machine's roofline.
 
 The problem. Eight answers cost hardly more than one, and nobody believes it before the sum is on
 the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
@@ -11,7 +11,7 @@ The way out. A step's bytes and products are counted, and held against the machi
     Python           the engine's own work, measured
 
 The roof is the most of this machine: bytes a second, and operations a second. Both were measured
-(`analysis/roofline.py`). No step is quicker than the roof allows.
+(`analysis/roofline.py`). No step is quicker than the roofline allows.
 
 What this file keeps. A measured figure stands beside a counted one (`analysis/step_costs.py`), and the page
 names the bound of a step: one of the three, or none.
@@ -79,7 +79,7 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     return layers if sum(layers[0].values()) == model.taken * inside else ()
 
 
-def this_bill(state: State, column: Column) -> Bill:
+def step_bill(state: State, column: Column) -> Bill:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
     return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
@@ -119,18 +119,18 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
     python, read, multiplied = (percent(part, whole) for part in (step.python_s, *floors))
     if most > whole:
         return (
-            f"It was quicker than the roof allows ({span(most)}): other programs ran when the roof "
-            "was measured (/bill again), or what it read lay in a nearer cache."
+            f"It was quicker than the roofline allows ({span(most)}): other programs ran when the roofline "
+            "was measured (/cost again), or what it read lay in a nearer cache."
         )
     if most < whole / 2:
         words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
         words += "The rest goes to small operations, to starting them, and to what else ran."
     elif most == step.python_s:
-        words = f"Python is most of it: {python}. The roof would allow {span(floors.longest)}."
+        words = f"Python is most of it: {python}. The roofline would allow {span(floors.longest)}."
     elif most == floors.reading:
-        words = f"Reading bounds it: under the roof that takes {read} of the time."
+        words = f"Reading bounds it: by the roofline that takes {read} of the time."
     else:
-        words = f"Arithmetic bounds it: under the roof that takes {multiplied} of the time."
+        words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
     if rate > roof.reading and not roof.others:
         words += (
             f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
@@ -189,11 +189,11 @@ def draw(state: State, on: Canvas) -> None:
     if on.width >= 100:
         step = "" if state.view.watches else "  s takes one"
         keys = f"←→ other steps{step}  Esc back"
-    on.title("The bill of a step" if lost else f"The bill of step {column.step:,}", keys)
+    on.title("The cost of a step" if lost else f"The cost of step {column.step:,}", keys)
     on.say(lost, on.muted)
     if not lost:
         draw_entries(state, on, column)
-    on.entry("roof", roof_of(state))
+    on.entry("roofline", roof_of(state))
     if not lost:
         draw_floors(state, on, column)
     draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
@@ -207,7 +207,7 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
     """Bytes and products."""
     engine = state.view.engine
     model = engine.model
-    bill = this_bill(state, column)
+    bill = step_bill(state, column)
     shared = "read once"
     if bill.tokens > 1:
         shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
@@ -275,7 +275,7 @@ def roof_of(state: State) -> str:
         source = "the weights once more" if roof.others else "the model fits a cache, which yields"
         words += f"; {source} {scaled(roof.again, 'B/s')}"
     if roof.others:
-        words += f"; other programs took {roof.others:.1f} cores then: /bill again"
+        words += f"; other programs took {roof.others:.1f} cores then: /cost again"
     return words
 
 
@@ -283,7 +283,7 @@ def draw_floors(state: State, on: Canvas, column: Column) -> None:
     """The least time by each of the three bounds, over the real time."""
     step = column.view
     roof = state.view.engine.roof
-    bill = this_bill(state, column)
+    bill = step_bill(state, column)
     floors = floors_of(bill, roof)
     bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
     if floors:
@@ -311,7 +311,7 @@ FIGURES = (
     Figure("rows", 5, 0),
     Figure("bytes", 9, 3),
     Figure("arithmetic", 12, 4),
-    Figure("roof", 9, 1),
+    Figure("roofline", 9, 1),
     Figure("measured", 10, 0),
     Figure("weights", 12, 0, bar=True),
     Figure("keys", 9, 0),
@@ -347,7 +347,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
         "rows": f"{rows:,}",
         "bytes": scaled(bill.nbytes, "B"),
         "arithmetic": scaled(bill.operations, "FLOP"),
-        "roof": span(floors and floors.longest),
+        "roofline": span(floors and floors.longest),
         "measured": span(seconds),
         "weights": scaled(bill.weights / rows, "B"),
         "keys": scaled(bill.keys / rows, "B"),
@@ -367,15 +367,15 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
         on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
-def bill_line(state: State) -> str:
+def cost_line(state: State) -> str:
     """The same of the newest step, in a line of the log."""
     column = state.here
     engine = state.view.engine
     if column is None:
-        return f"no step has run yet; the roof: {roof_of(state)}"
+        return f"no step has run yet; the roofline: {roof_of(state)}"
     if column.lost:
-        return f"{column.lost} The roof: {roof_of(state)}"
-    bill = this_bill(state, column)
+        return f"{column.lost} The roofline: {roof_of(state)}"
+    bill = step_bill(state, column)
     floors = floors_of(bill, engine.roof)
     step = column.view
     words = [
@@ -384,7 +384,7 @@ def bill_line(state: State) -> str:
         f"keys and values {scaled(bill.keys, 'B')}",
         f"arithmetic {scaled(bill.operations, 'FLOP')}",
         f"took {span(step.seconds)}, of it Python {span(step.python_s)}",
-        f"roof: {roof_of(state)}",
+        f"roofline: {roof_of(state)}",
     ]
     if floors:
         words.append(
@@ -400,7 +400,9 @@ def obey(session: PageSession, rest: str) -> None:
     """Of the step under the cursor. The roof is measured the first time, and once more
     with "again"."""
     if rest not in ("", "again"):
-        raise ValueError(f"/bill {shown(rest)}: only again may stand there; it measures the roof")
+        raise ValueError(
+            f"/cost {shown(rest)}: only again may stand there; it measures the roofline"
+        )
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
         session.client.measure_roofline()
@@ -427,19 +429,19 @@ def take(state: State, before: View) -> None:
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
     """By step: the experts. None: the question has no answer yet."""
-    return state.kept.setdefault("bill", {})
+    return state.kept.setdefault("cost", {})
 
 
 PAGE = Page(
-    "bill",
+    "cost",
     "B",
-    "Bill",
-    "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
+    "Step cost",
+    "the cost of a step: bytes, arithmetic and Python, under this machine's roofline",
     draw,
     obey=obey,
     example="again",
     words=("again",),
-    tell=lambda state: [bill_line(state)],
+    tell=lambda state: [cost_line(state)],
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
     take=take,
     look=look,

@@ -259,15 +259,15 @@ def tell_fault(seen: Sight) -> Story:
 
 
 def drops(seen: Sight) -> list[Drop]:
-    """The elephants of this scene."""
+    """The long prompts of this scene."""
     return [drop for drop in seen.found.drops if drop.request > seen.newest] if seen.found else []
 
 
-def tell_elephant(seen: Sight) -> Story:
+def tell_long_prompt(seen: Sight) -> Story:
     yield STOP
     yield Question(
-        f"Up to {max(1, seen.slots - 2)} chats will decode, a token each in every step. Then comes an "
-        "elephant, a prompt as long as a slot. What will the chats feel while it is read?",
+        f"Up to {max(1, seen.slots - 2)} chats will decode, a token each in every step. Then comes a "
+        "prompt as long as a slot. What will the chats feel while it is read?",
         (
             "nothing comes until it is read",
             "each token comes a little later",
@@ -276,12 +276,12 @@ def tell_elephant(seen: Sight) -> Story:
     )
     yield "/slow 32"
     least, most = seen.state.view.made_with.budgets
-    yield f"/elephant {least} {most}"
+    yield f"/long {least} {most}"
     yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.experimenting)
     yield STOP
     found = drops(seen)
     if len(found) < 2:
-        raise ValueError("the elephants were not read to their end")
+        raise ValueError("the long prompts were not read to their end")
     yield explained(found)
 
 
@@ -301,7 +301,7 @@ def explained(found: list[Drop]) -> Explanation:
     short = found[0].short
     if short:
         said = f"A short prompt in its middle took {count(short.steps, 'step')}"
-        told.insert(1, f"{said}; its rest took {short.elephant_steps:,}.")
+        told.insert(1, f"{said}; its rest took {short.long_steps:,}.")
     return Explanation(right, " ".join(told))
 
 
@@ -542,7 +542,7 @@ def tell_broken(seen: Sight) -> Story:
 SCENES = (
     Scene("what a row more costs", ("nanobatch.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
-    Scene("an elephant among chats", ("sched.py", "Scheduler._chunks"), tell_elephant),
+    Scene("a long prompt among chats", ("sched.py", "Scheduler._chunks"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._may_fly"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),

@@ -32,6 +32,7 @@ GRAMMAR = "tests/text/test_grammar.py"
 TRIALS = "tests/text/test_sandbox.py"
 LESSONS = "tests/screen/test_lessons.py"
 TOTALS = "tests/screen/test_totals.py"
+COLUMNS = "tests/screen/test_step_columns.py"
 
 CORE = [
     # --- sched.py
@@ -409,6 +410,36 @@ SCREEN = [
         "    cli.say(state.view.error or state.printed)\n    return 2",
         "    cli.say(state.view.error or state.printed)\n    return 1",
         "tests/screen/test_keys.py::test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2",
+    ),
+    Mutant(
+        "screen/step_columns.py",
+        "rows[slot] += not is_ghost",
+        "rows[slot] += 1",
+        f"{COLUMNS}::test_a_ghost_fills_no_row",
+    ),
+    Mutant(
+        "screen/stats.py",
+        "tokens = len(step.view.decode) - len(step.view.ghosts)",
+        "tokens = len(step.view.decode)",
+        f"{COLUMNS}::test_a_ghost_is_no_gap_between_two_tokens",
+    ),
+    Mutant(
+        "screen/state.py",
+        "later = sum(r.ended > moment for r in self.ended)",
+        "later = sum(r.ended >= moment for r in self.ended)",
+        f"{COLUMNS}::test_back_in_time_only_earlier_ends_count",
+    ),
+    Mutant(
+        "screen/state.py",
+        "self.selected %= len(self.view.engine.slots)",
+        "self.selected = min(slot, len(self.view.engine.slots) - 1)",
+        f"{COLUMNS}::test_after_the_last_slot_the_first_is_selected",
+    ),
+    Mutant(
+        "screen/draw/charts.py",
+        "    few = min(costs)\n",
+        "    few = next(iter(costs))\n",
+        f"{COLUMNS}::test_the_cost_of_a_row_in_words",
     ),
 ]
 MUTANTS = [*CORE, *SERVER, *PLAIN_TEXT, *SCREEN]

@@ -25,7 +25,7 @@ def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "┈▒▒▒▒▒█", "▒██████"]
     lines = plain(drawn(timeline.draw_timeline, stage.state, 73, 5))
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ┈2▒▒▒▒█", "  2 ▒3█████"]
-    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
+    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·free ──"), lines
 
 
 def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():

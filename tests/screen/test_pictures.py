@@ -148,7 +148,9 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
                 found,
             )
             charted = [
-                found[name].height for name in ("rate", "batch", "ttft", "cost") if name in found
+                found[name].height
+                for name in ("rate", "batch", "ttft", "batching")
+                if name in found
             ]
             assert min(charted, default=4) >= 4, (
                 "a chart of two lines was a title and an axis, with nothing in between"

@@ -1,4 +1,4 @@
-"""The bill of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
+"""The cost of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
 
 import re
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=1
 def ready(**options) -> Stage:
     """A stage whose machine has been measured."""
     stage = Stage(**options).load()
-    stage.engine.measure_roofline = lambda others: setattr(stage.engine._ledger, "roof", ROOF)
+    stage.engine.measure_roof = lambda others: setattr(stage.engine._ledger, "roof", ROOF)
     return stage
 
 
@@ -127,24 +127,24 @@ class Took:
             8.0,
             1.0,
             Roof(1, 1, 1e9),
-            "Reading bounds it: under the roof that takes 75 % of the time.",
+            "Reading bounds it: by the roofline that takes 75 % of the time.",
         ),
-        (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: under the roof that takes 50 %"),
-        (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roof would allow 3.00 s."),
+        (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: by the roofline that takes 50 %"),
+        (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roofline would allow 3.00 s."),
         (
             8.0,
             1.0,
             Roof(3, 3, 2),
             "None of the three bounds it: reading is 25 %, arithmetic 25 %, Python 12 %. The",
         ),
-        (5.0, 0.1, Roof(1, 1, 1e9), "It was quicker than the roof allows (6.00 s)"),
+        (5.0, 0.1, Roof(1, 1, 1e9), "It was quicker than the roofline allows (6.00 s)"),
         (
             5.0,
             0.1,
             Roof(1, 2, 1e9),
             "It read 0.00 kB/s, more than memory yields: the weights lie in",
         ),
-        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: under the roof that takes 60 %"),
+        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: by the roofline that takes 60 %"),
         (5.0, 0.1, Roof(), ""),
     ],
 )
@@ -169,7 +169,7 @@ def test_the_bill_is_as_drawn():
         await it.turns(70)
         await it.press("B")
         await it.turns(5)
-        like_golden("bill-120x40", it.text())
+        like_golden("step-cost-120x40", it.text())
 
     stage = ready()
     show(scenario, stage, (120, 40), load=False)
@@ -179,7 +179,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     stage = ready()
     stage.session.obey("alone")
     stage.finish()
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.turns()
     stage.state.move(-3)
     text = page(stage)
@@ -191,7 +191,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     assert f"{stage.state.here.rows[0]:,} rows of r1" in text
     assert f"{step_cost.scaled(VIEW.body_nbytes + VIEW.tail_nbytes + 1024, 'B')} of float32" in text
     # 64 MB at 10 GB/s, and a second of ten thousandths is Python's
-    assert "Reading bounds it: under the roof that takes 67 % of the time." in text
+    assert "Reading bounds it: by the roofline that takes 67 % of the time." in text
     assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)
 
 
@@ -199,7 +199,7 @@ def test_a_step_that_took_longer_than_others_like_it_says_so():
     stage = ready()
     stage.session.obey("alone")
     stage.finish()
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     begin = stage.engine.runner.begin
 
     def slow(order):
@@ -233,11 +233,11 @@ def test_the_arrows_lead_to_other_steps_and_s_takes_one():
         await it.turns(30)
         await it.press("space", "B")
         newest = it.stage.state.history[-1].step
-        assert f"The bill of step {newest:,}" in it.text()
+        assert f"The cost of step {newest:,}" in it.text()
         await it.press("left", "left")
-        assert f"The bill of step {newest - 2:,}" in it.text()
+        assert f"The cost of step {newest - 2:,}" in it.text()
         await it.press("s", turns=2)
-        assert f"The bill of step {newest + 1:,}" in it.text() and "behind" not in it.text()
+        assert f"The cost of step {newest + 1:,}" in it.text() and "behind" not in it.text()
         await it.press("B")
         assert "Slots" in it.text()
 
@@ -256,40 +256,40 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
         measured.append(stage.time.now)
         stage.engine._ledger.roof = ROOF
 
-    stage.engine.measure_roofline = measure
+    stage.engine.measure_roof = measure
     stage.session.obey("/burst 9")
     stage.turns(5)
     assert stage.engine._flights, "the engine runs ahead"
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.turns(1)
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.finish()
     assert len(measured) == 1
     assert max(column.view.seconds for column in stage.state.history) < 0.1
     assert max(r.metrics.ttft_s for r in stage.state.ended) < 3
-    stage.session.obey("/bill again")
+    stage.session.obey("/cost again")
     stage.finish()
     assert len(measured) == 2
     with pytest.raises(ValueError, match="only again may stand there"):
-        stage.session.obey("/bill twice")
+        stage.session.obey("/cost twice")
 
 
 def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
     stage = ready()
     stage.client.others.look = lambda: 1.4
-    stage.engine.measure_roofline = lambda others: setattr(
+    stage.engine.measure_roof = lambda others: setattr(
         stage.engine._ledger, "roof", ROOF._replace(reading=5e9, others=others)
     )
     stage.session.obey("alone")
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.finish()
     stage.state.move(-3)
     text = page(stage)
     roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
-    assert f"{roof} then: /bill again" in " ".join(text.split())
+    assert f"{roof} then: /cost again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.client.others.look = lambda: 0.0
-    stage.session.obey("/bill again")
+    stage.session.obey("/cost again")
     stage.turns()
     text = page(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
@@ -318,8 +318,8 @@ def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
     text = page(stage)
     assert "9 steps up to this one went by before the screen looked" in text and "roof" in text
     assert "in products" not in text and "measured  " not in text.replace("measured │", "")
-    assert step_cost.bill_line(stage.state).startswith(
-        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roof"
+    assert step_cost.cost_line(stage.state).startswith(
+        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roofline"
     )
 
 
@@ -441,7 +441,7 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     stage.session.obey("/burst 3")
     stage.turns(20)
     stage.session.client = RemoteEngineClient("127.0.0.1:1")
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.state.view = stage.state.view._replace(watches=True)
     text = page(stage)
     assert "not measured there" in text and "bounds" not in text
@@ -453,16 +453,18 @@ def test_the_plain_log_tells_a_bill_in_a_line_when_the_roof_is_known():
     lines = []
     stage = ready()
     log = PlainLog(stage.session, lines.append)
-    log.obey("/bill")
+    log.obey("/cost")
     assert not any("roof" in line for line in lines), "it waits for the measurement"
     stage.client.loop.turn()
     log.look()
-    assert lines[-1:] == ["no step has run yet; the roof: memory 10.0 GB/s, arithmetic 100 GFLOP/s"]
+    assert lines[-1:] == [
+        "no step has run yet; the roofline: memory 10.0 GB/s, arithmetic 100 GFLOP/s"
+    ]
     stage.session.obey("alone")
     stage.finish()
     stage.state.move(-3)
-    log.obey("/bill")
+    log.obey("/cost")
     line = lines[-1]
     assert line.startswith("step ") and "1 token; weights 64.0 MB, read once; keys" in line
     assert "took 10.0 ms, of it Python 1.00 ms" in line and line.endswith("67 % of the time.")
-    assert orders_of("burst3 bill", logged=True) == [("burst", "3"), ("bill", "")]
+    assert orders_of("burst3 cost", logged=True) == [("burst", "3"), ("cost", "")]

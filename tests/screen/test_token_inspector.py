@@ -2,9 +2,10 @@
 
 import json
 
+import pytest
 from jsonschema import validate
 from rich.style import Style
-from screen_stage import plain
+from screen_stage import Stage, plain, show
 
 from nanobatch import Engine, SamplingParams
 from runtime.snapshot import Metrics, RequestView
@@ -53,3 +54,27 @@ def test_without_a_grammar_there_is_no_glass():
         handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, logprobs=3))
         engine.step()
         assert handle.view().glass == ()
+
+
+class JsonStage(Stage):
+    def __init__(self, model):
+        super().__init__()
+        self.state.model = model
+
+    def _load(self, report, clock, options):
+        return Engine.load("demo", clock=clock, slots=4, max_len=400, chunk=64)
+
+
+@pytest.mark.parametrize("model", ["demo", "words"])
+def test_the_token_inspector_stays_in_sight_on_a_small_screen(model):
+    """At 80x24 a step after j showed its plan instead, and the conversation hid the answer."""
+
+    async def scenario(it):
+        await it.press("space", "i", *"hello", "enter", "escape", "s", "s")
+        await it.press("j", turns=3)
+        for _ in range(6):
+            await it.press("s", turns=3)
+        assert it.stage.state.lower == "streams" and it.stage.state.selected == 1
+        assert "slot 1 r2" in it.text() and "✓" in it.text()
+
+    show(scenario, JsonStage(model))

@@ -32,7 +32,7 @@ from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 TITLES = [scene.title for scene in SCENES]
-ELEPHANT = TITLES.index("an elephant among chats")
+LONG_PROMPT = TITLES.index("a long prompt among chats")
 STARVES = TITLES.index("who starves")
 GHOSTS = TITLES.index("a step ahead of the tokens")
 JSON = TITLES.index("JSON that cannot break")
@@ -41,7 +41,7 @@ BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # on the engine of words, or on the demo model
     "what a row more costs": 4,
     "whose fault a slow first token is": 1,
-    "an elephant among chats": 2,
+    "a long prompt among chats": 2,
     "who starves": 3,
     "a step ahead of the tokens": 2,
     "JSON that cannot break": 3,
@@ -195,8 +195,8 @@ def test_answers_that_depend_on_the_company_are_counted():
     )
 
 
-def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
-    stage = staged(ELEPHANT).until("ask")
+def test_long_prompts_of_two_budgets_show_the_trade_and_the_budget_comes_back():
+    stage = staged(LONG_PROMPT).until("ask")
     budget = stage.engine.sched.budget
     begin = stage.engine.runner.begin
 
@@ -215,8 +215,10 @@ def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
         said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {tour_scenes.span(drop.gap)}"
         assert said in told.text
     short = narrow.short
-    said = f"A short prompt in its middle took {short.steps} steps; its rest took {short.elephant_steps}"
-    assert said in told.text and short.steps < short.elephant_steps / 3
+    said = (
+        f"A short prompt in its middle took {short.steps} steps; its rest took {short.long_steps}"
+    )
+    assert said in told.text and short.steps < short.long_steps / 3
     stage.tour.leave()
     stage.turns(3)
     assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
@@ -288,7 +290,7 @@ def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
     [
         *((number, "run") for number in range(len(SCENES))),
         *((1, phase) for phase in ("stage", "ask", "tell", "end")),
-        *((ELEPHANT, phase) for phase in ("tell", "end")),
+        *((LONG_PROMPT, phase) for phase in ("tell", "end")),
     ],
 )
 def test_leaving_in_any_phase_puts_everything_back(number, phase):
@@ -382,7 +384,7 @@ def test_a_pause_that_was_not_there_before_does_not_stay():
 
 def test_a_prompt_that_does_not_fit_is_told_and_the_tour_goes_on():
     stage = TourStage(max_len=24).load()
-    # The elephant is cut to any slot, and a grammar needs a real tokenizer
+    # The long prompt is cut to any slot, and a grammar needs a real tokenizer
     bursts = [SCENES[number] for number in (0, 1, STARVES, GHOSTS)]
     stage.tour = tour.Tour(stage.session, lambda: stage.now, bursts)
     for scene in bursts:
@@ -691,13 +693,13 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
 
 def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):
     """Half of the log told how far a run was, line by line; and Esc with Enter went on."""
-    stage = TourStage(ELEPHANT).load()
+    stage = TourStage(LONG_PROMPT).load()
 
     def turn(seconds: float):
         stage.time.now += seconds
         stage.turns()
 
-    played = partial(tour.Tour, scenes=SCENES[ELEPHANT : ELEPHANT + 1])
+    played = partial(tour.Tour, scenes=SCENES[LONG_PROMPT : LONG_PROMPT + 1])
     monkeypatch.setattr(tour, "Tour", played)
     monkeypatch.setattr(tour, "time", SimpleNamespace(sleep=turn))
     monkeypatch.setattr(sys, "stdin", StringIO("2\n\x1b\n"))
