@@ -1,36 +1,22 @@
-"""Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a
-terminal.
+"""Watch an LLM serving engine work: slots, queue, timeline, charts and answers in a terminal.
 
-The problem. A serving engine takes hundreds of decisions a second, and the source shows no
-decision. This program shows all of them: the request in each slot, how far the KV cache is filled,
-who waits and why, and the work of every slot in every step.
+Each part of `screen/` knows only those above it:
 
-How it hangs together. The folder `screen/` holds the parts, and each part knows only the parts
-above:
+    workload.py       the prompts of a burst, and the settings of a prompt
+    view.py           all that the screen knows of an engine at one moment, frozen
+    engine_client.py  the protocol of an engine client, and the client that owns an engine
+    remote_client.py  the client for a server's `/watch`
+    step_columns.py   steps as columns of the timeline; stats.py: the statistics of a busy period
+    policy_runs.py    races and replays on a clock without interruptions
+    state.py          all that the picture depends on
+    draw/             pure functions from the state to lines of text
+    page.py           a page is a record; pages/ has a file for each
+    keys.py           all keys and pages in one table, the footer, and the help
+    commands.py       prompts, commands and scripts; the same run as a plain log
+    app.py            the Textual app
 
-    room.py      owns the engine, fulfils wishes between two steps, and shows all that happens as a frozen `View`.
-    remote.py    the same for an engine elsewhere, by a server's `/watch`.
-    runs.py      races and replays on a clock without interruptions.
-    life.py      a request's life in parts, with the right sum; and the same life in another company.
-    talks.py     conversations: questions from here, and their answers. markdown.py draws an answer.
-    state.py     all knowledge of the screen: the newest view, past steps and requests, the selection.
-    paper.py     the paper for the lines of panes and pages.
-    panes.py     pure functions from the state to lines. So are steps.py and charts.py.
-    places.py    where each pane goes, on a screen of any size.
-    widgets.py   a pane and the prompt box, for Textual.
-    record.py    a run as a file, and later as a page of the web.
-    page.py      a page is a record. pages/ has a file for each page with a key.
-    keys.py      all keys and pages in one table, the footer, and the help.
-    session.py   the words of a user: commands, scripts; and the same run as a plain log.
-    app.py       the screen: the function for each pane, and the action of each key.
-
-This file is the command line: it opens a room, and shows the room on a screen or in a log.
-
-The invariant: the picture depends only on `State` and on the size. The engine never waits for the
-screen, and every picture can be tested without a terminal.
-
-Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an
-engine of words.
+This file is the command line. The picture depends only on `State` and on the size, so every picture can
+be tested without a terminal, and the engine never waits for the screen.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""The screen: it places the panes, looks for news up to ten times a second, and turns keys into
-wishes.
+"""The Textual app: place the panes, poll the engine up to ten times a second, and run actions.
 
-The problem. Keys come from a keyboard, a mouse, a palette and a script, pages take the place of
-panes, and the engine must never wait for any of these.
-
-What this file keeps. The picture depends only on `State` and on the size. Every key leads to
-`Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
-(`page.py`), and may have a pane here and keys of its own.
-
-Where next: `tui.py`, the command line.
+The picture depends only on `State` and on the size. Every key leads to `Session.obey` or to an
+`action_...` method. Pages are records (`page.py`); none is known here by name.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Conversations: questions from this screen, and their answers.
+"""Conversations of this screen: questions and their answers.
 
-The problem. A model remembers nothing, so each question is sent with the whole conversation before the
-question. And the engine forgets old requests, while a conversation stays.
-
-What this file keeps. The model is shown the same turns as the reader, but for dropped turns and failed
-answers, and the page marks both. Only the user drops a turn.
-
-Where next: `state.py`, the owner of the conversations; `pages/talk.py`, their picture.
+A model remembers nothing, so each question is sent with the turns before it. The model is shown the same
+turns as the reader, except for dropped turns and failed answers, which the page marks.
 """
 
 from __future__ import annotations

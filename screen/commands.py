@@ -1,12 +1,7 @@
-"""The words of a user to the screen: commands, scripts, and the same run as a plain log.
+"""What a user says to the screen: prompts, commands, scripts; and the same run as a plain log.
 
-The problem. A user may press a key, click, type, use the command palette, write a script, or have
-no terminal at all.
-
-What this file keeps. A line with a slash in front is a command, any other line is a prompt. All
-these ways lead to `Session.obey`, so every way can do the same.
-
-Where next: `tui.py`, the screen itself.
+A line that begins with a slash is a command, any other is a prompt. Keys, clicks, the palette and
+scripts all end in `Session.obey`, so each of them can do the same.
 """
 
 from __future__ import annotations
@@ -445,7 +440,7 @@ class PlainLog:
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # the end of the last noted busy period
         self._policy = ""
-        self._life = 0
+        self._epoch = 0
         self._asked: list[Page] = []  # wanted pages, not told yet
 
     def look(self) -> None:
@@ -491,8 +486,8 @@ class PlainLog:
     def _note(self, engine: Snapshot) -> None:
         """The news of an engine: requests, policies, faults."""
         state = self.session.state
-        if state.view.life != self._life:  # earlier events there are no news
-            self._life = state.view.life
+        if state.view.epoch != self._epoch:  # earlier events there are no news
+            self._epoch = state.view.epoch
             self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
         for r in (*engine.requests, *engine.ended):

@@ -1,13 +1,7 @@
-"""An experiment: an experiment on the engine that runs.
+"""What all experiments on the running engine have in common.
 
-The problem. A page of the screen can show how an engine behaves only if something happens that
-seldom happens by itself: a crowd of random neighbours, a failure, a prompt without end.
-
-What this file keeps. An experiment is a generator of findings (`LocalEngineClient.run_experiment`). The room asks for
-the next finding between two steps, so there an experiment may fire and cancel. All requests of an experiment
-end with the experiment. Here stands what experiments do alike.
-
-Where next: `pages/same.py` and `pages/breakage.py`, two of the experiments.
+An experiment is a generator of findings. `LocalEngineClient.run_experiment` resumes it between two
+steps, so it may submit and cancel; its requests end with it.
 """
 
 from __future__ import annotations

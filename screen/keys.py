@@ -1,12 +1,6 @@
 """The table of keys and pages, the footer, and the help.
 
-The problem. Footer, help, command palette and keyboard must not disagree.
-
-What this file keeps. All four are made from one table, `TABLE`, of keys and of pages. A page stands
-in the place of a key. `WORDS` explains the words on the screen; each policy explains itself
-(`policies.POLICIES`).
-
-Where next: `session.py`, where commands are obeyed.
+Footer, help, palette and keyboard are made from one table, `GROUPS`, so they cannot disagree.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""Why a request waited: its life in parts with the right sum, and the same life in another
-company.
+"""Why a request waited: its latency in parts, and the same request in other circumstances.
 
-The problem. A late first token has one of three causes: the line, the prompt's own
-length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
+A late first token has one of three causes: the queue, the prompt's own length, or the neighbours. Each
+moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
+divided by the work in it, at the prices of a row and of a chunk (`analysis/step_times.py`). Because the
+scheduler needs no model, the same requests are also replayed: this one alone, and all under each
+policy.
 
-The way out. Each moment of a request's life belongs to one part. Before the admission, the request
-is in line. Afterwards every step is looked at: how much work was for the request, and how much for
-the others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
-(`analysis/step_times.py`). And since the scheduler needs no model, the same requests go through a scheduler
-once more: this one alone, and all of them under each policy.
-
-What this file keeps. The parts add up to the whole life. A replay under the same policy has the
-same steps, unless a step failed or the policy changed meanwhile.
-
-Where next: `pages/why.py`, the drawing.
+The parts add up to the whole latency. A replay under the same policy has the same steps, unless a
+step failed or the policy was changed.
 """
 
 from __future__ import annotations
@@ -102,7 +96,7 @@ def break_down(
 
     `requests`: all known ones. `history`: a column for each step, oldest first.
     """
-    life = LatencyBreakdown()
+    breakdown = LatencyBreakdown()
     prices = with_a_chunk(prices)
     admitted = request.admitted
     end = request.ended
@@ -111,15 +105,15 @@ def break_down(
     elif end is None:
         end = max(history[-1].ended if history else now, admitted)
     leaves_line = end if admitted is None else admitted
-    life.pieces.append(Piece("line", request.arrived, leaves_line))
-    _look_at_line(life, request, history, leaves_line)
+    breakdown.pieces.append(Piece("line", request.arrived, leaves_line))
+    _look_at_line(breakdown, request, history, leaves_line)
     if admitted is not None:
         for other in requests:
             entered = math.inf if other.admitted is None else other.admitted
             if other.id > request.id and entered < admitted:
-                life.overtakers.append(other.id)
-        _look_at_slot(life, request, history, prices, admitted, end)
-    return life
+                breakdown.overtakers.append(other.id)
+        _look_at_slot(breakdown, request, history, prices, admitted, end)
+    return breakdown
 
 
 def is_noisy(prices: Prices) -> bool:
@@ -139,20 +133,20 @@ def with_a_chunk(prices: Prices) -> Prices:
 
 
 def _look_at_line(
-    life: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
+    breakdown: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
     """The requests in the slots meanwhile."""
     for column in during(history, request.arrived, until):
         seconds = min(column.ended, until) - max(column.began, request.arrived)
         if column.view.blocked:
-            life.shut += seconds
+            breakdown.shut += seconds
         for kind, owner in column.cells:
             if owner not in (None, request.id) and kind != GHOST:
-                life.ahead[owner] += seconds
+                breakdown.ahead[owner] += seconds
 
 
 def _look_at_slot(
-    life: LatencyBreakdown,
+    breakdown: LatencyBreakdown,
     request: RequestView,
     history: Sequence[Column],
     prices: Prices,
@@ -176,18 +170,18 @@ def _look_at_slot(
             if column.unseen:
                 shares = {"unseen": 1.0}
             elif is_at_work:
-                shares = _shares(life, request, column, prices, stop - now)
-            life.pieces += _divided(shares, now, stop)
+                shares = _shares(breakdown, request, column, prices, stop - now)
+            breakdown.pieces += _divided(shares, now, stop)
             now = stop
         if is_at_work and kind == GHOST:
             ghost = Piece("ghost", now, max(now, worked))
-            life.pieces.append(ghost)
+            breakdown.pieces.append(ghost)
             now = ghost.ended
     if now < end:  # cancelled before the next step
-        life.pieces.append(Piece("slot", now, end))
-    life.before = _owner(history[first::-1], slot, request.id)
+        breakdown.pieces.append(Piece("slot", now, end))
+    breakdown.before = _owner(history[first::-1], slot, request.id)
     after = bisect_left(history, end, key=lambda column: column.ended)
-    life.after = _owner(history[after:], slot, request.id)
+    breakdown.after = _owner(history[after:], slot, request.id)
 
 
 def work_ends(step: StepView) -> float:
@@ -202,7 +196,11 @@ def work_ends(step: StepView) -> float:
 
 
 def _shares(
-    life: LatencyBreakdown, request: RequestView, column: Column, prices: Prices, seconds: float
+    breakdown: LatencyBreakdown,
+    request: RequestView,
+    column: Column,
+    prices: Prices,
+    seconds: float,
 ) -> dict[str, float]:
     """Each part's share of a step, by the prices of the work."""
     rows = len(column.view.decode)
@@ -214,7 +212,7 @@ def _shares(
     all_rows = max(own_row, prices.of(rows, 0))
     whole = per_token * tokens + all_rows
     for owner, theirs in read.items():
-        life.chunks[owner] += seconds * per_token * theirs / whole
+        breakdown.chunks[owner] += seconds * per_token * theirs / whole
     return {
         "own chunks": per_token * own / whole,
         "decoding": own_row / whole,
@@ -251,7 +249,7 @@ class Outcome(NamedTuple):
     steps: tuple[int, int, int]
     line: float
     ttft: float
-    life: float
+    total: float
 
 
 def outcomes(
@@ -280,8 +278,8 @@ def outcomes(
     arrived = moment(request.arrived)
     came = next_plan(columns, request.arrived)
     real = outcome("measured", request, columns, request.arrived, came)
-    life = real.life if request.ended is None else request.ended - request.arrived
-    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, life=life)
+    total = real.total if request.ended is None else request.ended - request.arrived
+    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, total=total)
     out = [real, outcome("alone", request, alone, 0.0)]
     for policy in POLICIES:
         first = 0
@@ -382,7 +380,7 @@ def outcome(
     """One request in a run, up to its end. `came`: the first step after the arrival; 0: the clock
     tells."""
     admitted = first = last = 0
-    line = ttft = life = 0.0
+    line = ttft = total = 0.0
     for number, column in enumerate(steps, 1):
         if not came and column.view.began >= arrived:
             came = number
@@ -395,13 +393,13 @@ def outcome(
             ttft = column.ended - arrived
         if kind in (PREFILL, DECODE):
             last = number
-            life = column.ended - arrived
+            total = column.ended - arrived
         elif last and kind in (None, GHOST):
             break
     if not first:
         raise ValueError("its steps are not remembered any more")
     counts = (admitted - came, first + 1 - admitted, last - first)
-    return Outcome(name, counts, line, ttft, life)
+    return Outcome(name, counts, line, ttft, total)
 
 
 # --- the slowest, and the others
@@ -439,15 +437,17 @@ def blamed(seconds: Counter[int], most: int = 3) -> str:
     return listed(names, most)
 
 
-def sentence(request: RequestView, life: LatencyBreakdown, found: Sequence[Outcome] | str) -> str:
+def sentence(
+    request: RequestView, breakdown: LatencyBreakdown, found: Sequence[Outcome] | str
+) -> str:
     """A request's life in a line of the plain log."""
-    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in life.parts().items())
-    words = [f"r{request.id}: {span(life.seconds)} = {parts}"]
+    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in breakdown.parts().items())
+    words = [f"r{request.id}: {span(breakdown.seconds)} = {parts}"]
     words.append(f"first token after {span(request.metrics.ttft_s)}")
-    if life.ahead:
-        words.append(f"in line behind {blamed(life.ahead)}")
-    if life.chunks:
-        words.append(f"beside chunks of {blamed(life.chunks)}")
+    if breakdown.ahead:
+        words.append(f"in line behind {blamed(breakdown.ahead)}")
+    if breakdown.chunks:
+        words.append(f"beside chunks of {blamed(breakdown.chunks)}")
     if isinstance(found, str):
         words.append(f"no replay: {found}")
     else:

@@ -1,15 +1,7 @@
-"""A page of the screen: one record, and all else follows from the record.
+"""A page of the screen is one record: its key, command, script word, log lines, and drawing.
 
-The problem. A page has a key, a command, a word in a script, a line in a log, more keys while the
-page is open, and a place in footer, help, palette and completion. With a table for each, a page
-would be named in ten tables.
-
-What this file keeps. A file in `screen/pages/` knows a `PageSession`, the state and a paper, and makes a
-record. The table of keys (`keys.py`) lists the records, and all that a key, a command, the help and
-the log need follows from them. Three have a place in the frame beside that: the conversation and
-the tour among the panes (`places.py`), and the race in the engine room (`room.py`).
-
-Where next: `pages/totals.py`, a small page; `keys.py`.
+A file in `screen/pages/` makes a record, and the table in `keys.py` lists them. Footer, help,
+palette and completion follow from it.
 """
 
 from __future__ import annotations

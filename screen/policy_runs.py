@@ -1,16 +1,8 @@
-"""A workload under a policy: as measured, or replayed; on a clock without interruptions.
+"""A workload under a policy, measured or replayed, on a clock without interruptions.
 
-The problem. Two policies are to be compared by seconds. But other programs take the processor
-away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
-
-The way out. A run's seconds are the prices of all steps, added up (`analysis/step_times.py`). All other
-seconds on the engine's clock have a name: interruptions. And the number of steps is printed;
-nothing can disturb it.
-
-What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
-at 0.
-
-Where next: `pages/race.py`, races and comparisons.
+Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A run
+is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest of
+the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that clock.
 """
 
 from __future__ import annotations

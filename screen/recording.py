@@ -1,18 +1,9 @@
-"""A run as a file, to be played by a page: plans, tokens, texts and times, from the engine.
+"""A run as a file for the web page: plans, tokens, texts and times.
 
-The problem. A page on the web should show a real run, to people who have installed nothing. The
-page may not make anything up, and a doubter must be able to run the same again and compare.
-
-The way out. All snapshots of the screen are written down: each step and each request as a list of
-fields, packed by `server/watch_frames.py`. The file names the fields, and so explains itself. Beside the
-engine's own times stand the times of a clock without interruptions (`runs.py`): a page must compare
-two policies, and not two moods of a machine. Beside each answer stands a hash, and in front of all
-the command for the same run.
-
-What this file keeps. A recording holds no client's address and no path. Steps, requests
-and letters are bounded. And the contents are told before anything runs.
-
-Where next: `server/live_page.py`, the maker of a page, and `web/recording.js`, the reader.
+Steps and requests are lists of fields, packed by `server/watch_frames.py`; the file names the fields.
+Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so that a page
+compares policies and not the machine's load. A recording holds no client's address and no path, and
+its size is bounded.
 """
 
 from __future__ import annotations

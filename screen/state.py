@@ -1,14 +1,7 @@
-"""All knowledge of the screen: the newest view, past steps and requests, and the user's
-selection.
+"""All that the picture depends on: the newest view, past steps and requests, the user's choices.
 
-The problem. A view tells the news since the last view. The screen draws more: charts of the last
-seconds, a timeline from the first step on, requests from long ago.
-
-What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing
-here refers to an engine or an array. So the engine never waits for the screen, and every picture
-can be tested without a terminal.
-
-Where next: `panes.py`, the drawing.
+Nothing here refers to an engine or an array, so the engine never waits for the screen and every
+picture can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -34,9 +27,9 @@ from screen.workload import BURST, Ask, Settings, is_mute
 from server.access_log import Call
 
 # Of the state: all that has to do with one engine's life
-OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
-OF_A_LIFE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
-OF_A_LIFE += ("refused", "gone", "_inspected")
+OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
+OF_AN_ENGINE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
+OF_AN_ENGINE += ("refused", "gone", "_inspected")
 
 
 class TourText(NamedTuple):
@@ -128,10 +121,10 @@ class State:
         if view.finding is not None and view.finding is not before.finding:
             self.found[view.finding.name] = view.finding
         # Another engine begins, or the same one is told once more from the start.
-        begins = view.life != before.life
+        begins = view.epoch != before.epoch
         if begins:
             self._forget()
-            if before.life:
+            if before.epoch:
                 self.chats.lose()
         if view.door:
             self._absorb_calls(view.door.ended)
@@ -185,7 +178,7 @@ class State:
 
     def _forget(self) -> None:
         fresh = State()
-        for name in OF_A_LIFE:
+        for name in OF_AN_ENGINE:
             setattr(self, name, getattr(fresh, name))
 
     def _absorb_calls(self, ended: Sequence[Call]) -> None:

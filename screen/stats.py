@@ -1,15 +1,7 @@
-"""The figures of a busy period: requests, tokens, seconds, waits, and the useful part of the
-work.
+"""The statistics of a busy period: requests, tokens, time, waits, and the useful part of the work.
 
-The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how the
-burst went, nor whether an earlier burst, under another policy, went better.
-
-What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory
-however long the period is. All times are on the engine's clock, so neither a pause nor slow motion
-changes a figure; an interruption does. The makespan alone leaves interruptions out. The makespan
-stands beside the others, so two legs of a race compare here as on the race's page.
-
-Where next: `state.py`, the memory of periods.
+Times are the engine's, so pauses and slow motion do not count; interruptions do, except in the
+makespan, which adds up undisturbed step times as a race does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Slots x steps: the work of each slot in each step, real or under another
-policy.
-
-The problem. A policy is hard to judge from numbers. One picture says why one batches, and
-two pictures, one above the other, say why the policy matters:
+"""Steps as columns of the timeline, slots × steps: real ones, or those of a replay.
 
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
@@ -11,12 +7,7 @@ two pictures, one above the other, say why the policy matters:
                 1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
 
 Where tokens were guessed, a cell says how many came: ⁴ if three guesses were right, ¹ if none was.
-
-A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, too.
-
-What this file keeps. Both pictures are drawn from plans. Nothing here knows a policy.
-
-Where next: `runs.py`, more columns, from replays; `state.py`, the memory of columns.
+Columns are made from plans; nothing here knows a policy.
 """
 
 from __future__ import annotations

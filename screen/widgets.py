@@ -1,13 +1,7 @@
-"""A pane, and the prompt box, as Textual wants them.
+"""Textual widgets: a pane, and the prompt box.
 
-The problem. Panes are pure functions from the state to lines. A terminal wants strips, a few times
-a second, and sends clicks and turns of the wheel.
-
-What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
-core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever
-is typed or pasted, the box shows no control character, and the box grows with the text.
-
-Where next: `places.py`, the places of all panes.
+A pane repaints only rows that have changed, and the screen takes a tenth of a core at most. If a
+pane cannot be drawn, it shows the error and the others go on.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Paper: panes and pages write lines on a paper, from the top to the bottom.
+"""A canvas collects lines of text from top to bottom, in the colours of a theme.
 
-The problem. Every line needs the theme's colours and a width. Handed to every function, the two
-take more room in the code than the picture.
-
-What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
-never wider than the paper: words without room are left out, or go on in the next line.
-
-Where next: `panes.py`, the main view.
+A line is never wider than the canvas: words that do not fit are left out or wrapped.
 """
 
 from __future__ import annotations

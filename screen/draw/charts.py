@@ -1,13 +1,6 @@
-"""The charts: tokens a second, slots at work in each step, how long first tokens took, and the
-price of a row.
+"""Charts: tokens a second, batch size, the histogram of TTFT, and the cost of a row.
 
-The problem. A timeline shows every step, but neither the speed of the engine nor the waits of
-requests.
-
-What this file keeps. As in `panes.py`, each function is pure. Every chart has a zero line and a
-readable axis, and counts the steps and requests in `State`.
-
-Where next: `panes.py`, more of them.
+Every chart has a zero line and a readable axis.
 """
 
 from __future__ import annotations

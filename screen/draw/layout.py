@@ -1,12 +1,7 @@
-"""Where each pane goes, on a screen of any size.
+"""Where each pane goes, at any size of the screen.
 
-The problem. 80 × 24 characters have room for two panes, 200 × 50 for all of them.
-
-What this file keeps. Panes never overlap nor leave the screen, and a pane without enough room to
-say something is left out as a whole. On a small screen the panes of `LOWER` take turns in one
-place; `v` leads from each to the next.
-
-Where next: `widgets.py`, what stands in these places.
+Panes never overlap, and one that is too small to say something is left out. On a small screen the
+panes of `LOWER` take turns; `v` changes to the next.
 """
 
 from __future__ import annotations

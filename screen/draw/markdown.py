@@ -1,13 +1,7 @@
-"""A model's Markdown in lines of a terminal.
+"""A model's Markdown as lines of a terminal.
 
-The problem. An answer grows ten times a second, may be long, and may hold anything: HTML, links with a
-false name, control characters behind an entity.
-
-What this file keeps. Of a growing answer only the last block is drawn anew. A link is a text and an
-address, and nothing opens the address. HTML, images and definitions are shown in their source, so no
-word of an answer is hidden.
-
-Where next: `pages/talk.py`, the conversation.
+While an answer grows, only its last block is drawn again. A link shows its text and its address;
+HTML and images are shown as source, so no word of an answer is hidden.
 """
 
 from __future__ import annotations

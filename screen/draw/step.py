@@ -1,9 +1,6 @@
-"""One step, in words: the plan, the work, and where the time went.
+"""One step in words: its plan, its work, and where the time went.
 
-What this file keeps. The parts of a step's time add up to the whole, also after rounding: a reader
-who adds up the figures gets the same sum.
-
-Where next: `Engine.step` in `nanobatch.py`.
+Times are rounded before they are added up, so the parts on the screen have the right sum.
 """
 
 from __future__ import annotations

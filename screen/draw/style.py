@@ -1,14 +1,7 @@
-"""How to draw: colours, a pen, figures with three digits, text that fits, and a glyph for all that
-a slot can do.
+"""How to draw: colours, pens, numbers of three digits, wrapped text, and a glyph for each kind of work.
 
-The problem. A prompt or an answer may hold anything, a control character too, and a theme may have
-any colours.
-
-What this file keeps. All text from elsewhere goes through `clean` before the drawing, so no prompt
-and no answer can move the cursor. Words have the theme's own colours and can be read in every
-theme; hues only fill. The glyphs alone tell the phases apart, without any colour.
-
-Where next: `timeline.py`.
+All text from elsewhere goes through `clean`, so no prompt and no answer can move the cursor. Words
+have the theme's own colours and hues only fill cells; glyphs tell the kinds apart without colour.
 """
 
 from __future__ import annotations

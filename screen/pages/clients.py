@@ -1,13 +1,4 @@
-"""The clients: programs on HTTP, their calls, and the refusals.
-
-The problem. A refused request never reaches the engine, so no slot tells of the refusal; and a
-client's hanging up looks like any other end.
-
-What this file keeps. A column without room is left out as a whole. The page has a line for each
-call, and messages in full; the pane has the newest calls.
-
-Where next: `server/access_log.py`, where calls are noted.
-"""
+"""HTTP clients: their requests, and what was refused before it reached the engine."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""The conversation: large, with the engine as a strip beside it.
-
-The problem. Somebody has a model and wants to talk with the model, and an answer of two lines in a grid
-of eight is no place to read. But a reader wants to see the engine at work, too.
-
-What this file keeps. The whole conversation stands there, and answers stream. Thoughts are dim; a
-finished thought is folded. A dropped turn is marked.
-
-Where next: `chats.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
-"""
+"""The conversation in large, with the engine as a strip above or beside it."""
 
 from __future__ import annotations
 

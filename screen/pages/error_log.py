@@ -1,7 +1,4 @@
-"""Failures in this process: requests, and tracebacks with file and line.
-
-Where next: `runtime/errors.py`, the way of a traceback to this page.
-"""
+"""Failures in this process: requests, and tracebacks with file and line."""
 
 from __future__ import annotations
 

@@ -1,22 +1,12 @@
-"""Break it: the effect of a failure, of a NaN and of a lost client on all others.
+"""Fault injection: what a failure, a NaN or a lost client does to all other requests.
 
-The problem. Every server says: one bad request does not harm the neighbours. Who believes so
-without an experiment?
+    step      an exception, raised after the forward pass of the next step has been started
+    nan       NaN, written over the newest values of one slot
+    client    a request is cancelled in mid-answer, as when a client hangs up
 
-The way out is to break the running engine, on purpose, in one of three ways:
-
-    step      an exception, raised when the forward pass of the next step has been started
-    nan       no numbers any more, written over the newest values of one slot
-    client    a request is cancelled in mid-answer, as by the door when a client hangs up
-
-All neighbours are witnesses. After the end, each witness runs once more, alone, and the two answers
-are compared: all tokens, and all bits of the log probabilities. If a witness was cut off, the
-tokens until then are compared.
-
-What this file keeps. The engine knows nothing of this page. For one step another runner takes the
-place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
-
-Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
+All neighbours are witnesses. Afterwards each runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to the point where a witness was cut off. The
+engine knows nothing of this: for one step another runner does the damage (`Engine.running_on`).
 """
 
 from __future__ import annotations

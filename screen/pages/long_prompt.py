@@ -1,22 +1,12 @@
-"""The long prompt: a prompt as long as fits a slot goes into running chats, and each chat draws its
-gaps like an ECG.
+"""A prompt as long as a slot among running chats, and what the budget of a step trades.
 
-The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
-decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep
-the gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys
-turn the trade while the engine runs.
+A long prompt is read in chunks, and all chats decode in the same steps, so their tokens come later.
+Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it runs.
 
-The way out. An experiment (`LocalEngineClient.run_experiment`) lets chats decode, waits until nothing else is read, and
-drops the long prompt. From the real steps, the experiment measures the pain of a chat's reader: the time
-from a token to the next, while the long prompt was read and just before. The median stands beside the
-longest, since a longest gap alone may be another program's doing. In the middle of the long prompt a
-short prompt comes, and the experiment counts the steps until each of the two has its first token.
-
-What this file keeps. All times are the engine's, and each gap knows the number of the
-long prompt's tokens inside. Each long prompt begins with other words than all before: the rows of an
-earlier one would be taken over, and cost nothing. All changes of the experiment are put back.
-
-Where next: `screen/experiment.py`, what all experiments do alike.
+The experiment lets chats decode, measures their gaps, submits the long prompt and measures again. The
+median is shown next to the maximum, because another program may cause a single long gap. Halfway
+through, a short prompt arrives, and the steps to both first tokens are counted. Each long prompt begins
+with other words, so no rows come from the prefix cache. All changes are undone at the end.
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Two policies, one above the other, on one scale of time.
-
-The problem. Whether a policy is quicker is seen at once if both timelines have the same scale, and
-never if each fills the width.
-
-What this file keeps. The picture is of a `Contest` (`runs.py`), measured or simulated; each run
-says how.
-
-Where next: `runs.py`, the clock and the replay.
-"""
+"""Two policies on one time scale, measured (a race) or simulated (a comparison)."""
 
 from __future__ import annotations
 

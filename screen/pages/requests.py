@@ -1,13 +1,4 @@
-"""A request in full: figures, steps, the reason of the end, prompt and text.
-
-The problem. A pane shows the last words of an answer. The question, the price and the end do not
-fit there.
-
-What this file keeps. Pane and page say the same of a request. The pane shows as much of it as finds
-room, and goes back in time with the cursor.
-
-Where next: `why.py`, a request's life in parts.
-"""
+"""A request in full: figures, steps, finish reason, prompt and text; as a page and as a pane."""
 
 from __future__ import annotations
 

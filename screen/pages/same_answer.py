@@ -1,20 +1,10 @@
-"""The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
+"""Batch invariance, live: one prompt alone, then hundreds of times among random neighbours.
 
-The problem. An engine answers many requests in one pass. Does an answer depend on the other
-requests there? On most engines, yes: a library multiplies eight rows in another order than one, the
-last bits differ, and sooner or later a token does. Temperature 0 does not help.
-
-The way out is to try. The experiment runs a prompt alone. Then the prompt runs again and again, some
-of the runs at a time, while neighbours of random lengths and temperatures come, go and are
-cancelled. Half of the runs compute each row of the prompt. The other half may take over rows of a
-beginning from a slot's memory, and half of the neighbours begin like the prompt. Each run
-becomes a short hash of all tokens and of the bits of all log probabilities, and hashes are
-counted.
-
-What this file keeps. The experiment only submits, cancels and reads the engine's answers. All
-random choices come from one seed. The page is a pure function, as in `panes.py`.
-
-Where next: `breakage.py`, the same question beside a failing neighbour.
+On most engines an answer depends on the other requests in its step: a library adds up eight rows in
+another order than one, so last bits differ, and sooner or later a token does; temperature 0 does not
+help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the runs
+may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits of the log
+probabilities, and the hashes are counted. All random choices come from one seed.
 """
 
 from __future__ import annotations

@@ -1,22 +1,14 @@
-"""The cost of a step: bytes, products and Python, under this machine's roofline.
+"""The cost of a step: bytes, operations and Python, against this machine's roofline.
 
-The problem. Eight answers cost hardly more than one, and nobody believes it before the sum is on
-the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
-
-The way out. A step's bytes and products are counted, and held against the machine's own roof:
+A step's bytes and operations are counted (`analysis/step_costs.py`) and compared with what the
+machine can do (`analysis/roofline.py`):
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
-    keys and values  of all rows behind a token: each sequence has its own, and shares none
-    arithmetic       so much for each token, and more for each row behind the token
+    keys and values  each sequence reads its own cache and shares none
+    arithmetic       a fixed number of operations per token, and more for each cached row
     Python           the engine's own work, measured
 
-The roof is the most of this machine: bytes a second, and operations a second. Both were measured
-(`analysis/roofline.py`). No step is quicker than the roofline allows.
-
-What this file keeps. A measured figure stands beside a counted one (`analysis/step_costs.py`), and the page
-names the bound of a step: one of the three, or none.
-
-Where next: `analysis/step_costs.py`, the counting.
+The page names what bounds a step: one of the three, or none of them.
 """
 
 from __future__ import annotations

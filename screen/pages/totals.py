@@ -1,7 +1,4 @@
-"""The figures of each busy period, the newest first: so bursts and policies can be compared.
-
-Where next: `screen/stats.py`, the sums.
-"""
+"""The statistics of each busy period, newest first, to compare bursts and policies."""
 
 from __future__ import annotations
 

@@ -1,22 +1,11 @@
-"""The tour: a few scenes. Each asks a question, lets the engine answer, and explains the answer.
+"""The tour: each scene asks a question, lets the engine answer it, and explains the answer.
 
-The problem. A tour of mere words is skipped, and a tour over the whole screen hides its subject.
-And a person leaves a tour at any moment, wants everything back as before, and never waits.
+    set the stage -> ask -> a guess -> run -> explain -> the next scene
 
-The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
-come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The player
-is a generator (`Tour._play`), and so is each scene. `Tour.look` is called as often as the screen is
-looked at, goes on as far as possible, and never waits. The tour's words are a `TourText` in the
-state, and `draw` draws a strip of a few lines under the panes, so the engine's work is seen.
-
-    stage -> ask -> a guess -> run -> tell -> the next scene
-
-What this file keeps. Whatever happens, `leave` puts back all changes of the tour: policy, budget,
-pause, slow motion, settings and selection; and ends all requests of the tour. No
-part of a scene takes longer than `LONGEST`: then the scene goes on with less, or says: it did not
-come off. Each line of code is looked up in the source, so no line is stale.
-
-Where next: `scenes.py`, the scenes.
+A scene uses the same lines as a user (`Session.obey`), and the tour names the keys. The player is a
+generator (`Tour._play`), and so is each scene; `Tour.look` advances it as far as possible without
+waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and cancels
+the tour's requests. No part of a scene takes longer than `LONGEST`.
 """
 
 from __future__ import annotations

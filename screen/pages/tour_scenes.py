@@ -1,18 +1,9 @@
-"""The scenes of the tour: eight questions, each asked and answered by an engine that runs.
+"""The scenes of the tour: eight questions, answered by the running engine.
 
-The problem. A screen shows the work of an engine, and no reasons. On the first day, a reader does
-not know where to look in a timeline, and reads past every surprise.
-
-The way out. Each scene stops the engine, asks a question, goes on, and explains the answer by the
-figures of this very run. A scene is a story, read from top to bottom: a generator of lines that a
-user could type as well, with waits between, a `Question` in the middle, and an `Explanation` at
-the end.
-
-What this file keeps. No figure is written down here: all are read from the steps and the requests
-of the scene. Where a run lacks the scene's subject, the story raises a ValueError, and the tour
-goes on.
-
-Where next: `tour.py`, the player of the scenes.
+A scene is a story read from top to bottom: a generator of lines that a user could type, with waits
+between them, a `Question` in the middle and an `Explanation` at the end. All figures come from the
+steps and requests of the scene; if a run does not show the scene's subject, the story raises a
+ValueError and the tour goes on.
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ SCREEN = [
     ),
     Mutant(
         "screen/remote_client.py",
-        "                self._life += 1\n",
+        "                self._epoch += 1\n",
         "",
         "tests/screen/test_watch.py::test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next",
     ),

@@ -10,7 +10,7 @@ from screen_stage import EndsAfter, Stage, drawn, guess_at_random, like_golden, 
 
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import latency_breakdown as life
+from screen import latency_breakdown as breakdown
 from screen.commands import PlainLog, orders_of
 from screen.draw import style
 from screen.pages import request_latency
@@ -57,7 +57,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, guesses: bool = F
     return stage
 
 
-def lives(stage: Stage) -> dict[int, life.LatencyBreakdown]:
+def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
     state = stage.state
     return {r.id: breakdown_in(state, r) for r in state.requests.values()}
 
@@ -85,13 +85,13 @@ def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
             parts.update(dict.fromkeys(sums, 1))
             seen += 1
         seed += 1
-    assert {*life.PARTS} - {"unseen"} == {*parts}, parts
+    assert {*breakdown.PARTS} - {"unseen"} == {*parts}, parts
     assert min(parts.values()) >= 5, parts
 
 
-def outcomes(state: State, id: int) -> list[life.Outcome]:
+def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
     requests, limits = state.requests, state.view.engine.limits
-    return life.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
+    return breakdown.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
@@ -139,7 +139,7 @@ def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
     measured = found["measured"]
     assert measured.steps == found["continuous"].steps
     assert found["continuous"].ttft == pytest.approx(measured.ttft, rel=0.5)
-    assert all(0 < each.ttft <= each.life for each in found.values()), found
+    assert all(0 < each.ttft <= each.total for each in found.values()), found
 
 
 def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
@@ -149,18 +149,18 @@ def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=6 + id % 2), client="many")
     late = stage.engine.submit([98] * 5, SamplingParams(max_tokens=6), client="one")
     stage.finish()
-    life = lives(stage)
+    breakdown = lives(stage)
     assert late.id == 10
-    assert [id for id in life if 10 in life[id].overtakers] == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert not any(set(life[id].overtakers) - {10} for id in life)
+    assert [id for id in breakdown if 10 in breakdown[id].overtakers] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert not any(set(breakdown[id].overtakers) - {10} for id in breakdown)
     for request in stage.state.requests.values():
         seconds = request.metrics.queued_s
         # Both slots were taken, but for the steps between an end and the next admission
-        assert 1.5 * seconds <= sum(life[request.id].ahead.values()) <= 2 * seconds + 1e-9
+        assert 1.5 * seconds <= sum(breakdown[request.id].ahead.values()) <= 2 * seconds + 1e-9
         slot = stage.cells(request.slot)
         assert slot
-        if life[request.id].after is not None:
-            assert life[life[request.id].after].before == request.id
+        if breakdown[request.id].after is not None:
+            assert breakdown[breakdown[request.id].after].before == request.id
     text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text
     assert "clients many " in text and " %, one " in text
@@ -176,8 +176,8 @@ def test_under_static_it_says_how_long_a_free_slot_was_shut():
     for most in (2, 30, 2):
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=most))
     stage.finish()
-    life = lives(stage)[3]
-    assert life.shut == pytest.approx(0.27, abs=0.03)
+    breakdown = lives(stage)[3]
+    assert breakdown.shut == pytest.approx(0.27, abs=0.03)
     assert "blocked " in "\n".join(plain(page(stage, "3")))
 
 
@@ -265,7 +265,7 @@ def test_the_waterfall_is_as_drawn():
         it.stage.session.obey("/burst 6")
         it.stage.finish()
         await it.press("w", "tab")
-        assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
+        assert it.stage.state.open is breakdown.at_percent(95, breakdown.ranked(it.stage.state.ended))
         like_golden("why-120x40", it.text())
 
     show(scenario, Stage(policy="short"), (120, 40))
@@ -284,14 +284,14 @@ def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_othe
         assert "Slots" in it.text()
         it.stage.finish()
         await it.turns()
-        order = life.ranked(it.stage.state.ended)
+        order = breakdown.ranked(it.stage.state.ended)
         await it.press("f", "w")
         assert f"Why did r{it.stage.state.open.id} wait?" in it.text()
         seen = []
         for key in ("tab", "tab", "tab", "tab", "right", "left"):
             await it.press(key, turns=0)
             seen.append(it.stage.state.open.id)
-        marks = [life.at_percent(mark, order).id for mark in request_latency.MARKS]
+        marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
         first, second, third, again, after, before = seen
         assert {first, second, third} == {*marks} and again == first == before
         assert after == order[[r.id for r in order].index(first) + 1].id

@@ -424,7 +424,7 @@ def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
             refused += 1
             continue
         state = State("small")
-        state.absorb(View(stage="ready", watches=True, life=1, **frame._asdict()))
+        state.absorb(View(stage="ready", watches=True, epoch=1, **frame._asdict()))
         for draw in PANES.values():
             for line in plain(drawn(draw, state, 120, 40)):
                 assert "\x1b" not in line
@@ -631,7 +631,7 @@ def test_clients_are_counted_beyond_those_that_are_kept():
     assert len(state.calls) == State.REMEMBERED
     heading = plain(drawn(clients.draw_clients, state, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
-    state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
+    state.absorb(View(door=replace(door, ended=(), seen=0), epoch=1))  # another process
     assert (
         "0 ended · 0 refused · 0 hung up" in plain(drawn(clients.draw_clients, state, 120, 12))[0]
     )
