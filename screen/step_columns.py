@@ -43,13 +43,13 @@ class Column(NamedTuple):
     # guesses, the share of its rows that yielded a token
     useful: float
     view: StepView  # the step as the engine describes it; in a merged column, the last step
-    rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
+    rows: tuple[int, ...] = ()  # by slot: number of rows that its request has filled
     steps: int = 1
-    unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
+    unseen: int = 0  # number of steps that the screen has missed
 
     @property
     def lost(self) -> str:
-        """Why nothing is known of a step; empty: the step is known."""
+        """Why nothing is known of a step; empty if it is known."""
         if self.cells[0].kind == FAILED:
             return "This step failed: its requests ended with it, and E shows where."
         went = f"{self.unseen:,} steps up to this one went by before the screen looked"
@@ -57,10 +57,10 @@ class Column(NamedTuple):
 
 
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
-    """A step as the timeline draws it, behind `before`, the step before it.
+    """A step as the timeline draws it, after `before`.
 
-    The engine runs ahead and plans a step before the one before has ended. Here the step begins
-    when that one ends.
+    The engine runs ahead and plans a step before the previous one has ended. Here it begins when that
+    one ends.
     """
     cells = [FREE] * slots
     rows = list(before.rows) if before else [0] * slots
@@ -104,12 +104,12 @@ def last_in(columns: Sequence[Column], slot: int) -> Column | None:
 
 
 def said_in(rows: int, prompt: int) -> int:
-    """How many tokens were said, if so many rows are filled. The newest token has no row yet."""
+    """Number of output tokens for a number of filled rows. The newest token has no row yet."""
     return rows - prompt + 1 if rows >= prompt > 0 else 0
 
 
 def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
-    """The steps that were run between two moments."""
+    """The steps that ran between two times."""
     first = bisect_left(history, began, key=lambda column: column.ended)
     for i in range(first, len(history)):
         if history[i].began >= ended:
@@ -120,8 +120,8 @@ def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Co
 def spread(
     history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
 ) -> float:
-    """The sum of a part of all steps between two moments. A step's part is spread evenly over the
-    step's time; else a slow step would be a spike in a chart."""
+    """Sum a quantity of the steps between two times. It is spread evenly over a step's time, or a slow
+    step would be a spike in a chart."""
     total = 0.0
     for column in during(history, began, ended):
         inside = min(column.ended, ended) - max(column.began, began)
@@ -131,8 +131,7 @@ def spread(
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
-    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the
-    steps have failed."""
+    """A column for unknown steps between `before` and `first`: missed ones, or failed ones."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "guesses"), ()
     )
@@ -153,8 +152,7 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
 
 
 def merge(columns: Sequence[Column]) -> Column:
-    """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is
-    short, comes first."""
+    """Merge steps. A cell shows the most frequent kind, except that a prefill comes first."""
     if len(columns) == 1:
         return columns[0]
     cells = []
@@ -169,6 +167,6 @@ def merge(columns: Sequence[Column]) -> Column:
 
 
 def useful_of(columns: Sequence[Column]) -> float:
-    """In how many percent of slots x steps something was computed for a request."""
+    """Percentage of slots × steps in which something was computed for a request."""
     cells = sum(column.steps * len(column.cells) for column in columns)
     return 100 * sum(column.useful for column in columns) / cells if cells else 0.0
