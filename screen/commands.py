@@ -234,7 +234,7 @@ class Session:
 
     def check_alone(self, what: str) -> None:
         if self.state.view.door or self.state.view.watches:
-            whose = "while the door is open" if self.state.view.door else "on a watched engine"
+            whose = "while a server runs" if self.state.view.door else "on a watched engine"
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )

@@ -128,7 +128,7 @@ WORDS = (
     ),
     (
         "slow motion",
-        "so many steps a second. The engine's clock stands still in between, so all figures stay true.",
+        "a limit of steps per second. The engine's clock stops in between, so all figures stay true.",
     ),
     (
         "plan",
@@ -154,13 +154,13 @@ WORDS = (
     ),
     (
         "others",
-        "other programs take so many of the cores, and none is idle: slow steps are theirs, not the engine's.",
+        "cores that other programs use while none is idle: they make steps slow, not the engine.",
     ),
     (
         "hash",
-        "a short name for many numbers: an answer's tokens and log probabilities. Another bit, another hash.",
+        "a digest of an answer's tokens and log probabilities: another bit, another hash.",
     ),
-    ("batch size", "how many slots did useful work at a time."),
+    ("batch size", "number of slots that do useful work at a time."),
     (
         "useful",
         "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong guesses.",
@@ -171,11 +171,11 @@ WORDS = (
     ),
     (
         "client",
-        "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one.",
+        "a program that sends requests over HTTP. If it hangs up (╳), its slot is free.",
     ),
     (
         "batching",
-        "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
+        "why it pays: by number of rows, the lower quartile of a step's time, and its tokens/s.",
     ),
     (
         "roofline",

@@ -50,7 +50,7 @@ class Canvas:
         self.width = width
         self.height = height
         self.lines: list[Line] = []
-        self.names = 9  # characters of an entry's name
+        self.names = 9  # characters of a name
         self.has_keys = True  # a log has no keys
         self.text = p.text
         self.muted = p.muted

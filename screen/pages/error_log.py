@@ -35,7 +35,7 @@ PAGE = Page(
     "errors",
     "E",
     "Errors",
-    "what has failed in here, with file and line: the tracebacks",
+    "what has failed in this process: tracebacks with file and line",
     draw,
     is_early=True,
 )

@@ -36,11 +36,11 @@ from screen.step_columns import Column
 from screen.workload import Ask
 
 NAME = "long"
-ANSWER = 2  # tokens: a long prompt is there to be read
-SHORT = 35  # tokens of the prompt that comes in the middle of a long prompt
-QUIET = 24  # so many steps are measured before a long prompt comes
-AFTER = 12  # and so many steps are run afterwards, for the end of the picture
-KEPT = 40  # so many drops are remembered
+ANSWER = 2  # tokens: a long prompt only has to be read
+SHORT = 35  # tokens of the prompt that arrives halfway through
+QUIET = 24  # steps measured before a long prompt
+AFTER = 12  # steps after it, for the end of the picture
+KEPT = 40  # drops remembered
 NOUNS = (
     "hen",
     "fox",
@@ -67,11 +67,8 @@ def chat(i: int) -> str:
 
 
 def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
-    """A prompt of `size` tokens, or as many below as whole sentences have. `ask` makes tokens of a
-    text.
-
-    The prompt begins with a number, so no other prompt begins alike.
-    """
+    """A prompt of whole sentences with at most `size` tokens. It begins with a number, so that no two
+    share a prefix. `ask` tokenizes."""
     dice = random.Random(number)
     said = [f"{number}."]
     for _ in range(size // 5):  # a sentence has no fewer tokens than words
@@ -92,34 +89,34 @@ class Gap(NamedTuple):
 
     seconds: float
     steps: int  # 1: the chat had a token in each step
-    tokens: int  # of the long prompt, computed meanwhile
+    tokens: int  # of the long prompt, read meanwhile
     cost: int  # of the long prompt's chunks, in tokens of the budget
 
 
 class ShortPrompt(NamedTuple):
-    """A short prompt that came while the long prompt was read. Steps count from its arrival."""
+    """A short prompt that arrived while the long one was read. Steps count from its arrival."""
 
     request: int
     tokens: int
-    left: int  # tokens of the long prompt that were still to be read
+    left: int  # unread tokens of the long prompt
     steps: int  # to its first token
     long_steps: int  # to the long prompt's first token
 
 
 class Drop(NamedTuple):
-    """One long prompt, and the pain of the chats. Seconds are the engine's."""
+    """One long prompt, and what it cost the chats. Seconds are the engine's."""
 
     request: int
-    budgets: tuple[int, ...]  # more than one, if the budget was turned in mid-prompt
+    budgets: tuple[int, ...]  # more than one if the budget changed in mid-prompt
     widest: int  # the most in a step
     steps: int  # with a chunk of the long prompt
     ttft: float
     gap: float  # the median of the chats' gaps with a whole chunk inside
     longest: float
     steps_between: int  # from a chat's token to the next, at most
-    quiet_gap: float  # the same before the long prompt
+    quiet_gap: float  # before the long prompt
     quiet_longest: float
-    short: ShortPrompt | None = None  # that came in the middle, and was answered
+    short: ShortPrompt | None = None  # one that arrived halfway through and was answered
 
     @property
     def budget(self) -> str:
@@ -127,23 +124,23 @@ class Drop(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The findings of the experiment so far."""
+    """The findings so far."""
 
-    so_far: str = ""  # the work of the moment
-    newest: int | None = None  # long prompt, also in line or in work
-    short: int | None = None  # the short prompt that came next to it
+    so_far: str = ""  # what happens now
+    newest: int | None = None  # long prompt, also if it has not ended
+    short: int | None = None  # the short prompt next to it
     drops: tuple[Drop, ...] = ()
     lines: tuple[str, ...] = ()
     name: str = NAME
 
 
 def read_of(step: StepView, request: int) -> int:
-    """So many tokens of this prompt the step reads."""
+    """Number of tokens of this prompt in a step."""
     return sum(stop - start for _, id, start, stop in step.prefill if id == request)
 
 
 def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, int, Gap]]:
-    """Each gap of each chat, with the place of the last step, and the chat's slot."""
+    """Each gap of each chat, with the index of its last step and the slot."""
     newest: dict[int, int] = {}  # by chat: the place of the step of the newest token
     for i, step in enumerate(steps):
         for slot, chat in step.decode:
@@ -152,7 +149,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
             if chat in newest:
                 first = newest[chat]
                 began = steps[first].ended
-                # A step's tokens may be read when the work of the next step is done
+                # A step's tokens may be read only after the work of the next step
                 chunks = [
                     other
                     for other in steps[first : i + 2]
@@ -169,8 +166,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
 
 
 def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
-    """The effect of a long prompt, from the steps before, and the steps with a chunk. None: no chat
-    decoded at the same time."""
+    """Measure the effect of a long prompt. None if no chat decoded meanwhile."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []
@@ -181,7 +177,7 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
-    # The last chunk is as wide as the rest: of two gaps, the last would be the median
+    # Leave out a short last chunk: of two gaps it would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     return Drop(
@@ -201,8 +197,8 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
 def counted(
     steps: Sequence[StepView], long: Handle, short: Handle, left: int
 ) -> ShortPrompt | None:
-    """The steps from the arrival of a short prompt to both first tokens. None: it was cancelled, or
-    its steps are no longer kept."""
+    """Count the steps from the arrival of a short prompt to both first tokens. None if it was cancelled,
+    or its steps are forgotten."""
     last = {
         handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
         for handle in (long, short)
@@ -223,22 +219,21 @@ def counted(
 
 
 class LongPrompts(Experiment):
-    """Drops long prompts among chats.
+    """Submit long prompts among chats.
 
-    `before`: its drops are compared with.
-    `stays`: the experiment goes on until a user ends it; else the last wanted drop is the end.
-    `wanted`: the budgets of drops to come; None: no change.
+    `before`: earlier findings to compare with. `stays`: go on until a user ends it. `wanted`: the
+    budget of each long prompt; None: no change.
     """
 
     def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
         super().__init__(Found("", before.newest, before.short, before.drops[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
-        self._fired = 0  # so many chats
-        self._has_company = False  # the experiment keeps all slots but two filled with chats
+        self._fired = 0  # number of chats so far
+        self._has_company = False  # keep all slots but two filled with chats
 
     def takes_in(self, other: AnyExperiment) -> bool:
-        """More drops."""
+        """Take over the long prompts of another one."""
         is_alike = isinstance(other, LongPrompts)
         if is_alike:
             self.wanted += other.wanted
@@ -262,7 +257,7 @@ class LongPrompts(Experiment):
             self.client.turn_budget(budget)
 
     def _gather(self) -> Iterator[Found]:
-        """Until a long prompt is wanted, chats decode, nothing else is read, and a slot is free."""
+        """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
         sched = self.engine.sched
         while True:
             self._keep_company()
@@ -279,10 +274,8 @@ class LongPrompts(Experiment):
             yield self.tell(so_far=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all slots but two with chats; from then on, again and again.
-
-        The two are for the long prompt, and for a short prompt next to it.
-        """
+        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the long
+        prompt, one for the short one."""
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
@@ -293,7 +286,7 @@ class LongPrompts(Experiment):
             self._fired += missing
 
     def _check_open(self) -> None:
-        """Does the policy admit requests while others run? The newest plan tells."""
+        """Raise if the policy admits nothing while others run."""
         sched = self.engine.sched
         if not (sched.waiting and sched.free) or sched.draining_to:
             return
@@ -338,7 +331,7 @@ class LongPrompts(Experiment):
             yield self.tell(so_far=decoding(len(sched.running)))
 
     def _has_room_beside(self, request: Request) -> bool:
-        """Is half of the long prompt read, and a slot free for another prompt?"""
+        """Whether half of the long prompt is read, and a slot is free for another."""
         sched = self.engine.sched
         is_half_read = 2 * request.prefilled >= len(request.prompt)
         has_slot = len(sched.free) > len(sched.waiting)
@@ -363,8 +356,7 @@ def reading(request: Request) -> str:
 
 
 def sentence(drops: Sequence[Drop]) -> str:
-    """The trade of the budget, in real numbers: with the newest budget, and with the one
-    before."""
+    """What the budget trades, with the newest budget and the one before."""
     newest = drops[-1]
     drop, which = calmest(drops, newest.budgets)
     words = (
@@ -383,7 +375,7 @@ def sentence(drops: Sequence[Drop]) -> str:
 
 
 def company(drop: Drop) -> str:
-    """How long the short prompt had to wait for its first token, next to the long prompt."""
+    """How long the short prompt waited for its first token."""
     short = drop.short
     if short is None:
         return (
@@ -398,8 +390,7 @@ def company(drop: Drop) -> str:
 
 
 def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]:
-    """Of the drops with a budget, the least disturbed: another program makes gaps longer, and never
-    shorter."""
+    """The least disturbed drop with these budgets: other programs only make gaps longer."""
     alike = [drop for drop in drops if drop.budgets == budgets]
     which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
     return min(alike, key=lambda drop: drop.gap), which
@@ -408,10 +399,10 @@ def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]
 # --- the page
 
 LEFT = 10  # characters before a trace: slot and request
-RIGHT = 10  # and behind a trace: the newest gap
+RIGHT = 10  # and after it: the newest gap
 TALLEST = 6  # lines of a trace
-BEYOND = 1.01  # of the scale: a gap with an arrow
-NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
+BEYOND = 1.01  # of the scale: longer gaps get an arrow
+NOISY = 3  # times the median: such a gap has a cause outside the engine
 FIGURES = (
     Figure("prompt", 9, 8),
     Figure("budget", 9, 0),
@@ -428,12 +419,9 @@ FIGURES = (
 def scope_of(
     state: State, long: int | None, width: int
 ) -> tuple[Sequence[Column], int, int | None]:
-    """The steps of the picture. As on an oscilloscope, the picture begins a little before the
-    newest long prompt, and stands still when it is full.
-
-    Also: how many steps a cell has (the longest gap is drawn), and how many cells stand before the
-    long prompt's first chunk; None: no chunk has been read.
-    """
+    """The steps of the picture, the steps per cell, and the number of cells before the long prompt's
+    first chunk (None: not read yet). As on an oscilloscope, the picture begins a little before the
+    newest long prompt and stops when it is full."""
     history = state.history
     request = state.requests.get(long)
     steps = state.steps_of(request) if request else []
@@ -448,7 +436,7 @@ def scope_of(
 
 
 def draw(state: State, on: Canvas) -> None:
-    """A trace for each chat, a line for each long prompt, and the trade of the budget."""
+    """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
     found = state.found.get(NAME, Found())
     is_on = runs(state.view, found)
     keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
@@ -467,7 +455,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def doing(state: State, found: Found, is_on: bool) -> str:
-    """The work of the moment, and the budget."""
+    """What happens now, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
     words = "over, all is as before" if found.drops else "no long prompt has been read yet"
@@ -481,7 +469,7 @@ def doing(state: State, found: Found, is_on: bool) -> str:
 
 
 def truth(drops: Sequence[Drop]) -> str:
-    """The limits of the figures."""
+    """How far the figures can be trusted."""
     words = ""
     if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
         longest = span(drops[-1].quiet_longest)
@@ -494,11 +482,11 @@ def truth(drops: Sequence[Drop]) -> str:
 
 
 def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
-    """A trace for each slot, on one scale, and under all traces the axis."""
+    """Draw a trace for each slot on one scale, with an axis below."""
     long = found.newest
     cells = on.width - LEFT - RIGHT
     columns, zoom, before = scope_of(state, long, cells)
-    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
+    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap
     is_whole = not any(column.unseen for column in columns)
     for i, slot, gap in gaps_of([column.view for column in columns], long):
         if gap.steps == 1 or is_whole:
@@ -540,8 +528,8 @@ def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale. A gap of another program's making may lie beyond; else all
-    others would look alike."""
+    """The end of the scale. Gaps that another program caused may exceed it, or all others would look
+    alike."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(max(usual, read))
@@ -550,7 +538,7 @@ def top_of(gaps: Collection[Gap]) -> float:
 def draw_trace(
     on: Canvas, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
-    """One chat's gaps as columns. Gaps with the long prompt inside have another colour."""
+    """Draw one chat's gaps as columns, in another colour while the long prompt is read."""
     newest = next((gap for gap in reversed(trace) if gap), None)
     figure = span(newest.seconds) if newest else ""
     for row in reversed(range(tall)):
@@ -574,7 +562,7 @@ def draw_trace(
 def draw_chunks(
     on: Canvas, slot: int, request: int, read: Collection[int], cells: int, name: str
 ) -> None:
-    """The line of the long prompt, or of the short prompt: the cells with a chunk."""
+    """Draw the line of the long or the short prompt: the cells with a chunk."""
     pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
     for x in sorted(read):
         pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, request))
@@ -582,7 +570,7 @@ def draw_chunks(
 
 
 def draw_drops(on: Canvas, drops: Sequence[Drop]) -> None:
-    """A line for each long prompt, the newest last."""
+    """Draw a line for each long prompt, the newest last."""
     if not drops:
         on.lines.append([])
         return
@@ -609,11 +597,10 @@ as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Drop a prompt as long as a slot into the running chats; with numbers, one with each of these
-    budgets."""
+    """Submit a prompt as long as a slot among chats; with numbers, one for each of these budgets."""
     state = session.state
     budgets = [as_budget(word) for word in rest.split()]
-    for budget in budgets if state.view.engine else ():  # else the room refuses
+    for budget in budgets if state.view.engine else ():  # otherwise the client refuses
         state.view.made_with.with_budget(budget)
     before = state.found.get(NAME, Found())
     session.run_experiment("long prompt", LongPrompts(before, session.stays, budgets or [None]))
@@ -623,13 +610,13 @@ PAGE = Page(
     NAME,
     "L",
     "Long prompt",
-    "drop a prompt as long as a slot into the chats: their gaps, a short prompt's wait, and what the budget trades",
+    "a prompt as long as a slot among chats: their gaps, a short prompt's wait, what the budget trades",
     draw,
     footer=12,
     obey=obey,
     example="40 104",
     read=as_budget,
-    leave=lambda session: session.client.end_experiment(NAME),  # puts back all changes
+    leave=lambda session: session.client.end_experiment(NAME),  # it restores the budget
     repeats=True,
     is_live=True,
     disturbs=True,

@@ -28,18 +28,18 @@ from screen.latency_breakdown import (
 from screen.page import Page, PageSession
 from screen.state import State, breakdown_in, client_of, prices, prompt_of
 
-MARKS = (50, 95, 99)  # percent: where the slider's marks stand
+MARKS = (50, 95, 99)  # percentiles marked on the slider
 NAMES = 16  # characters of a part's name
 FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
-TABLE = (10, 10, 16)  # of a first token, of a life, and of the steps
+TABLE = (10, 10, 16)  # widths of TTFT, total and steps
 LINE = "░"
 KNOB = "●"
 TELLS = "▸ ran. Steps: in line + to its first token + to its last."
-SOON, LATE = "█▒"  # until the first token, and after it
+SOON, LATE = "█▒"  # before and after the first token
 
 
 def draw(state: State, on: Canvas) -> None:
-    """One request: the parts of the life, the others, and the replays."""
+    """Draw one request: its parts, the others, and the replays."""
     on.names = NAMES - 1
     r = state.open
     if r is None:
@@ -60,7 +60,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
-    """The place of the first token among all ended requests. Each percentile leads to a request."""
+    """Draw the request's rank by TTFT. A click on a percentile opens its request."""
     order = ranked(state.ended)
     place = place_of(r, order)
     cells = ["─"] * (on.width - 8)
@@ -87,7 +87,7 @@ def at_cell(part: float, cells: int) -> int:
 
 
 def draw_parts(on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
-    """The waterfall: each part begins at the end of the part above."""
+    """Draw the waterfall: each part begins where the one above ends."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
     parts = {part: in_ms(seconds) for part, seconds in breakdown.parts().items()}
     parts = {part: spent for part, spent in parts.items() if spent}
@@ -114,14 +114,14 @@ def in_ms(seconds: float) -> float:
 
 
 def color_of(p: Palette, part: str, request: int) -> str:
-    """The request's own parts have the request's colour. The line and the neighbours have none."""
+    """The request's colour for its own parts."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
 
 
 def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
-    """Who waited for whom."""
+    """Draw which requests this one waited for."""
     clients = shares_of_clients(state, breakdown)
     most = 3 if on.width < 100 else 7
     if breakdown.ahead:
@@ -141,7 +141,7 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
 
 
 def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
-    """How the slots were shared meanwhile, if there was more than one client."""
+    """How clients shared the slots meanwhile, if there was more than one."""
     held: Counter[str] = Counter()
     for request, seconds in breakdown.ahead.items():
         if request in state.requests:
@@ -165,7 +165,7 @@ def slot_of(r: RequestView, breakdown: LatencyBreakdown) -> str:
 
 
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
-    """The same requests once more, without the model."""
+    """Draw the replays."""
     legend = (
         (LINE, on.bad, "in line"),
         (SOON, on.text, "first token"),
@@ -196,7 +196,7 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
 
 
 def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
-    """How far the replays can be compared with the real run."""
+    """How well the replays compare with the real run."""
     words = ""
     ran = next(each for each in found if each.name == r.policy)
     times = found[0].total / ran.total if ran.total else 1.0
@@ -219,8 +219,7 @@ def which(text: str) -> int | str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Look into the open request; into the named one (/why 7); or into the one at a percentile of
-    first tokens (/why p95)."""
+    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why p95)."""
     state = session.state
     chosen = which(rest) if rest else None
     request = state.open
@@ -236,7 +235,7 @@ def obey(session: PageSession, rest: str) -> None:
 
 
 def look_into(state: State, request: RequestView) -> None:
-    """Open a request, and replay the busy period."""
+    """Open a request and replay its busy period."""
     state.opened = request.id
     requests = state.requests.values()
     limits = state.view.made_with
@@ -253,14 +252,14 @@ def look_into(state: State, request: RequestView) -> None:
 
 
 def lead(state: State, by: int) -> None:
-    """To the request with the next sooner first token, or the next later."""
+    """Open the next request by TTFT."""
     order = ranked(state.ended)
     if order:
         look_into(state, beside(state.open, order, by))
 
 
 def to_mark(state: State) -> None:
-    """To the first percentile beyond the request; then from the start."""
+    """Open the next percentile's request; after the last, the first."""
     order = ranked(state.ended)
     if not order:
         return

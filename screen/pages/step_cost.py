@@ -31,21 +31,21 @@ from screen.view import View
 
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
-NAMES = 13  # characters of an entry's name
-NEARER = 1.2  # times as fast as memory: such weights lie in a cache
-DISTURBED = 1.5  # times as long as usual
-MOST = 2**16  # rows: no batch is larger
-ASKED = 100  # of so many steps the experts are kept
+NAMES = 13  # characters of a name
+NEARER = 1.2  # times as fast as memory: such weights are in a cache
+DISTURBED = 1.5  # times the usual duration
+MOST = 2**16  # rows of the largest batch considered
+ASKED = 100  # steps whose experts are kept
 
 
 def parts_of(column: Column) -> list[Member]:
-    """The sequences of a step, the farthest look back first."""
+    """The sequences of a step, the longest first."""
     step = column.view
     parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
     guesses = {slot: (guessed, right) for slot, guessed, right in step.guesses}
     for slot, request in step.decode:
         guessed, right = guesses.get(slot, (0, 0))
-        # Rows of ghosts and of wrong guesses are written and read, and counted by nobody
+        # Rows of ghosts and of wrong guesses are computed, but not counted elsewhere
         rows = column.rows[slot] + (slot in step.ghosts) + guessed - right
         parts.append(Member(request, 1 + guessed, rows))
     return sorted(parts, key=lambda part: -part.rows)
@@ -56,11 +56,8 @@ def asked_of(step: StepView) -> int:
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer: by how many tokens each expert was taken; empty if unknown.
-
-    Of a step with two passes, only the second is remembered. On a GPU, a chunk's padding takes
-    experts, too.
-    """
+    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes only
+    the second is known, and on a GPU a chunk's padding counts as well."""
     found = experts_in(state).get(column.step)
     model = state.view.engine.model
     tokens = sum(part.tokens for part in parts_of(column))
@@ -78,7 +75,7 @@ def step_bill(state: State, column: Column) -> Bill:
 
 
 def usual_length(state: State) -> int:
-    """Of the decoding sequences in the step; else half a slot."""
+    """The mean length of the decoding sequences, or half a slot."""
     column = state.here
     lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
     return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
@@ -100,8 +97,8 @@ def percent(part: float, whole: float) -> str:
 
 
 def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
-    """The bound of the step, in one sentence. If none does, it says so. Of caches it
-    says nothing if other programs ran when the roof was measured."""
+    """What bounds the step, in one sentence. It does not mention caches if other programs ran while
+    the roofline was measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds
     if floors is None or not whole:
@@ -131,7 +128,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
 
 
 def what_is_shared(model: ModelView, length: int) -> str:
-    """Why eight cost hardly more than one."""
+    """Why eight rows cost hardly more than one."""
     one, eight = (of_rows(model, rows, length) for rows in (1, 8))
     shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
     keys = scaled(one.keys, "B")
@@ -142,7 +139,7 @@ def what_is_shared(model: ModelView, length: int) -> str:
 
 
 def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
-    """With how many rows one more costs as much as the first."""
+    """From how many rows on another one costs as much as the first."""
     ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
     if outweighs is not None:
@@ -160,7 +157,7 @@ def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
 
 
 def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) -> int | None:
-    """With how many rows this is so for the first time. With more rows it stays so."""
+    """The lowest number of rows for which this holds; it holds for all higher ones."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
     return counts[place] if place < len(counts) else None
@@ -170,8 +167,7 @@ def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) ->
 
 
 def draw(state: State, on: Canvas) -> None:
-    """The bill of the step under the cursor, or of the newest one; then of steps of so many
-    rows."""
+    """Draw the cost of the step at the cursor, then of steps by number of rows."""
     on.names = NAMES
     column = state.here
     model = state.view.engine.model
@@ -196,7 +192,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_entries(state: State, on: Canvas, column: Column) -> None:
-    """Bytes and products."""
+    """Draw bytes and operations."""
     engine = state.view.engine
     model = engine.model
     bill = step_bill(state, column)
@@ -218,7 +214,7 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
 
 
 def named(parts: Sequence[Member], width: int) -> str:
-    """As many of the sequences as find room, with how many rows each looks back on."""
+    """As many sequences as fit, each with its rows."""
     first, *others = parts
     words = f"{first.rows:,} rows of r{first.request}"
     if others:
@@ -233,7 +229,7 @@ def named(parts: Sequence[Member], width: int) -> str:
 
 
 def experts_of(state: State, column: Column, bill: Bill) -> str:
-    """How many experts were read, known or expected."""
+    """The number of experts read, known or expected."""
     model = state.view.engine.model
     if not model.experts:
         return ""
@@ -248,7 +244,7 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
 
 
 def windows_of(model: ModelView, column: Column) -> str:
-    """Where attention slides, if that would matter here."""
+    """The sliding window, if a sequence is longer."""
     rows = max((part.rows for part in parts_of(column)), default=0)
     if model.window is None or rows <= model.window:
         return ""
@@ -256,7 +252,7 @@ def windows_of(model: ModelView, column: Column) -> str:
 
 
 def roof_of(state: State) -> str:
-    """The measured roof."""
+    """The measured roofline."""
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
@@ -272,7 +268,7 @@ def roof_of(state: State) -> str:
 
 
 def draw_floors(state: State, on: Canvas, column: Column) -> None:
-    """The least time by each of the three bounds, over the real time."""
+    """Draw the least time by each bound, and the measured time."""
     step = column.view
     roof = state.view.engine.roof
     bill = step_bill(state, column)
@@ -292,11 +288,11 @@ def draw_floors(state: State, on: Canvas, column: Column) -> None:
 
 
 def how_usual(state: State, step: StepView) -> str:
-    """Was it disturbed?"""
+    """A note if the step took much longer than usual."""
     usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
     if usual is None or step.seconds < DISTURBED * usual:
         return ""
-    return f" Other steps of so many rows took {span(usual)}."
+    return f" Other steps with as many rows took {span(usual)}."
 
 
 FIGURES = (
@@ -312,11 +308,11 @@ FIGURES = (
 
 
 def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
-    """Steps of so many rows side by side, and the share of a token."""
+    """Draw steps by number of rows, and the share of a token."""
     model = state.view.engine.model
     room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
     has_room = room > 17
-    title = f"A step of so many rows, each {length:,} long │ and what a token pays"
+    title = f"A step by number of rows, each {length:,} long │ and what a token pays"
     on.heading(title, "▒weights █keys and values" if has_room else "")
     columns = on.columns(FIGURES)
     most = of_rows(model, 1, length).nbytes
@@ -330,7 +326,7 @@ def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) ->
 
 
 def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
-    """A line of the table. Without such a step in this run, nothing is measured."""
+    """A row of the table; measured only if this run had such a step."""
     engine = state.view.engine
     bill = of_rows(engine.model, rows, length)
     floors = floors_of(bill, engine.roof)
@@ -348,7 +344,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
 
 
 def draw_experts(state: State, on: Canvas, column: Column) -> None:
-    """Of each layer: the experts, and for each the number of tokens."""
+    """Draw the experts of each layer with their tokens."""
     many = state.view.engine.model.experts
     seen = seen_experts(state, column)
     if seen:
@@ -360,7 +356,7 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
 
 
 def cost_line(state: State) -> str:
-    """The same of the newest step, in a line of the log."""
+    """The cost of the newest step in a line of the log."""
     column = state.here
     engine = state.view.engine
     if column is None:
@@ -389,8 +385,8 @@ def cost_line(state: State) -> str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Of the step under the cursor. The roof is measured the first time, and once more
-    with "again"."""
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again with
+    "again"."""
     if rest not in ("", "again"):
         raise ValueError(
             f"/cost {shown(rest)}: only again may stand there; it measures the roofline"
@@ -401,7 +397,7 @@ def obey(session: PageSession, rest: str) -> None:
 
 
 def look(session: PageSession) -> bool:
-    """The experts of the newest step: one question at a time, and one for each step."""
+    """Ask for the experts of the newest step, once per step."""
     engine = session.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
     known = experts_in(session.state)
@@ -420,7 +416,7 @@ def take(state: State, before: View) -> None:
 
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
-    """By step: the experts. None: the question has no answer yet."""
+    """The experts by step; None: asked for, not known yet."""
     return state.kept.setdefault("cost", {})
 
 

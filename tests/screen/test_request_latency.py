@@ -265,7 +265,9 @@ def test_the_waterfall_is_as_drawn():
         it.stage.session.obey("/burst 6")
         it.stage.finish()
         await it.press("w", "tab")
-        assert it.stage.state.open is breakdown.at_percent(95, breakdown.ranked(it.stage.state.ended))
+        assert it.stage.state.open is breakdown.at_percent(
+            95, breakdown.ranked(it.stage.state.ended)
+        )
         like_golden("why-120x40", it.text())
 
     show(scenario, Stage(policy="short"), (120, 40))

@@ -248,7 +248,7 @@ def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_sc
     then = stage.state.then(replace(r, ended=math.inf))
     assert then.glass == glass, "a pane that goes back in time shows it, too"
     seen = len(stage.state.glass)
-    assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} under glass" in told
+    assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} inspected" in told
 
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 4])
@@ -461,7 +461,7 @@ def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
     assert "has yet to hear the last keys" in refusal(stage)
     stage.turns()
     stage.state.view = stage.state.view._replace(door=SimpleNamespace())
-    assert "no tour while the door is open" in refusal(stage)
+    assert "no tour while a server runs" in refusal(stage)
     stage.state.view = stage.state.view._replace(door=None, watches=True)
     assert "no tour on a watched engine" in refusal(stage)
     busy = Stage().load()

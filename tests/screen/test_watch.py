@@ -173,7 +173,7 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
 
 def test_a_race_is_refused_in_one_line(watched):
     """Clients would wait for it, and it would measure them."""
-    with pytest.raises(ValueError, match="no race while the door is open"):
+    with pytest.raises(ValueError, match="no race while a server runs"):
         watched.session.obey("/race")
 
 
@@ -641,7 +641,7 @@ def test_without_a_door_the_sheet_says_how_to_open_one():
     async def scenario(it: Show):
         it.stage.session.obey("/resume")  # else it might be text
         await it.press("h")
-        assert "The door is shut. --serve 8000 opens it" in it.text()
+        assert "No server runs. With --serve 8000" in it.text()
         await it.press("h")
         assert "Slots" in it.text()
 
