@@ -142,7 +142,7 @@ def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
     assert not stage.state.tour.asks
     stage.until("tell")
     told = stage.state.tour
-    assert "did not come off" not in told.text, told.text
+    assert "This scene failed" not in told.text, told.text
     said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
     assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
     assert re.search(r"\d", told.text), "figures of what ran"
@@ -279,7 +279,7 @@ def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
     stage = TourStage(stops=False).load().begin(GHOSTS).until("ask")
     stage.tour.guess(1)
     stage.until("tell")
-    assert "did not come off: no answer ended by itself" in stage.state.tour.text
+    assert "failed: no answer ended by itself" in stage.state.tour.text
 
 
 # --- leaving ------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_prompt_that_does_not_fit_is_told_and_the_tour_goes_on():
     for scene in bursts:
         stage.until("tell")
         assert stage.state.tour.title == scene.title
-        assert "did not come off: not fired: " in stage.state.tour.text
+        assert "failed: not fired: " in stage.state.tour.text
         stage.tour.go_on()
     assert stage.state.tour.title == "the end"
 
@@ -409,7 +409,7 @@ def test_an_engine_that_stands_still_is_not_waited_for(number):
         stage.session.look()
         stage.tour.look()
     assert stage.now - began <= tour.LONGEST + 0.5
-    assert "did not come off" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
+    assert "This scene failed" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
     stage.tour.go_on()
     assert stage.state.tour.title == "the end"
 
@@ -422,7 +422,7 @@ def test_a_stage_that_was_set_late_costs_the_run_none_of_its_time():
         stage.turn()
     stage.now += tour.LONGEST
     stage.until("ask").tour.guess(4)
-    assert "did not come off" not in stage.until("tell").state.tour.text
+    assert "This scene failed" not in stage.until("tell").state.tour.text
 
 
 def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
@@ -458,7 +458,7 @@ def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
     stage = Stage().load()
     tour.refuse(stage.session)
     stage.session.obey("/policy static")
-    assert "has yet to hear the last keys" in refusal(stage)
+    assert "the last keys have not reached the engine" in refusal(stage)
     stage.turns()
     stage.state.view = stage.state.view._replace(door=SimpleNamespace())
     assert "no tour while a server runs" in refusal(stage)
@@ -577,7 +577,7 @@ def test_a_refusal_is_one_line_and_there_is_no_strip():
     async def scenario(it):
         await it.press("b", turns=2)
         await it.press("T")
-        await it.sees("the tour begins when nothing runs")
+        await it.sees("the tour needs an idle engine")
         assert it.stage.state.tour is None
 
     show(scenario, TourStage())
