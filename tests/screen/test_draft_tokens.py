@@ -23,7 +23,7 @@ def guessing(seed: int = 3) -> Stage:
     return stage.finish()
 
 
-def test_cells_with_guesses_say_how_many_tokens_came_and_how_many_rows_were_wasted():
+def test_cells_show_the_tokens_of_draft_steps():
     stage = guessing()
     state = stage.state
     known = [column for column in state.history if column.view.guesses]

@@ -18,7 +18,7 @@ def costs(stage: Stage, first: int) -> list[int]:
 
 
 @pytest.mark.parametrize("budget", [24, 40, 100])
-def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_then_on(budget):
+def test_a_changed_budget_bounds_the_next_steps(budget):
     stage = Stage().load()
     stage.session.obey("/burst 8")
     stage.turns(2)
@@ -36,7 +36,7 @@ def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_th
     assert stage.state.view.engine.limits == stage.state.view.made_with
 
 
-def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_limits():
+def test_an_impossible_budget_is_refused_with_the_limits():
     stage = Stage().load()
     least, most = stage.state.view.made_with.budgets
     assert (least, most) == (8 + NARROWEST, 8 + WIDEST * 16)
@@ -49,7 +49,7 @@ def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_
         stage.session.obey("/budget many")
 
 
-def test_the_keys_halve_and_double_the_chunk_and_lead_back_to_the_engines_own_budget():
+def test_keys_halve_and_double_the_chunk():
     async def scenario(it):
         engine = it.stage.engine
         engine.sched.chunk, engine.sched.budget = 64, 104
@@ -81,7 +81,7 @@ def turned_run(turn: str) -> Stage:
     return stage.finish()
 
 
-def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
+def test_a_run_with_a_changed_budget_is_not_replayed():
     stage = turned_run("meanwhile")
     step = stage.state.view.turns[-1][0]
     words = f"the budget was turned to 130 in step {step:,}: a replay has only one"
@@ -91,7 +91,7 @@ def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
     assert stage.state.kept["why"][1] == words
 
 
-def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_now():
+def test_a_replay_uses_the_budget_of_its_run():
     """With today's limits the replay had other steps than what ran."""
     replays = {}
     for turn in ("before", "never"):
@@ -112,7 +112,7 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
     assert replays["before", "/budget off"] != replays["never", "/budget off"]
 
 
-def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turned_with_none():
+def test_the_totals_price_each_period_with_its_own_budget():
     """The makespan of an earlier period changed when the budget was turned after it."""
     stage = like_a_cpu(Stage().load())
 
@@ -210,7 +210,7 @@ def chats(stage: Stage, drop: long_prompt.Drop) -> int:
     return len(next(step for step in steps if long_prompt.read_of(step, drop.request)).decode)
 
 
-def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_came():
+def test_a_long_prompt_reports_gaps_and_first_token():
     """16 tokens in a step: 1.6 ms more for each chat, and 33 steps until the first token."""
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/long 24 104 520")
@@ -231,7 +231,7 @@ def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_
 
 
 @pytest.mark.parametrize("first", ["shortest", "oldest"])
-def test_the_steps_of_a_short_prompt_next_to_the_long_prompt_are_counted(first):
+def test_the_steps_of_a_short_prompt_are_counted(first):
     """No short prompt came while the long prompt was read, so nothing showed that it does not wait."""
     stage = like_a_cpu(Stage().load())
     if first == "oldest":
@@ -252,7 +252,7 @@ def test_the_steps_of_a_short_prompt_next_to_the_long_prompt_are_counted(first):
 
 
 @pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
-def test_where_no_short_prompt_comes_next_to_the_long_prompt_it_says_so(slots, budget):
+def test_a_long_prompt_without_a_short_one_says_so(slots, budget):
     """Two slots are for a chat and the long prompt, and a long prompt in one step has no middle."""
     stage = like_a_cpu(Stage(slots=slots).load())
     stage.session.obey(f"/long {budget}")
@@ -279,7 +279,7 @@ def test_no_long_prompt_takes_over_rows_of_another():
     assert [request.metrics.cached_tokens for request in longs] == [0] * 4
 
 
-def test_chats_that_run_already_are_used_and_go_on_after_it():
+def test_running_chats_are_used_and_go_on():
     stage = like_a_cpu(Stage().load())
     for i in range(3):
         stage.session.obey(f"a chat of mine {i}")
@@ -313,7 +313,7 @@ def page(stage: Stage, width: int = 120, height: int = 40) -> str:
 
 
 @pytest.mark.parametrize("end", ["cancel", "page", "itself"])
-def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_too(end):
+def test_the_budget_is_restored_and_the_chats_end(end):
     stage = like_a_cpu(Stage().load())
     own = stage.engine.sched.budget
     stage.session.obey("/budget 60")
@@ -334,7 +334,7 @@ def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_t
     assert stage.engine.sched.budget == own
 
 
-def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
+def test_a_budget_changed_in_mid_prompt_is_reported():
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/long 24")
     until_read(stage)
@@ -346,7 +346,7 @@ def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
 
 
 @pytest.mark.parametrize("policy", ["static", "serial"])
-def test_a_policy_that_lets_nothing_in_while_others_run_is_refused_in_a_line(policy):
+def test_a_policy_that_admits_nothing_is_refused(policy):
     stage = like_a_cpu(Stage(policy=policy).load())
     stage.session.obey("/long")
     finish(stage)
@@ -361,7 +361,7 @@ def test_an_engine_of_one_slot_is_refused_in_a_line():
     assert "no room for chats beside a long prompt; --slots 8" in stage.state.faults[-1].message
 
 
-def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_chunks():
+def test_the_sentence_compares_two_budgets():
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/long 24")
     finish(stage)
@@ -382,7 +382,7 @@ def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_c
     assert "; with 24 (16 in a step) it was 11.6 ms" in second
 
 
-def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
+def test_the_log_has_a_line_for_each_long_prompt():
     stage, written = like_a_cpu(Stage().load()), []
     log = PlainLog(stage.session, written.append)
     assert orders_of("long long40 budget64", logged=True)
@@ -398,7 +398,7 @@ def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
 
 
 @at_every_size
-def test_the_page_is_as_drawn_while_a_long_prompt_is_read_and_after(size):
+def test_the_page_during_and_after_a_long_prompt(size):
     async def scenario(it):
         like_a_cpu(it.stage)
         it.stage.session.stays = True
@@ -420,7 +420,7 @@ def test_the_page_is_as_drawn_while_a_long_prompt_is_read_and_after(size):
     show(scenario, size=size)
 
 
-def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
+def test_reopening_the_page_submits_another():
     """It was dropped into the experiment that was about to end."""
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
@@ -432,7 +432,7 @@ def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
     assert len(drops(stage)) == 2 and stage.state.view.experimenting
 
 
-def test_the_picture_stands_still_behind_the_newest_long_prompt():
+def test_the_picture_stops_after_the_newest_long_prompt():
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
     stage.session.obey("/long")
@@ -443,7 +443,7 @@ def test_the_picture_stands_still_behind_the_newest_long_prompt():
     assert page(stage).splitlines()[2:] == before
 
 
-def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others():
+def test_a_noisy_gap_is_cut_and_marked():
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
     stage.session.obey("/long")
@@ -463,7 +463,7 @@ def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others()
     assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)
 
 
-def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
+def test_the_calmest_of_equal_drops_counts():
     """A chunk that was interrupted for a second was sold as the budget's doing."""
     stage = like_a_cpu(Stage().load())
     begin = stage.engine.runner.begin
@@ -488,7 +488,7 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
     assert "Noisy" not in page(stage) and "; with" not in said
 
 
-def test_two_keys_before_the_engine_has_heard_one_drop_two_long_prompts_into_one_trial():
+def test_two_quick_keys_submit_two_long_prompts():
     """The screen guessed whether the experiment ran; now the engine's thread knows."""
     stage = like_a_cpu(Stage().load())
     for order in ("/long 24", "/long 264"):
@@ -497,7 +497,7 @@ def test_two_keys_before_the_engine_has_heard_one_drop_two_long_prompts_into_one
     assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
 
 
-def test_leaving_the_page_ends_no_other_trial():
+def test_leaving_the_page_ends_no_other_experiment():
     stage = Stage().load()
     stage.session.obey("/break client")
     stage.turns(2)

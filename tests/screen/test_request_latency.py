@@ -62,7 +62,7 @@ def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
     return {r.id: breakdown_in(state, r) for r in state.requests.values()}
 
 
-def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
+def test_the_parts_add_up_for_a_thousand_random_requests():
     """Each piece begins where the one before it ends. The line is as long as the engine says, and
     only a ghost is behind the end."""
     seen = 0
@@ -97,7 +97,7 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
 @pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
-def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, guesses):
+def test_a_replay_under_the_same_policy_has_the_same_steps(shares, cancels, guesses):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
     not matter, since it is told before which plan each request came, and went. What was guessed is
     guessed again: without that, each answer took a step for each token."""
@@ -123,7 +123,7 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, 
     assert (compared["guessed"] > REPLAYS) == guesses, compared
 
 
-def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
+def test_an_unread_prompt_counts_in_a_replay():
     """It was left out. So its chunks took no time, and the first token of a request that was
     cancelled beside it came 10.50 ms before the request."""
     stage = Stage(slots=4, max_len=4_000).load()
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
     assert all(0 < each.ttft <= each.total for each in found.values()), found
 
 
-def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
+def test_overtaking_and_shares_of_two_clients():
     """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
     stage = Stage(policy="fair", slots=2).load()
     for id in range(1, 10):
@@ -171,7 +171,7 @@ def page(stage: Stage, which: str, width: int = 80) -> list[style.Line]:
     return drawn(request_latency.draw, stage.state, width, 40)
 
 
-def test_under_static_it_says_how_long_a_free_slot_was_shut():
+def test_static_says_how_long_a_free_slot_was_blocked():
     stage = Stage(slots=2, policy="static").load()
     for most in (2, 30, 2):
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=most))
@@ -181,7 +181,7 @@ def test_under_static_it_says_how_long_a_free_slot_was_shut():
     assert "blocked " in "\n".join(plain(page(stage, "3")))
 
 
-def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
+def test_a_neighbours_chunks_are_counted():
     """r1 decodes, and the long prompt of r2 goes in beside it, in eight chunks of 16."""
     stage = Stage(slots=2).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=60))
@@ -195,7 +195,7 @@ def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
 
 
 @pytest.mark.parametrize("percent", [50, 95, 99])
-def test_a_percentile_leads_to_the_request_that_stands_there(percent):
+def test_a_percentile_opens_its_request(percent):
     stage = Stage().load()
     stage.session.obey("/burst 40")
     stage.finish()
@@ -218,7 +218,7 @@ def test_what_cannot_be_replayed_says_why():
     assert "not all steps of that time are remembered" in "\n".join(plain(page(stage, "2")))
 
 
-def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():
+def test_an_answer_that_fills_its_slot_is_replayed():
     """The replay planned one token more than the slot holds, and was refused."""
     stage = Stage(slots=1, max_len=40).load()
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_what_is_not_known_is_refused_in_a_line():
     assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
 
 
-def test_the_plain_log_tells_a_life_in_a_line_on_demand():
+def test_why_in_the_log():
     lines = []
     stage = Stage(slots=2).load()
     log = PlainLog(stage.session, lines.append)
@@ -273,7 +273,7 @@ def test_the_waterfall_is_as_drawn():
     show(scenario, Stage(policy="short"), (120, 40))
 
 
-def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_others():
+def test_w_and_the_arrows():
     async def scenario(it):
         await it.press("w")
         await it.sees("no request has ended yet")

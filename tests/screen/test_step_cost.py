@@ -56,13 +56,13 @@ def test_a_step_is_added_up_as_by_hand():
     assert found.attention == 4 * 55 * 3 * 4
 
 
-def test_a_chunk_that_ends_no_prompt_reads_no_head_and_looks_back_in_one_layer_less():
+def test_a_middle_chunk_reads_no_head():
     found = bill_of(MODEL, Work.of([Member(1, 5, 5)], asked=0))
     assert (found.weights, found.keys) == (1_000 + 5 * 8, 5 * 2 * 16)
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
 
 
-def test_a_tokens_share_of_the_weights_falls_with_the_rows_and_that_of_the_keys_does_not():
+def test_weights_are_shared_and_keys_are_not():
     one = of_rows(MODEL, 1, 100)
     for rows in (2, 4, 8, 16):
         many = of_rows(MODEL, rows, 100)
@@ -71,7 +71,7 @@ def test_a_tokens_share_of_the_weights_falls_with_the_rows_and_that_of_the_keys_
         assert many.operations == rows * one.operations
 
 
-def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
+def test_experts_are_counted_or_expected():
     """In the last layer only the tokens that are asked take any."""
     work = Work(tokens=3, rows=3, looks=3, asked=1)
     known = bill_of(EXPERTS, work, experts=[4, 5, 2])
@@ -82,7 +82,7 @@ def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
     assert known.products == guessed.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
 
 
-def test_a_small_model_has_the_roof_of_the_cache_that_it_lies_in():
+def test_a_small_model_has_the_roofline_of_the_cache():
     step = of_rows(MODEL, 1, 100)
     assert floors_of(step, Roof()) is None
     assert floors_of(step, Roof(100.0, 200.0, 10.0)) == Floors(
@@ -195,7 +195,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)
 
 
-def test_a_step_that_took_longer_than_others_like_it_says_so():
+def test_an_unusually_long_step_says_so():
     stage = ready()
     stage.session.obey("alone")
     stage.finish()
@@ -216,7 +216,7 @@ def test_a_step_that_took_longer_than_others_like_it_says_so():
     assert "Other steps of so many rows took 10.0 ms." in page(stage)
 
 
-def test_with_more_sequences_than_find_room_the_rest_is_counted():
+def test_sequences_that_do_not_fit_are_counted():
     parts = [Member(id, 1, 500 - id) for id in range(1, 31)]
     for width in range(30, 120):
         words = step_cost.named(parts, width)
@@ -244,7 +244,7 @@ def test_the_arrows_lead_to_other_steps_and_s_takes_one():
     show(scenario, ready(), load=False)
 
 
-def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
+def test_the_roofline_is_measured_once_off_the_clock():
     """It takes as long as a hundred steps, and a request that waits is not said to have waited so
     long. What was in flight has been read before, so its time is its own."""
     stage = ready()
@@ -274,7 +274,7 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
         stage.session.obey("/cost twice")
 
 
-def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
+def test_a_roofline_measured_next_to_other_programs():
     stage = ready()
     stage.client.others.look = lambda: 1.4
     stage.engine.measure_roof = lambda others: setattr(
@@ -296,7 +296,7 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
     assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
 
 
-def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
+def test_shards_and_windows_are_named():
     """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
     stage = ready()
     stage.engine._ledger.model = VIEW._replace(window=30, windowed=3)
@@ -309,7 +309,7 @@ def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
     assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in page(stage)
 
 
-def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
+def test_missed_steps_have_no_cost():
     stage = ready()
     stage.session.obey("/burst 4")
     stage.turns(20)
@@ -357,7 +357,7 @@ async def looks(it) -> None:
         await it.turns()
 
 
-def test_which_experts_were_read_is_asked_only_while_the_page_is_open():
+def test_experts_are_asked_only_while_the_page_is_open():
     async def scenario(it):
         stage = it.stage
         stage.session.obey("/burst 3")
@@ -387,7 +387,7 @@ def test_which_experts_were_read_is_asked_only_while_the_page_is_open():
     show(scenario, expert_stage(), (120, 40), load=False)
 
 
-def test_a_question_that_fails_is_not_asked_again_for_the_same_step():
+def test_failed_questions_are_not_repeated():
     """Ten times a second it would fill the page of errors."""
 
     async def scenario(it):
@@ -406,7 +406,7 @@ def test_a_question_that_fails_is_not_asked_again_for_the_same_step():
     show(scenario, expert_stage(), (120, 40), load=False)
 
 
-def test_experts_of_a_pass_that_was_not_the_steps_only_one_are_not_taken_for_all():
+def test_experts_of_one_of_two_passes_are_not_used():
     stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
@@ -436,7 +436,7 @@ def test_only_the_newest_hundred_answers_are_kept():
 # --- elsewhere
 
 
-def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
+def test_a_watched_roofline_is_not_measured():
     stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
@@ -449,7 +449,7 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     assert re.search(r"Python +1.00 ms", text) and "reading  " not in text
 
 
-def test_the_plain_log_tells_a_bill_in_a_line_when_the_roof_is_known():
+def test_the_log_has_the_cost_once_the_roofline_is_known():
     lines = []
     stage = ready()
     log = PlainLog(stage.session, lines.append)

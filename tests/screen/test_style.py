@@ -42,7 +42,7 @@ def test_what_draws_nothing_is_shown_as_such():
     assert len(codes) > 4000
 
 
-def test_all_that_stays_draws_something_and_moves_no_cursor():
+def test_kept_characters_are_visible():
     """Categories as Unicode has them: other and separators, but for blanks and what is not assigned
     yet, which may be a younger emoji."""
     kept = 0
@@ -76,7 +76,7 @@ def test_all_that_stays_draws_something_and_moves_no_cursor():
         ("\U0001fae8 \U0001fadf", "\U0001fae8 \U0001fadf"),  # younger than Python 3.11
     ],
 )
-def test_ordinary_text_looks_as_it_should_and_nothing_hides_in_it(text, drawn):
+def test_ordinary_text_stays(text, drawn):
     assert clean(text) == drawn
     assert clean(drawn) == drawn
 

@@ -16,7 +16,7 @@ from screen.workload import CANDIDATES, SCHEMA
 METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 
 
-def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
+def test_forbidden_tokens_are_struck_through():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
     (line,) = answers.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
@@ -30,7 +30,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     assert answers.draw_token_inspector(request, Canvas(style.DARK, 5, 1)) == []
 
 
-def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
+def test_the_view_has_the_candidates_of_each_token():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
     with Engine.load("demo", slots=1, max_len=256, guesses=0) as engine:
         wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
@@ -49,7 +49,7 @@ def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
         validate(json.loads(handle.text), json.loads(SCHEMA))
 
 
-def test_without_a_grammar_there_is_no_glass():
+def test_no_candidates_without_a_grammar():
     with Engine.load("demo", slots=1, max_len=64) as engine:
         handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, logprobs=3))
         engine.step()

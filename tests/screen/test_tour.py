@@ -195,7 +195,7 @@ def test_answers_that_depend_on_the_company_are_counted():
     )
 
 
-def test_long_prompts_of_two_budgets_show_the_trade_and_the_budget_comes_back():
+def test_the_scene_of_the_long_prompt():
     stage = staged(LONG_PROMPT).until("ask")
     budget = stage.engine.sched.budget
     begin = stage.engine.runner.begin
@@ -224,7 +224,7 @@ def test_long_prompts_of_two_budgets_show_the_trade_and_the_budget_comes_back():
     assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
 
 
-def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
+def test_the_scene_of_the_crash():
     stage = staged(BREAK).until("ask")
     stage.tour.guess(2)
     told = stage.until("tell").state.tour
@@ -236,7 +236,7 @@ def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
     assert {cell.kind for cell in stage.state.here.cells} == {style.FAILED}, "the cursor is there"
 
 
-def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_scale():
+def test_the_scene_of_json():
     """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
@@ -252,7 +252,7 @@ def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_sc
 
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 4])
-def test_the_policy_that_was_guessed_is_the_one_that_runs(guess):
+def test_the_guessed_policy_runs(guess):
     stage = staged(STARVES).until("ask")
     stage.tour.guess(guess)
     stage.until("tell")
@@ -275,7 +275,7 @@ def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
     assert f"in slot {slot} at step {stage.state.cursor}" in stage.state.tour.text
 
 
-def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
+def test_the_scene_of_ghosts_without_a_ghost():
     stage = TourStage(stops=False).load().begin(GHOSTS).until("ask")
     stage.tour.guess(1)
     stage.until("tell")
@@ -335,7 +335,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     assert [r.policy for r in state.ended[-2:]] == ["static"] * 2
 
 
-def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
+def test_two_tours_in_a_row_restore_the_first_state():
     """T came behind Esc, before the screen knew that the policy was back: it was lost."""
     stage = TourStage().load()
     stage.session.obey("/policy static")
@@ -382,7 +382,7 @@ def test_a_pause_that_was_not_there_before_does_not_stay():
 # --- what can go wrong --------------------------------------------------------------------------
 
 
-def test_a_prompt_that_does_not_fit_is_told_and_the_tour_goes_on():
+def test_a_tour_with_a_prompt_that_does_not_fit():
     stage = TourStage(max_len=24).load()
     # The long prompt is cut to any slot, and a grammar needs a real tokenizer
     bursts = [SCENES[number] for number in (0, 1, STARVES, GHOSTS)]
@@ -414,7 +414,7 @@ def test_an_engine_that_stands_still_is_not_waited_for(number):
     assert stage.state.tour.title == "the end"
 
 
-def test_a_stage_that_was_set_late_costs_the_run_none_of_its_time():
+def test_a_late_stage_leaves_the_run_its_time():
     """On a busy machine the scene gave up as soon as a guess was made: it had not come off
     "within 14 s", at once."""
     stage = staged(0)
@@ -425,7 +425,7 @@ def test_a_stage_that_was_set_late_costs_the_run_none_of_its_time():
     assert "This scene failed" not in stage.until("tell").state.tour.text
 
 
-def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
+def test_enter_runs_a_scene_at_full_speed():
     stage = staged(1).until("ask")
     stage.tour.go_on()
     stage.turn()
@@ -437,7 +437,7 @@ def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
     assert "did not" not in stage.until("tell").state.tour.text
 
 
-def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_answer():
+def test_a_guess_counts_only_when_asked():
     stage = staged(0)
     stage.tour.guess(1)
     assert stage.tour.seen.guess is None
@@ -449,7 +449,7 @@ def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_an
     assert stage.tour.seen.guess == 2
 
 
-def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
+def test_the_tour_is_refused_next_to_clients():
     def refusal(stage: Stage) -> str:
         with pytest.raises(ValueError) as error:
             tour.refuse(stage.session)
@@ -584,7 +584,7 @@ def test_a_refusal_is_one_line_and_there_is_no_strip():
 
 
 @pytest.mark.parametrize("how", ["T", "escape", "b"])
-def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
+def test_the_tour_is_offered_once(how, tmp_path):
     note = tmp_path / "tour"
 
     def offered() -> bool:
@@ -606,7 +606,7 @@ def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
     assert note.exists() and not offered()
 
 
-def test_the_note_is_kept_for_the_user_and_there_is_no_offer_without_one(tmp_path, monkeypatch):
+def test_the_note_of_the_tour(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert tui.tour_note() == tmp_path / "nanobatch" / "tour"
     (tmp_path / "nanobatch").rmdir()
@@ -615,7 +615,7 @@ def test_the_note_is_kept_for_the_user_and_there_is_no_offer_without_one(tmp_pat
     assert not tui.Screen(Stage().session, note=None).session.state.offers_tour
 
 
-def test_the_offer_is_in_sight_on_a_screen_of_any_usual_size():
+def test_the_offer_of_the_tour_is_visible_at_every_size():
     async def scenario(it):
         it.stage.state.offers_tour = True
         for size in ((80, 24), (100, 30), (120, 40), (132, 43), (200, 50)):
@@ -626,7 +626,7 @@ def test_the_offer_is_in_sight_on_a_screen_of_any_usual_size():
     show(scenario, TourStage())
 
 
-def test_where_nothing_can_be_kept_the_offer_is_declined_all_the_same(tmp_path):
+def test_declining_the_tour_without_a_writable_home(tmp_path):
     async def scenario(it):
         it.app._note = tmp_path / "no" / "folder" / "tour"
         it.stage.state.offers_tour = True
@@ -656,7 +656,7 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
+def test_the_lines_of_the_tours_strip(width):
     told = TourText(3, 8, "a title", "word " * 60, ("an answer " * 3,) * 4, True, 2)
     told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
     told = told._replace(place="sched.py:123  Scheduler._room")
@@ -671,14 +671,14 @@ def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
 
 
 @pytest.mark.parametrize("other", ["--script burst8", "--serve 0", "--watch http://127.0.0.1:1"])
-def test_what_cannot_go_with_a_tour_is_refused_in_one_line(other, capsys):
+def test_options_that_do_not_go_with_the_tour(other, capsys):
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--tour", *other.split()])
     assert left.value.code == 2
     assert f"leave {other.split()[0]} out" in capsys.readouterr().err
 
 
-def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input():
+def test_the_tour_in_lines():
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--tour", "--slots", "4"]
     done = subprocess.run(command, input="\nq\n", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -691,7 +691,7 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
     assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
 
 
-def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):
+def test_a_run_of_the_tour_in_lines(monkeypatch, capsys):
     """Half of the log told how far a run was, line by line; and Esc with Enter went on."""
     stage = TourStage(LONG_PROMPT).load()
 
