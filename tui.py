@@ -1,36 +1,22 @@
-"""Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a
-terminal.
+"""Watch an LLM serving engine work: slots, queue, timeline, charts and answers in a terminal.
 
-The problem. A serving engine takes hundreds of decisions a second, and the source shows no
-decision. This program shows all of them: the request in each slot, how far the KV cache is filled,
-who waits and why, and the work of every slot in every step.
+Each part of `screen/` knows only those above it:
 
-How it hangs together. The folder `screen/` holds the parts, and each part knows only the parts
-above:
+    workload.py       the prompts of a burst, and the settings of a prompt
+    view.py           all that the screen knows of an engine at one moment, frozen
+    engine_client.py  the protocol of an engine client, and the client that owns an engine
+    remote_client.py  the client for a server's `/watch`
+    step_columns.py   steps as columns of the timeline; stats.py: the statistics of a busy period
+    policy_runs.py    races and replays on a clock without interruptions
+    state.py          all that the picture depends on
+    draw/             pure functions from the state to lines of text
+    page.py           a page is a record; pages/ has a file for each
+    keys.py           all keys and pages in one table, the footer, and the help
+    commands.py       prompts, commands and scripts; the same run as a plain log
+    app.py            the Textual app
 
-    room.py      owns the engine, fulfils wishes between two steps, and shows all that happens as a frozen `View`.
-    remote.py    the same for an engine elsewhere, by a server's `/watch`.
-    runs.py      races and replays on a clock without interruptions.
-    life.py      a request's life in parts, with the right sum; and the same life in another company.
-    talks.py     conversations: questions from here, and their answers. markdown.py draws an answer.
-    state.py     all knowledge of the screen: the newest view, past steps and requests, the selection.
-    paper.py     the paper for the lines of panes and pages.
-    panes.py     pure functions from the state to lines. So are steps.py and charts.py.
-    places.py    where each pane goes, on a screen of any size.
-    widgets.py   a pane and the prompt box, for Textual.
-    record.py    a run as a file, and later as a page of the web.
-    page.py      a page is a record. pages/ has a file for each page with a key.
-    keys.py      all keys and pages in one table, the footer, and the help.
-    session.py   the words of a user: commands, scripts; and the same run as a plain log.
-    app.py       the screen: the function for each pane, and the action of each key.
-
-This file is the command line: it opens a room, and shows the room on a screen or in a log.
-
-The invariant: the picture depends only on `State` and on the size. The engine never waits for the
-screen, and every picture can be tested without a terminal.
-
-Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an
-engine of words.
+This file is the command line. The picture depends only on `State` and on the size, so every picture can
+be tested without a terminal, and the engine never waits for the screen.
 """
 
 from __future__ import annotations
@@ -67,9 +53,9 @@ from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
 from screen.workload import BURST, CHUNK, Ask, Settings
 
-TALK = 2048  # tokens of a slot, and of an answer: people talk with a model of their own
+TALK = 2048  # tokens of a slot and of an answer, except for the demo
 PROMPTS = 10_000_000  # characters of their file
-WRITTEN = ("screenshot", "record")  # options with a file, written at the end
+WRITTEN = ("screenshot", "record")  # options whose file is written at the end
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -114,13 +100,13 @@ def options() -> cli.CommandLine:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """A wrong value gets one line and exit code 2 before any screen opens."""
+    """Parse options. A wrong value is one line and exit code 2, before any screen opens."""
     parser = options()
     args = parser.parse_args(config.expand(parser, "screen", arguments))
     args.max_queue = 256
     try:
         if args.serve and args.watch:
-            raise ValueError("--serve opens a door and --watch looks through another; choose one")
+            raise ValueError("--serve runs a server and --watch watches another one; choose one")
         check_tour(args)
         args.size = tuple(read_whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
         if len(args.size) != 2:
@@ -144,7 +130,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_tour(args: argparse.Namespace) -> None:
-    """The tour fires prompts of its own, at an engine of its own."""
+    """Refuse options that do not go with the tour, which fires prompts of its own."""
     others = ("script", "prompts", "screenshot", "serve", "watch")
     given = [name for name in others if getattr(args, name)]
     if args.tour and given:
@@ -152,7 +138,7 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_note() -> Path | None:
-    """A file from the moment when the tour was taken or declined; None if it cannot be kept."""
+    """A file that exists once the tour was taken or declined; None if it cannot be kept."""
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +148,7 @@ def tour_note() -> Path | None:
 
 
 def read_prompts(file: str | None) -> list[str]:
-    """The lines of the file behind `--prompts`."""
+    """The lines of the file of `--prompts`."""
     if not file:
         return []
     with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
@@ -176,18 +162,17 @@ def read_prompts(file: str | None) -> list[str]:
 def load_engine(
     args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]
 ) -> AnyEngine:
-    """How the room gets its engine. This is the first code to import MLX."""
+    """Load the engine. This is the first code that imports MLX."""
     report("starting MLX")
     from kernels import blas
 
-    blas.say = report  # what it has to say belongs among the stages of loading
+    blas.say = report  # its messages belong to the stages of loading
     from kernels import mlx as device
     from nanobatch import Engine
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     options |= {"usual_len": TALK, "speculate": args.speculate, "kv": args.kv}
-    # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
-    # chunks
+    # The demo's prompts and answers are short: with these, they fill a slot, and some take two chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
@@ -198,8 +183,8 @@ def load_engine(
 
 
 def open_client(args: argparse.Namespace) -> EngineClient:
-    """A room, with the engine inside or elsewhere. A door's port is bound here, before anything is
-    loaded."""
+    """A client with an engine of its own, or of a server. The port of `--serve` is bound here, before
+    anything is loaded."""
     if args.watch:
         return RemoteEngineClient(
             args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key
@@ -214,8 +199,7 @@ def open_client(args: argparse.Namespace) -> EngineClient:
 
 
 def failed(state: State) -> int:
-    """The exit code behind a screen: 2 if the model could not be loaded, and then the reason is
-    told once more."""
+    """The exit code after the screen: 2, and the reason, if the model could not be loaded."""
     if state.view.stage != "failed":
         return 0
     cli.say(state.view.error or state.printed)
@@ -223,8 +207,7 @@ def failed(state: State) -> int:
 
 
 def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
-    """The last run, and all that a reader needs for the same run: as a file, and its contents in
-    words."""
+    """The last run as a recording, and a description of its contents."""
     session.look()
     engine = session.client.engine if isinstance(session.client, LocalEngineClient) else None
     about = {
@@ -238,7 +221,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     def ids(request: RequestView) -> Sequence[int]:
         is_ours = engine and isinstance(request.origin, Ask)
         found = engine.text.ask(request.prompt) if is_ours else ()
-        # In a conversation, more was read than the question
+        # In a conversation more than the question was read
         return found if len(found) == request.metrics.prompt_tokens else ()
 
     recording = record.record(session.state, about, ids)
@@ -246,7 +229,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
 
 
 def write_files(args: argparse.Namespace, session: Session, picture: str) -> bool:
-    """Write the files of the options. False, and a line for each reason, if not all could be."""
+    """Write the files of the options. False, with a line for each reason, if one could not be."""
     makers = {
         "screenshot": lambda: (picture, ""),
         "record": lambda: recording_of(args, session),
@@ -272,7 +255,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command for the same run, as far as options can say. No folder and no key is named."""
+    """The command for the same run, without folders and keys."""
     words: list[str] = []
     if args.model != "demo":
         words += ["--model", cli.name_of(args.model)]
@@ -291,14 +274,13 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
-    """The screen, to the end. Answers with the exit code, and with the picture, if one was
-    wanted."""
+    """Run the screen. Return the exit code, and the picture if one was wanted."""
     note = tour_note() if session.eases else None
     earlier = History(history_file())
     app = Screen(session, args.script, bool(args.screenshot), args.tour, note, earlier)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
-    if app.return_code is None and not BROWSER:  # a browser ends the screen without a word
+    if app.return_code is None and not BROWSER:  # in a browser this is normal
         cli.say("the screen has ended by itself, a mistake in it")
         code = 1
     for block in session.state.tracebacks[-5:]:
@@ -309,13 +291,13 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
 
 
 def print_if_possible(line: str) -> None:
-    """A server goes on without the log."""
+    """Print a line; a server goes on if its log cannot be written."""
     with suppress(cli.Unwritten):
         print(line, flush=True)
 
 
 def run_log(args: argparse.Namespace, session: Session) -> int:
-    """The same as a plain log."""
+    """Run as a plain log."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     write = print_if_possible if args.serve else partial(print, flush=True)
     try:
@@ -350,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
         cli.say(own)
     if args.asks:
         client.fire(session.asks(len(prompts)))
-    # A first burst of the demo model is watched slowly, but not by a script or in a log.
+    # The first burst of the demo runs slowly, except in a script or a log
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
     session.eases = args.model == "demo" and not args.plain and not scripted
     code = 1

@@ -1,14 +1,7 @@
-"""The screen: it places the panes, looks for news up to ten times a second, and turns keys into
-wishes.
+"""The Textual app: place the panes, poll the engine up to ten times a second, and run actions.
 
-The problem. Keys come from a keyboard, a mouse, a palette and a script, pages take the place of
-panes, and the engine must never wait for any of these.
-
-What this file keeps. The picture depends only on `State` and on the size. Every key leads to
-`Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
-(`page.py`), and may have a pane here and keys of its own.
-
-Where next: `tui.py`, the command line.
+The picture depends only on `State` and on the size. Every key leads to `Session.obey` or to an
+`action_...` method. Pages are records (`page.py`); none is known here by name.
 """
 
 from __future__ import annotations
@@ -68,7 +61,7 @@ PANES = {  # by name
     "rate": charts.draw_rate,
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
-    "cost": charts.draw_cost,
+    "batching": charts.draw_cost,
     "streams": answers.draw_streams,
     "step": steps.draw_step_pane,
     "mark": status.draw_mark,
@@ -81,9 +74,15 @@ PANES |= {page.name: page.pane for page in keys.PAGES.values() if page.pane}
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
 WHEEL |= {page.name: "roll" for page in keys.PAGES.values() if page.is_view}
 # Painted less often while something runs
-SLOW = ("rate", "batch", "ttft", "cost", "step", "requests", "sheet")
+SLOW = ("rate", "batch", "ttft", "batching", "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
-BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
+BRINGS = {
+    "json": "streams",
+    "pause": "step",
+    "step": "step",
+    "resume": "timeline",
+    "burst": "timeline",
+}
 STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
 # Keys of every page, besides the page's own, and the actions denied there
 ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedown": "leaf(1)"}
@@ -101,7 +100,7 @@ TRACEBACKS = 100  # so many are kept, the newest
 
 
 class Tracebacks(logging.Handler):
-    """While the screen has the terminal, tracebacks go to the page of errors."""
+    """Send tracebacks to the page of errors while the screen has the terminal."""
 
     def __init__(self, state: State):
         super().__init__()
@@ -116,8 +115,7 @@ class Tracebacks(logging.Handler):
 
 
 class Screen(App):
-    """The whole screen. It places the panes, looks for news up to ten times a second, and turns
-    keys into wishes."""
+    """The screen: places panes, polls for news, and runs the actions of keys."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -132,8 +130,7 @@ class Screen(App):
     Toast { width: 46; }
     """
     BINDINGS = (
-        # `i` and `/` have priority, so the letters that are typed right behind them already go to
-        # the prompt.
+        # `i` and `/` have priority, so that letters typed right after them go to the prompt
         *(
             Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt"))
             for k in keys.KEYS
@@ -141,7 +138,7 @@ class Screen(App):
         Binding("ctrl+c", "quit", show=False, priority=True),
     )
     AUTO_FOCUS = None  # letters are keys until the user wants to type
-    LOOKS = 0.1  # seconds between two looks at the engine room
+    LOOKS = 0.1  # seconds between two looks at the engine client
 
     def __init__(
         self,
@@ -152,9 +149,8 @@ class Screen(App):
         note: Path | None = None,
         earlier: History | None = None,
     ):
-        """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
-        when the model is there. `note`: a file that says, once it is there, that the tour need not
-        be offered any more. `earlier`: prompts for the box to bring back."""
+        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour. `note`:
+        a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
         super().__init__()
         self.session = session
         self.state = session.state
@@ -167,19 +163,19 @@ class Screen(App):
         self._places: dict[str, Region] = {}  # of the panes in sight
         self.picture = ""
         self._looks = 0
-        self._faults = 0  # so many were told
-        self._untold: list[str] = []  # warnings without room so far
+        self._faults = 0  # number shown
+        self._untold: list[str] = []  # warnings that wait for room
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
         self.prompt = PromptBox(earlier or History())
-        self._returns = False  # the box is left once a command is obeyed
-        self.page: Page | None = None  # the open page, in the place of all panes
-        self._top = 0  # so many of its lines are above the lines in sight
-        self._was_typing = False  # the page was opened out of the prompt box
+        self._returns = False  # leave the box after a command
+        self.page: Page | None = None  # the open page, in place of all panes
+        self._top = 0  # number of its lines above those in sight
+        self._was_typing = False  # the page was opened from the prompt box
 
     @property
     def strip(self) -> Page | None:
-        """The page under the panes: the tour, while it speaks."""
+        """The page below the panes: the tour, while it runs."""
         return STRIP if self.state.tour else None
 
     # --- panes
@@ -190,7 +186,7 @@ class Screen(App):
         yield self.prompt
 
     def draw_page(self, state: State, on: Canvas) -> None:
-        """The lines in sight. The heading stays; the lines under the heading can be scrolled."""
+        """Draw the visible lines. The heading stays, the rest can be scrolled."""
         self.page.draw(state, on)
         self._top = max(0, min(self._top, -on.lines_left))
         del on.lines[1 : 1 + self._top]
@@ -215,8 +211,8 @@ class Screen(App):
         self.run_worker(self.play(self._script))
 
     def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the screen. If the terminal has gone, Textual cannot: its writing thread has failed,
-        and the event loop may wait for that thread."""
+        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the event
+        loop may wait for it."""
 
         def leave() -> None:
             try:
@@ -241,7 +237,7 @@ class Screen(App):
         self.call_later(self.paint)  # once the size is known
 
     def places(self) -> dict[str, Region]:
-        """The place of each pane in sight."""
+        """The region of each visible pane."""
         view = self.state.view
         slots = len(view.engine.slots) if view.engine else 0
         if is_small(*self.size) or view.stage == "failed":
@@ -264,7 +260,7 @@ class Screen(App):
         return places
 
     def place(self) -> None:
-        """Give each pane a place, or hide the pane, if the places are others than before."""
+        """Move and hide panes if their regions have changed."""
         places = self.places()
         if places == self._places:
             return
@@ -277,8 +273,7 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def look(self) -> None:
-        """Without news nothing is painted; charts and the step are painted less often than the
-        rest."""
+        """Paint if there is news; charts and the step less often than the rest."""
         before = self.state.view
         news = self._tracebacks.news
         self._tracebacks.news = []
@@ -299,7 +294,7 @@ class Screen(App):
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
-        # Where a question waits, the conversation says why
+        # If a question waits, the conversation says why
         self.warn([fault.message for fault in faults if fault.prompt or not fault.question])
         for fault in faults:
             if fault.prompt and not self.prompt.value:
@@ -307,8 +302,7 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def note_offer(self) -> None:
-        """Once the tour was taken or declined, or anything has been fired, no tour is offered any
-        more: leave a note, if the disk allows."""
+        """Once the tour was taken or declined, or anything was fired, remember not to offer it."""
         if self.session.client.posted:
             self.state.offers_tour = False
         if self._note and not self.state.offers_tour:
@@ -317,9 +311,8 @@ class Screen(App):
             self._note = None
 
     def warn(self, messages: Sequence[str]) -> None:
-        """Tell what went wrong. With ten thousand messages on it a screen would stand still: of
-        those for which there is no room, the newest is told, and how many there are. The tour tells
-        itself what went wrong, and sometimes that was meant."""
+        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many, show
+        the newest and the number of the others. The tour reports faults itself."""
         if self.strip:
             return
         self._untold += messages
@@ -351,8 +344,7 @@ class Screen(App):
         self.prompt.lie(self.state.typing)
 
     def say(self, message: str) -> None:
-        """Words for the user, for a while: beside the prompt; in a notice, if they find no room
-        there."""
+        """Show a message for a while, next to the prompt, or as a notice if it does not fit there."""
         beside = self._places.get("settings")
         is_long = beside and cell_len(message) > beside.width - 2
         if message and (is_long or self.page):
@@ -377,11 +369,10 @@ class Screen(App):
     # --- keys
 
     async def on_event(self, event: events.Event) -> None:
-        """All keys come through here first. Each one has done its work before the next one is
-        looked at.
+        """Handle each key completely before the next.
 
-        subtle: Textual hands a key to a widget, which hands it back if the key is no letter. A
-        letter that is typed meanwhile would overtake Backspace and Enter.
+        subtle: Textual hands a key to a widget, which hands it back if it is no letter. A letter
+        typed meanwhile would overtake Backspace and Enter.
         """
         is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
         is_ours = len(self.screen_stack) == 1  # else the palette has the keyboard
@@ -392,7 +383,7 @@ class Screen(App):
             await (self.press(event) if isinstance(event, events.Key) else self.paste(event))
 
     async def press(self, event: events.Key) -> None:
-        # Outside the box, a line feed is an Enter that was pressed before the screen began
+        # Outside the box a line feed is an Enter from before the screen began
         key = "enter" if event.key == "ctrl+j" and not self.focused else event.key
         if await self.action_own(key):
             return
@@ -411,12 +402,12 @@ class Screen(App):
             await self._check_bindings(key)
 
     async def paste(self, event: events.Paste) -> None:
-        """All lines of it. The box itself would take the first one alone."""
+        """Insert all lines of a paste; the box itself would take only the first."""
         if self.focused:
             self.prompt.take("\n".join(event.text.splitlines()))
 
     async def action_own(self, key: str) -> bool:
-        """A key of the open page alone. False: the page has no such key."""
+        """Run a key of the open page. False: it has no such key."""
         page = self.page or self.strip
         do = page.own.get(key) if page else None
         if isinstance(do, str):
@@ -428,8 +419,7 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Does this letter begin a text, though the prompt box has not got the keyboard? So do
-        letters that are no keys."""
+        """Whether a letter begins a prompt although the box has no focus: letters that are no keys."""
         if self.focused or self.state.view.stage == "failed":
             return False
         is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
@@ -438,8 +428,8 @@ class Screen(App):
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Every key, click and turn of the wheel comes through here. Whatever it does, the screen
-        is painted after. While the tour speaks, the engine is the tour's."""
+        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns the
+        engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
@@ -451,7 +441,7 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """If no model could be loaded, only a few actions make sense. Typed letters are no keys."""
+        """If no model could be loaded, allow only a few actions. Typed letters are no keys."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":
@@ -473,15 +463,15 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the running answer, else leave the box. A waiting question comes back.
-        While the engine is paused, keys are wanted: the box is left, and the answer stays."""
+        """In the box: stop the running answer and take back a waiting question, or leave the box. While
+        the engine is paused, always leave: keys are needed then."""
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
             self.prompt.put(self.prompt.value or self.state.chats.open.take())
 
     def action_back(self) -> None:
-        """To the newest step; from there, to the panes. Declines the tour where it is offered."""
+        """Go to the newest step; from there, to the panes. Decline the tour if it is offered."""
         if self.state.offers_tour:
             self.state.offers_tour = False
             self.say("T begins the tour, whenever you like")
@@ -490,13 +480,13 @@ class Screen(App):
         self.state.cursor = None
 
     def action_leave(self) -> None:
-        """A half-typed command goes; a prompt stays."""
+        """Leave the box. A half-typed command is deleted, a prompt stays."""
         if self.prompt.value.startswith("/"):
             self.prompt.put("")
         self.prompt.screen.set_focus(None)
 
     def action_complete(self) -> None:
-        """What is in the box, made longer as far as only one thing can be meant."""
+        """Complete what is in the box as far as it is unambiguous."""
         found = keys.completions(self.prompt.value)
         if found:
             first, last = min(found), max(found)
@@ -512,8 +502,8 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Obey the prompt box, or begin another line after a backslash. The box stays open, unless a
-        key has led to a command alone."""
+        """Run the prompt box, or begin another line after a backslash. The box keeps the focus unless `/`
+        opened it for one command."""
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()
@@ -526,10 +516,10 @@ class Screen(App):
             self.bring("streams")
 
     def action_command(self, line: str) -> bool:
-        """Obey a line, or tell the user why not; False then."""
-        name = line.strip().partition(" ")[0]
+        """Run a line. False, and a notice, if it is wrong."""
+        name, _ = keys.split_command(line.strip())
         posted = self.session.client.posted
-        if name in ("/quit", "/exit"):
+        if name in ("quit", "exit"):
             self.exit()
             return True
         try:
@@ -539,12 +529,14 @@ class Screen(App):
             return False
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
-        self.bring(BRINGS.get(name, self.state.lower))
-        if name.startswith("/") and name[1:] in keys.PAGES:
-            self.show_page(keys.PAGES[name[1:]])
+        self.state.chatting &= name != "json"  # its answer stands among the panes
+        if not (name == "step" and self.state.inspected):  # each step shows another token
+            self.bring(BRINGS.get(name, self.state.lower))
+        if name in keys.PAGES:
+            self.show_page(keys.PAGES[name])
         if self.page:  # a page shows the effect, or hides the panes with the effect
             said = "" if self.page.is_live else said
-            if name != f"/{self.page.name}" and not self.page.is_live:
+            if name != self.page.name and not self.page.is_live:
                 said = said or f"done behind this page: {line}"
         self.say(said)
         self.paint()
@@ -563,14 +555,13 @@ class Screen(App):
         self.state.select(slot)
 
     def action_move(self, columns: int) -> None:
-        """By what is visible: a column of the timeline may be several steps. Without a timeline, by
-        a step."""
+        """Move by columns of the visible timeline; without one, by steps."""
         timeline = self._places.get("timeline")
         zoom = self.state.zoom_for(timeline.width - 4) if timeline else 1
         self.state.move(columns * zoom)
 
     def action_leaf(self, by: int) -> None:
-        """On a page the last line in sight becomes the first."""
+        """Scroll a page so that the last visible line becomes the first."""
         if self.page:
             self._top += by * max(1, self.size.height - 3)
         elif self.state.chatting:
@@ -582,15 +573,14 @@ class Screen(App):
         self._top += by
 
     def action_roll(self, by: int) -> None:
-        """By so many times three lines of the conversation."""
+        """Scroll the conversation by three lines."""
         self.state.chats.open.below -= 3 * by
 
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
 
     def action_point(self, column: int, row: int) -> None:
-        """Put the cursor on a column of the timeline that has been clicked, and select the slot
-        there."""
+        """Put the cursor on the clicked column of the timeline, and select the slot."""
         timeline = self._places["timeline"]
         _, columns, _ = self.state.window(timeline.width - 4)
         if 0 <= column < len(columns):
@@ -633,13 +623,13 @@ class Screen(App):
         self.state.has_chosen = True
 
     def bring(self, pane: str) -> None:
-        """Where panes take turns, show this one, unless the user has chosen with `v`."""
+        """Where panes take turns, show this one unless the user has chosen one with `v`."""
         state = self.state
         if not state.has_chosen and pane != state.lower and not is_wide(*self.size):
             state.lower = pane
 
     def request(self) -> RequestView | None:
-        """The request on the open page; else the selected slot's."""
+        """The request on the open page, or that of the selected slot."""
         has_request = self.page and self.page.has_request
         return self.state.open if has_request else self.state.owner(self.state.selected)
 
@@ -654,7 +644,7 @@ class Screen(App):
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
 
     async def action_suspend_process(self) -> None:
-        """Ctrl-Z. The engine pauses meanwhile, so its clock stands still."""
+        """Ctrl-Z. The engine is paused meanwhile, so its clock stops."""
         client = self.session.client
         view = self.state.view
         runs = view.stage == "ready" and not (view.paused or view.watches)
@@ -666,8 +656,8 @@ class Screen(App):
             client.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Under a picture stand the page, the model and the policy. Blanks are such that every
-        viewer keeps and counts them: of the exporter's own, some viewers make too few."""
+        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because some
+        viewers collapse the exporter's own."""
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
@@ -678,8 +668,8 @@ class Screen(App):
     def deliver_screenshot(
         self, filename: str | None = None, path: str | None = None, time_format: str | None = None
     ) -> str | None:
-        """The palette's picture goes to where the screen was started: Textual's own place may not
-        exist. A browser gets it as a download."""
+        """Save the picture in the current folder, since Textual's may not exist; in a browser, as a
+        download."""
         if BROWSER:
             return super().deliver_screenshot(filename, path, time_format)
         name = filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
@@ -700,8 +690,7 @@ class Screen(App):
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
     def action_page(self, name: str) -> None:
-        """Do what the key of a page does. If the page is open, its key closes it, unless the key
-        runs something anew."""
+        """Open or close a page. The key of a page that repeats runs its command again."""
         page = keys.PAGES[name]
         if self.page is page and not page.repeats:
             self.turn_to(None)
@@ -726,7 +715,7 @@ class Screen(App):
         self.turn_to(None)
 
     def turn_to(self, page: Page | None) -> None:
-        """Open a page, in the place of the open one; None: back to the panes, or to the box."""
+        """Open a page in place of the open one; None: back to the panes or the prompt box."""
         before = self.page
         if not before:
             self._was_typing = self.state.typing
@@ -743,8 +732,8 @@ class Screen(App):
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60" or "race". If a picture is wanted, take it
-        and leave."""
+        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted, and
+        quit."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
@@ -763,7 +752,7 @@ class Screen(App):
         self.session.stays = not self.strip  # from now on a user is there, who leaves pages
 
     def is_done(self, word: str) -> bool:
-        """Has a word of a script had its effect? An experiment is over then."""
+        """Whether a word of a script has had its effect, including the end of its experiment."""
         view = self.state.view
         page = keys.PAGES.get(word)
         if not self.session.handled or view.stepping:
@@ -775,7 +764,7 @@ class Screen(App):
         return self.session.settled if word == "wait" else not view.engine.draining_to
 
     async def take_picture(self) -> None:
-        """And leave. The file is written at the end of the program."""
+        """Take the picture and quit. The file is written at the end of the program."""
         self.picture = await self.draw_picture()
         self.exit(return_code=0)
 

@@ -1,12 +1,7 @@
-"""Conversations: questions from this screen, and their answers.
+"""Conversations of this screen: questions and their answers.
 
-The problem. A model remembers nothing, so each question is sent with the whole conversation before the
-question. And the engine forgets old requests, while a conversation stays.
-
-What this file keeps. The model is shown the same turns as the reader, but for dropped turns and failed
-answers, and the page marks both. Only the user drops a turn.
-
-Where next: `state.py`, the owner of the conversations; `pages/talk.py`, their picture.
+A model remembers nothing, so each question is sent with the turns before it. The model is shown the same
+turns as the reader, except for dropped turns and failed answers, which the page marks.
 """
 
 from __future__ import annotations
@@ -26,9 +21,9 @@ class Turn:
 
     number: int  # of the question, among all of this screen's
     question: str
-    request: RequestView | None = None  # from the newest view; None: not in line yet
-    is_dropped: bool = False  # the model is not shown it any more
-    is_stopped: bool = False  # the answer has been told to end
+    request: RequestView | None = None  # from the newest view; None: not queued yet
+    is_dropped: bool = False  # the model is no longer shown it
+    is_stopped: bool = False  # the answer was cancelled
 
     @property
     def runs(self) -> bool:
@@ -41,9 +36,9 @@ class Chat:
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
-    waiting: str = ""  # a question waits here: for the running answer, or for room in the slot
+    waiting: str = ""  # a question that waits for the running answer, or for room in the slot
     why: str = ""  # why there is no room
-    below: int = 0  # so many of the last lines are below the lines in sight
+    below: int = 0  # number of lines below those in sight
 
     @property
     def runs(self) -> Turn | None:
@@ -51,13 +46,13 @@ class Chat:
         return self.turns[-1] if self.turns and self.turns[-1].runs else None
 
     def take(self) -> str:
-        """The waiting question, out of the line."""
+        """Take the waiting question back."""
         waiting = self.waiting
         self.waiting = self.why = ""
         return waiting
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """The conversation for the model, with this question at the end."""
+        """The conversation as the model gets it, ending with this question."""
         said = Conversation()
         said.system = self.system
         for turn in self.turns:
@@ -73,7 +68,7 @@ class ChatHistory:
     def __init__(self) -> None:
         self.all = [Chat()]
         self.at = 0  # the open one
-        self.asked = 0  # so many questions so far
+        self.asked = 0  # number of questions so far
         self.led = 0  # the question whose slot was selected last
         self.unfolded = False  # thoughts are shown whole
 
@@ -85,14 +80,13 @@ class ChatHistory:
         return (chat.runs for chat in self.all if chat.runs)
 
     def begin(self) -> None:
-        """Another conversation, with the same system message. An empty conversation stays the open
-        one."""
+        """Begin a conversation with the same system message, unless the open one is empty."""
         if self.open.turns:
             self.all.append(Chat(self.open.system, waiting=self.open.take()))
             self.at = len(self.all) - 1
 
     def add(self, chat: Chat) -> int:
-        """The waiting question becomes a turn. Answers with the number of the question."""
+        """Make the waiting question a turn. Return its number."""
         self.asked += 1
         chat.turns.append(Turn(self.asked, chat.waiting))
         chat.waiting = ""
@@ -100,7 +94,7 @@ class ChatHistory:
         return self.asked
 
     def refuse(self, number: int, why: str) -> None:
-        """A question could not be fired. `why`: for lack of room, so the question waits."""
+        """A question was refused. `why`: it does not fit, so it waits."""
         for chat in self.all:
             for turn in chat.turns:
                 if turn.number == number:
@@ -121,7 +115,7 @@ class ChatHistory:
             turn.request = request
 
     def lose(self) -> None:
-        """The engine is gone, and with the engine all running answers."""
+        """The engine is gone, and so are all running answers."""
         for turn in self.running():
             if turn.request:
                 turn.request = replace(turn.request, reason="error", error="the server has gone")

@@ -1,12 +1,7 @@
-"""The words of a user to the screen: commands, scripts, and the same run as a plain log.
+"""What a user says to the screen: prompts, commands, scripts; and the same run as a plain log.
 
-The problem. A user may press a key, click, type, use the command palette, write a script, or have
-no terminal at all.
-
-What this file keeps. A line with a slash in front is a command, any other line is a prompt. All
-these ways lead to `Session.obey`, so every way can do the same.
-
-Where next: `tui.py`, the screen itself.
+A line that begins with a slash is a command, any other is a prompt. Keys, clicks, the palette and
+scripts all end in `Session.obey`, so each of them can do the same.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from runtime.snapshot import Limits, RequestView, Snapshot
 from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
-from screen.keys import COMMANDS, PAGES, pressed
+from screen.keys import COMMANDS, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.stats import words
@@ -65,12 +60,10 @@ SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as 
 
 
 class Session:
-    """An engine room and the state of a screen. Every line of a user is obeyed here.
+    """An engine client and the state of a screen. Every line of a user comes here.
 
-    `eases`: a first burst runs in slow motion, since a small model is done before anything
-    can be seen.
-    `stays`: an experiment with a page goes on until the page is left. In a log, and in a script, the
-    experiment ends.
+    `eases`: the first burst runs in slow motion, because a small model is too fast to watch.
+    `stays`: an experiment goes on until its page is left; in a log or a script it ends by itself.
     """
 
     def __init__(self, client: LocalEngineClient, state: State, eases: bool = False):
@@ -78,34 +71,35 @@ class Session:
         self.state = state
         self.eases = eases
         self._seen = 0
-        self._coming: dict[str, object] = {}  # the changes of the view by open wishes
+        self._coming: dict[
+            str, object
+        ] = {}  # changes of the view by commands that have not run yet
         self.stays = False
-        self.has_chats = False  # prompts are questions of conversations: on a screen
+        self.has_chats = False  # on a screen prompts belong to conversations
 
     pressed = staticmethod(pressed)  # for the tour, which names the keys
 
     @property
     def handled(self) -> bool:
-        """Whether the view shows the effect of every wish."""
+        """Whether the view shows the effect of every command."""
         return self.state.view.handled == self.client.posted
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether every command has run and nothing is left to do."""
         return self.handled and not self.state.view.busy and not self.state.view.stepping
 
     @property
     def coming(self) -> View:
-        """The view after the last wish. Keys may come faster than
-        views, and while the model loads there is none."""
+        """The view as it will be after the last command: keys may come faster than views."""
         return self.state.view if self.handled else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:
-        """To be called before the wish for these changes."""
+        """Note the changes that the next command will make."""
         self._coming = changes if self.handled else self._coming | changes
 
     def look(self) -> bool:
-        """Take in the news; False if there is none."""
+        """Take in what is new; False if nothing is."""
         news = self.client.news
         if news == self._seen:
             return False
@@ -119,37 +113,31 @@ class Session:
         return True
 
     def asks(self, count: int) -> list[Ask]:
-        """This many of the prompts; after the last, the first again. If there is a seed, each gets
-        one of its own."""
+        """This many prompts, in a cycle, each with its own seed if there is one."""
         prompts = islice(cycle(self.state.prompts), count)
         return [
             self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)
         ]
 
     def obey(self, line: str) -> str:
-        """Obey a line: a prompt or a command. Answers with words for the user; ValueError if the
-        line is wrong."""
-        if not line.startswith("/") or line.startswith("//"):
-            said = self._ask(line.removeprefix("/"))
-            if said:
-                return said
+        """Run a line, a prompt or a command. Return words for the user; ValueError if it is wrong."""
+        name, rest = split_command(line)
+        if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
-            return "the demo adds up to 99 only" if is_beyond else ""
-        name, _, rest = line.removeprefix("/").partition(" ")
+            return self._ask(rest) or ("the demo adds up to 99 only" if is_beyond else "")
         page = PAGES.get(name)
         if page:
-            return (page.obey and page.obey(self, rest.strip())) or ""
+            return (page.obey and page.obey(self, rest)) or ""
         command = RUN.get(name)
         if command is None:
             there = " ".join(f"/{command}" for command in sorted(COMMANDS))
             raise ValueError(f"/{name} is not a command; there are {there}")
-        return command(self, rest.strip()) or ""
+        return command(self, rest) or ""
 
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
-        """A prompt is the next question of the open conversation. While the panes are in sight, a
-        prompt begins another conversation."""
+        """A prompt is the next question of the open conversation, or begins one if none is shown."""
         chats = self.state.chats
         if not self.has_chats:
             self.client.fire([self.state.settings.ask(prompt)])
@@ -163,7 +151,7 @@ class Session:
         return "it waits for the answer" if chats.open.waiting else ""
 
     def _send_waiting(self) -> None:
-        """Ask the questions with nothing left to wait for."""
+        """Fire the questions that need not wait any more."""
         for chat in self.state.chats.all:
             if chat.waiting and not (chat.why or chat.runs):
                 ask = self.state.settings.ask(chat.waiting)
@@ -171,7 +159,7 @@ class Session:
                 self.client.fire([ask._replace(question=self.state.chats.add(chat))])
 
     def new_chat(self, rest: str) -> str:
-        """Another conversation. A question without room in the open one begins the new one."""
+        """Begin a conversation. A question that did not fit in the open one comes along."""
         self.state.chats.begin()
         self._send_waiting()
         return "a new conversation"
@@ -181,13 +169,13 @@ class Session:
         return "from the next question on"
 
     def next_chat(self, rest: str) -> None:
-        """The next conversation; behind the last one comes the first."""
+        """Open the next conversation; after the last, the first."""
         chats = self.state.chats
         chats.at = (chats.at + 1) % len(chats.all)
         self.state.select_chat()
 
     def drop_turn(self, rest: str) -> str:
-        """Forget the oldest turn. A question without room is asked again."""
+        """Drop the oldest turn, and ask a question again that did not fit."""
         chat = self.state.chats.open
         turns = [turn for turn in chat.turns if not (turn.is_dropped or turn.runs)]
         if not turns:
@@ -210,7 +198,7 @@ class Session:
         self.state.chats.unfolded = not self.state.chats.unfolded
 
     def stop(self) -> bool:
-        """Stop the answer that runs in the open conversation. False if none does."""
+        """Stop the running answer of the open conversation. False if none runs."""
         running = self.state.chats.open.runs
         if running and running.request and not running.is_stopped:
             running.is_stopped = True
@@ -230,8 +218,8 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def ask_json(self, rest: str) -> str:
-        """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on,
-        and nothing else runs, the answer begins paused: else nobody could watch."""
+        """Fire a prompt with a JSON schema. If a user is watching and nothing else runs, pause first,
+        so that each token can be seen."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not self.coming.busy:
             self.pause("")
@@ -239,32 +227,31 @@ class Session:
         return "JSON is asked for: s shows how, token by token"
 
     def run_experiment(self, what: str, experiment: AnyExperiment) -> None:
-        """Begin an experiment, unless others would suffer. A pause ends."""
+        """Start an experiment, and end a pause; refused if other clients would suffer."""
         self.check_alone(what)
         self.expect(paused=False)
         self.client.run_experiment(experiment)
 
     def check_alone(self, what: str) -> None:
         if self.state.view.door or self.state.view.watches:
-            whose = "while the door is open" if self.state.view.door else "on a watched engine"
+            whose = "while a server runs" if self.state.view.door else "on a watched engine"
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )
 
     def switch_policy(self, rest: str) -> None:
-        """Change to the named policy, or to the next."""
+        """Change to the named policy, or to the next one."""
         self.client.switch(policy_of(rest).name if rest else "")
 
     def set_load(self, rest: str) -> None:
-        """A steady load of this many requests a second. Without a number, turn the load on or
-        off."""
+        """Set a steady load in requests per second. Without a number, turn it on or off."""
         off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
         self.expect(load=rate)
         self.client.set_load(rate, self.asks(len(self.state.prompts)))
 
     def cancel(self, rest: str) -> str:
-        """Cancel all requests from here, or the named one, or the one in the selected slot."""
+        """Cancel all of this screen's requests, the named one, or that of the selected slot."""
         if rest == "all":
             self.client.cancel(None)
             whose = "your requests" if self.state.view.door else "requests"
@@ -304,8 +291,7 @@ class Session:
         self.client.step(steps)
 
     def slow(self, rest: str) -> str:
-        """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as
-        many."""
+        """Limit the steps per second; "off": full speed; "-" and "+": halve or double the limit."""
         now = self.coming.slow
         if rest == "off" or (not rest and now):
             rate = 0.0
@@ -321,8 +307,8 @@ class Session:
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
     def set_budget(self, rest: str) -> str:
-        """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
-        half as wide, and twice as wide."""
+        """Set the budget of a step; "off": as the engine was made; "-" and "+": halve or double the
+        chunk."""
         engine = self.coming.engine
         if not rest:
             return (
@@ -333,7 +319,7 @@ class Session:
         if rest not in ("-", "+"):
             budget = None if rest == "off" else number_for("budget", rest)
         said = ""
-        if engine:  # else the room itself refuses impossible budgets
+        if engine:  # otherwise the client refuses impossible budgets
             limits = self.state.view.made_with.turned(engine.limits, budget)
             self.expect(engine=replace(engine, limits=limits))
             said = said_of(limits)
@@ -395,12 +381,11 @@ def number_for(command: str, text: str) -> float:
     return read(command, text, least, most)
 
 
-# More words of a script, besides the commands, and the action of the screen for each.
+# Words of a script that are no commands, and the action of each
 SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
-# The plain log obeys a word when all before it has ended. So the others mean something on a screen
-# only.
+# The plain log runs a word when all before it has ended, so the others need a screen
 LOGGED = ("policy", "burst", "wait", "budget", *PAGES)
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 NUMBERED = (*NUMBERS, *(page.name for page in PAGES.values() if page.read))
@@ -411,12 +396,13 @@ on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
 def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
     """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]
 
-    A word that is no command, or has a wrong number, is a ValueError. `logged`: for a plain log.
+    An unknown word or a wrong number is a ValueError. `logged`: for a plain log.
     """
     words = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN))
     orders = []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
+        name = OLD_NAMES.get(name, name)
         if name not in words or (rest and name not in NUMBERED):
             where = " without a screen" if logged else ""
             there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
@@ -434,21 +420,20 @@ def as_command(word: str, rest: str) -> str:
 
 
 class PlainLog:
-    """The same run as a line for each event: for pipes, for logs, and for users of a screen
-    reader."""
+    """The same run with a line for each event: for pipes, logs and screen readers."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session
         self.write = lambda line: write(clean(line))  # a line may quote anything
         # Open requests, as at the last line about each
         self._told: dict[int, RequestView] = {}
-        self._faults = 0  # how many faults have been noted
-        # (when, what): not written yet, since something earlier may be told
+        self._faults = 0  # number of faults written
+        # (time, line): not written yet, because an earlier event may still come
         self._late: list[tuple[float, str]] = []
-        self._told_to = 0.0  # the end of the last noted busy period
+        self._told_to = 0.0  # end of the last busy period that was written
         self._policy = ""
-        self._life = 0
-        self._asked: list[Page] = []  # wanted pages, not told yet
+        self._epoch = 0
+        self._asked: list[Page] = []  # pages to be written
 
     def look(self) -> None:
         state = self.session.state
@@ -474,7 +459,7 @@ class PlainLog:
                 self._told_to = period.ended
         last = state.history[-1] if state.history else None
         if view.busy and view.engine.planned > (last.step if last else 0):
-            # A step in flight is told of after the end
+            # A step in flight is reported after it has ended
             self.flush(last.view.began if last else 0.0)
         else:
             self.flush()
@@ -484,17 +469,17 @@ class PlainLog:
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
-        """Write all events up to a moment, in order."""
+        """Write all events up to a time, in order."""
         self._late.sort(key=lambda event: event[0])
         while self._late and self._late[0][0] <= until:
             moment, line = self._late.pop(0)
             self.write(f"{moment:8.3f} s  {line}")
 
     def _note(self, engine: Snapshot) -> None:
-        """The news of an engine: requests, policies, faults."""
+        """Collect the events of an engine: requests, policies, faults."""
         state = self.session.state
-        if state.view.life != self._life:  # earlier events there are no news
-            self._life = state.view.life
+        if state.view.epoch != self._epoch:  # events before that are old
+            self._epoch = state.view.epoch
             self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
         for r in (*engine.requests, *engine.ended):
@@ -509,7 +494,7 @@ class PlainLog:
                 if not (known and is_mute(known)):
                     said = f"r{request} is admitted to slot {slot} in step {step.step}"
                     self._late.append((step.began, said))
-        # A policy holds from the first step with a plan under this policy; else from now on
+        # A policy holds from the first step that was planned under it, or from now on
         policies = [(step.began, step.policy) for step in engine.steps]
         for moment, policy in (*policies, (engine.now, engine.policy)):
             if policy != self._policy:
@@ -525,15 +510,15 @@ class PlainLog:
             answer = self.session.obey(line)
         except ValueError as error:
             answer = str(error)
-        page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
+        page = PAGES.get(split_command(line)[0])
         if answer:
             self.write(answer)
-        elif page and not page.disturbs:  # the findings of an experiment are told one by one
+        elif page and not page.disturbs:  # an experiment's findings are written one by one
             self._asked.append(page)
             self._tell_pages()
 
     def _tell_pages(self) -> None:
-        """When the engine has heard the wish."""
+        """Write pages once the engine has run their commands."""
         while self._asked and self.session.handled:
             self.tell(self._asked.pop(0).told(self.session.state))
 
@@ -558,10 +543,10 @@ def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float,
 
 
 def new_lines(before: Finding | None, now: Finding | None) -> Sequence[str]:
-    """The lines of an experiment that were not told before."""
+    """The lines of an experiment that are new."""
     told = before.lines if before else ()
     lines = now.lines if now else ()
-    is_same = lines[: len(told)] == told  # else another experiment has begun
+    is_same = lines[: len(told)] == told  # otherwise another experiment has begun
     return lines[len(told) :] if is_same else lines
 
 
@@ -571,18 +556,16 @@ NO_WORK = "standard input has no prompt; write one a line there, or give --promp
 def run_plain(
     session: Session, script: str, write: Callable[[str], None], stays: bool = False
 ) -> int:
-    """Obey the script, or the lines of standard input. When it ends and nothing is left to do,
-    leave.
+    """Run the script, or the lines of standard input, until nothing is left to do.
 
-    If neither says anything, one line tells what to give. `stays`: there are others to watch, so
-    neither is needed.
+    If there is neither, one line says what to give. `stays`: there are others to watch.
     """
     log = PlainLog(session, write)
     state = session.state
     lines = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
     listening = not script
     rest = b""
-    idle = not (script or session.client.posted or stays)  # nothing has been asked for yet
+    idle = not (script or session.client.posted or stays)  # no input so far
     if idle and listening and sys.stdin.isatty():
         log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
     try:
@@ -601,7 +584,7 @@ def run_plain(
                 return 2
             if state.view.stage != "ready":
                 continue
-            # A script's line waits until all before it has ended
+            # A line of a script waits until all before it has ended
             while lines and (session.settled or not script):
                 log.look()
                 line = lines.popleft()
@@ -617,8 +600,7 @@ def run_plain(
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """The news on standard input, without waiting: an unfinished line, the lines, and whether
-    more may come."""
+    """Read standard input without waiting: the unfinished line, the lines, whether more may come."""
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True
     data = os.read(0, 65536)

@@ -1,13 +1,7 @@
-"""An experiment: an experiment on the engine that runs.
+"""What all experiments on the running engine have in common.
 
-The problem. A page of the screen can show how an engine behaves only if something happens that
-seldom happens by itself: a crowd of random neighbours, a failure, a prompt without end.
-
-What this file keeps. An experiment is a generator of findings (`LocalEngineClient.run_experiment`). The room asks for
-the next finding between two steps, so there an experiment may fire and cancel. All requests of an experiment
-end with the experiment. Here stands what experiments do alike.
-
-Where next: `pages/same.py` and `pages/breakage.py`, two of the experiments.
+An experiment is a generator of findings. `LocalEngineClient.run_experiment` resumes it between two
+steps, so it may submit and cancel; its requests end with it.
 """
 
 from __future__ import annotations
@@ -21,12 +15,12 @@ from screen.view import Finding, View
 
 
 def runs(view: View, found: Finding | None) -> bool:
-    """Does the experiment with these findings run?"""
+    """Whether the experiment with these findings is running."""
     return view.experimenting and view.finding is found
 
 
 class Experiment:
-    """An experiment: `steps` is the experiment itself."""
+    """An experiment: `steps` yields its findings."""
 
     client: LocalEngineClient  # both from `run` on
     engine: AnyEngine
@@ -35,7 +29,7 @@ class Experiment:
         self.found = found  # the findings so far
 
     def takes_in(self, other: AnyExperiment) -> bool:
-        """Another one is wished for while this one runs. Is the wish fulfilled with that?"""
+        """Take in another experiment that was asked for while this one runs; False: refuse it."""
         return False
 
     def run(self, client: LocalEngineClient) -> Iterator[Finding]:
@@ -56,8 +50,7 @@ class Experiment:
             yield self.found
 
     def alone(self, fire: Callable[[], Handle]) -> Generator[Finding, None, Handle]:
-        """A request, fired until it was really alone: a user may fire or cancel something
-        meanwhile."""
+        """Submit a request until it ran alone: a user may fire or cancel something meanwhile."""
         while True:
             yield from self.until_idle()
             before = self.engine.sched.submitted

@@ -1,15 +1,11 @@
 """The table of keys and pages, the footer, and the help.
 
-The problem. Footer, help, command palette and keyboard must not disagree.
-
-What this file keeps. All four are made from one table, `TABLE`, of keys and of pages. A page stands
-in the place of a key. `WORDS` explains the words on the screen; each policy explains itself
-(`policies.POLICIES`).
-
-Where next: `session.py`, where commands are obeyed.
+Footer, help, palette and keyboard are made from one table, `GROUPS`, so they cannot disagree.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.cells import cell_len
 
@@ -55,6 +51,7 @@ OTHERS = {
     "drop": "",
     "quit": "",
 }
+OLD_NAMES = {"bill": "cost", "elephant": "long"}  # of commands, until 0.7
 ARGUMENTS = {
     "policy": POLICIES,
     "cancel": ("all",),
@@ -122,7 +119,7 @@ WORDS = (
         "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in.",
     ),
     (
-        "elephant",
+        "long prompt",
         "a prompt as long as a slot, among chats: what a chunk of it costs them, and a small chunk costs it.",
     ),
     (
@@ -131,7 +128,7 @@ WORDS = (
     ),
     (
         "slow motion",
-        "so many steps a second. The engine's clock stands still in between, so all figures stay true.",
+        "a limit of steps per second. The engine's clock stops in between, so all figures stay true.",
     ),
     (
         "plan",
@@ -157,13 +154,13 @@ WORDS = (
     ),
     (
         "others",
-        "other programs take so many of the cores, and none is idle: slow steps are theirs, not the engine's.",
+        "cores that other programs use while none is idle: they make steps slow, not the engine.",
     ),
     (
         "hash",
-        "a short name for many numbers: an answer's tokens and log probabilities. Another bit, another hash.",
+        "a digest of an answer's tokens and log probabilities: another bit, another hash.",
     ),
-    ("batch size", "how many slots did useful work at a time."),
+    ("batch size", "number of slots that do useful work at a time."),
     (
         "useful",
         "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong draft tokens.",
@@ -174,15 +171,15 @@ WORDS = (
     ),
     (
         "client",
-        "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one.",
+        "a program that sends requests over HTTP. If it hangs up (╳), its slot is free.",
     ),
     (
         "batching",
-        "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
+        "why it pays: by number of rows, the lower quartile of a step's time, and its tokens/s.",
     ),
     (
-        "roof",
-        "what this machine can do at most: bytes read and operations a second. Measured when B is pressed first.",
+        "roofline",
+        "what this machine can do at most: bytes read and operations a second. Measured when B is first pressed.",
     ),
     (
         "arithmetic",
@@ -257,11 +254,28 @@ def draw_keys(state: State, on: Canvas) -> None:
             pen.put(f" {key.label}", do=key.action).put(" ")
 
 
+def key_of(entry: Key | Page) -> Key:
+    return entry.shortcut if isinstance(entry, Page) else entry
+
+
 def draw_help(state: State, on: Canvas) -> None:
-    """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be
-    scrolled."""
+    """Keys by group, then words, then policies. The page can be scrolled."""
     on.title("Help: keys", "↑↓ scroll  Esc back")
-    keys = [key for key in KEYS if key.help]
+    for name, entries in GROUPS.items():
+        on.pen().put(f" {name}", bold=True)
+        draw_group([key for key in map(key_of, entries) if key.help], on)
+    on.heading("Words")
+    on.names = 13
+    for name, text in WORDS:
+        on.entry(name, text)
+    commands = "  ".join(f"/{name} {rest}".strip() for name, rest in COMMANDS.items())
+    on.entry("commands", f"in the prompt box: {commands}")
+    for name, policy in POLICIES.items():
+        on.entry(name, f"a policy: {policy.does}")
+
+
+def draw_group(keys: Sequence[Key], on: Canvas) -> None:
+    """A group of keys, in two columns where there is room."""
     across = 2 if on.width >= 140 else 1
     wide = on.width // across
     tall = -(-len(keys) // across)
@@ -273,14 +287,14 @@ def draw_help(state: State, on: Canvas) -> None:
                 show = "" if i else key.show
                 pen.to(column * wide).put(f" {show:<10}", on.accent, True, key.action)
                 pen.put("".join(parts[i : i + 1]), do=key.action)
-    on.heading("Words")
-    on.names = 13
-    for name, text in WORDS:
-        on.entry(name, text)
-    commands = "  ".join(f"/{name} {rest}".strip() for name, rest in COMMANDS.items())
-    on.entry("commands", f"in the prompt box: {commands}")
-    for name, policy in POLICIES.items():
-        on.entry(name, f"a policy: {policy.does}")
+
+
+def split_command(line: str) -> tuple[str | None, str]:
+    """The name of a command and the words after it; None and the prompt, if it is a prompt."""
+    if not line.startswith("/") or line.startswith("//"):
+        return None, line.removeprefix("/")
+    name, _, rest = line[1:].partition(" ")
+    return OLD_NAMES.get(name, name), rest.strip()
 
 
 def completions(line: str) -> list[str]:
@@ -309,174 +323,202 @@ HELP = Page(
 )
 # For a step with more lines than the pane
 STEP = Page("plan", "", "Step", "", step.draw_step)
-# All keys, in the order of footer and help. A new page is a line in here.
-TABLE = (
-    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3),
-    Key(
-        "slash",
-        "/",
-        "prompt('/')",
-        "Command",
-        "type a command; tab completes, and the end of this page names them all",
+# All keys by group, in the order of the footer and the help. A new page is a line in here.
+GROUPS: dict[str, tuple[Key | Page, ...]] = {
+    "Prompts and conversations": (
+        Key(
+            "i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3
+        ),
+        Key(
+            "slash",
+            "/",
+            "prompt('/')",
+            "Command",
+            "type a command; tab completes, and the end of this page names them all",
+        ),
+        conversation.PAGE,
+        Key(
+            "n,ctrl+n",
+            "n",
+            "command('/next')",
+            "Next talk",
+            "the next conversation (ctrl+n, in the prompt box too); /new begins another",
+        ),
+        Key(
+            "u,ctrl+r",
+            "u",
+            "command('/again')",
+            "Ask again",
+            "ask the last question of the conversation once more (ctrl+r, in the prompt box too)",
+        ),
+        Key(
+            "enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10
+        ),
+        Key(
+            "b",
+            "b",
+            "command('/burst')",
+            "Burst",
+            "fire a burst: prompts of different lengths, all at once",
+            1,
+        ),
+        Key(
+            "j",
+            "j",
+            "command('/json')",
+            "JSON",
+            "ask for JSON of a schema; paused, s shows token by token what is forbidden (✗)",
+        ),
     ),
-    conversation.PAGE,
-    Key(
-        "n,ctrl+n",
-        "n",
-        "command('/next')",
-        "Next talk",
-        "the next conversation (ctrl+n, in the prompt box too); /new begins another",
+    "The engine": (
+        Key(
+            "space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7
+        ),
+        Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
+        Key(
+            "minus",
+            "-",
+            "command('/slow -')",
+            "Slower",
+            "slow motion: half as many steps a second (/slow 8: eight)",
+            9,
+        ),
+        Key(
+            "plus,equals_sign",
+            "+",
+            "command('/slow +')",
+            "Faster",
+            "twice as many, and at last full speed",
+            16,
+        ),
+        Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
     ),
-    Key(
-        "u,ctrl+r",
-        "u",
-        "command('/again')",
-        "Ask again",
-        "ask the last question of the conversation once more (ctrl+r, in the prompt box too)",
+    "Policies": (
+        Key(
+            "p",
+            "p",
+            "command('/policy')",
+            "Policy",
+            "the next policy: drain the slots, then switch",
+            6,
+        ),
+        race.COMPARE,
+        race.PAGE,
+        Key(
+            "R",
+            "R",
+            "command('/race last')",
+            "Last race",
+            "the last race once more: its timelines and its figures",
+        ),
     ),
-    Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
-    Key(
-        "b",
-        "b",
-        "command('/burst')",
-        "Burst",
-        "fire a burst: prompts of different lengths, all at once",
-        1,
+    "Load and budget": (
+        Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
+        Key(
+            "X",
+            "X",
+            "command('/cancel all')",
+            "Cancel all",
+            "cancel all requests, waiting ones too",
+            14,
+        ),
+        Key(
+            "l",
+            "l",
+            "command('/load')",
+            "Load",
+            "a steady load of random prompts: on, off (/load 8: 8 a second)",
+            11,
+        ),
+        long_prompt.PAGE,
+        Key(
+            "left_square_bracket",
+            "[ ]",
+            "command('/budget -')",
+            "Less budget",
+            "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
+        ),
+        Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
+        Key(
+            "e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12
+        ),
     ),
-    Key(
-        "j",
-        "j",
-        "command('/json')",
-        "JSON",
-        "ask for JSON of a schema; paused, s shows token by token what is forbidden (✗)",
+    "Slots and steps": (
+        Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
+        Key("down", "↓", "choose(1)", "Slot below", ""),
+        Key(
+            "left",
+            "← →",
+            "move(-1)",
+            "Earlier",
+            "go back in time by a column of the timeline, and forth",
+        ),
+        Key("right", "→", "move(1)", "Later", ""),
+        Key(
+            "shift+left,comma",
+            ", .",
+            "nudge(-1)",
+            "A step earlier",
+            "a single step back, or on (shift and an arrow, too)",
+        ),
+        Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
+        Key(
+            "pageup",
+            "PgUp PgDn",
+            "leaf(-1)",
+            "Much earlier",
+            "forty columns back, or on; in a conversation, half a page of it",
+        ),
+        Key("pagedown", "PgDn", "leaf(1)", "Much later", ""),
+        Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
+        Key("end", "End", "follow", "Newest", "follow the newest step again; Esc, too"),
+        Key("escape", "Esc", "back", "Back", ""),
+        Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
+        Key(
+            "v",
+            "v",
+            "view",
+            "View",
+            "other charts: why batching pays; on a small screen other panes, too",
+            8,
+        ),
     ),
-    Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
-    Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
-    Key(
-        "minus",
-        "-",
-        "command('/slow -')",
-        "Slower",
-        "slow motion: half as many steps a second (/slow 8: eight)",
-        9,
+    "Pages": (
+        requests.PAGE,
+        request_latency.PAGE,
+        step_cost.PAGE,
+        same_answer.PAGE,
+        fault_injection.PAGE,
+        totals.PAGE,
+        Key(
+            "g",
+            "g",
+            "go",
+            "Go",
+            "from the step to the selected slot's request; there, from a request to its steps",
+        ),
+        clients.PAGE,
+        error_log.PAGE,
     ),
-    Key(
-        "plus,equals_sign",
-        "+",
-        "command('/slow +')",
-        "Faster",
-        "twice as many, and at last full speed",
-        16,
+    "The screen": (
+        Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
+        Key("P", "P", "screenshot", "Picture", "save what is on the screen as a picture, an SVG"),
+        Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
+        Key(
+            "ctrl+z",
+            "Ctrl-Z",
+            "suspend_process",
+            "Suspend",
+            "give the terminal back to the shell; fg goes on",
+        ),
+        tour.PAGE,
+        HELP,
+        Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
     ),
-    Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
-    Key(
-        "p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6
-    ),
-    race.COMPARE,
-    race.PAGE,
-    Key(
-        "R",
-        "R",
-        "command('/race last')",
-        "Last race",
-        "the last race once more: its timelines and its figures",
-    ),
-    Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
-    Key(
-        "X",
-        "X",
-        "command('/cancel all')",
-        "Cancel all",
-        "cancel all requests, waiting ones too",
-        14,
-    ),
-    Key(
-        "l",
-        "l",
-        "command('/load')",
-        "Load",
-        "a steady load of random prompts: on, off (/load 8: 8 a second)",
-        11,
-    ),
-    long_prompt.PAGE,
-    Key(
-        "left_square_bracket",
-        "[ ]",
-        "command('/budget -')",
-        "Less budget",
-        "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
-    ),
-    Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
-    Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
-    Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
-    Key("down", "↓", "choose(1)", "Slot below", ""),
-    Key(
-        "left",
-        "← →",
-        "move(-1)",
-        "Earlier",
-        "go back in time by a column of the timeline, and forth",
-    ),
-    Key("right", "→", "move(1)", "Later", ""),
-    Key(
-        "shift+left,comma",
-        ", .",
-        "nudge(-1)",
-        "A step earlier",
-        "a single step back, or on (shift and an arrow, too)",
-    ),
-    Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
-    Key(
-        "pageup",
-        "PgUp PgDn",
-        "leaf(-1)",
-        "Much earlier",
-        "forty columns back, or on; in a conversation, half a page of it",
-    ),
-    Key("pagedown", "PgDn", "leaf(1)", "Much later", ""),
-    Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
-    Key("end", "End", "follow", "Newest", "follow the newest step again; Esc, too"),
-    Key("escape", "Esc", "back", "Back", ""),
-    Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key(
-        "v",
-        "v",
-        "view",
-        "View",
-        "other charts: why batching pays; on a small screen other panes, too",
-        8,
-    ),
-    requests.PAGE,
-    request_latency.PAGE,
-    step_cost.PAGE,
-    same_answer.PAGE,
-    fault_injection.PAGE,
-    totals.PAGE,
-    Key(
-        "g",
-        "g",
-        "go",
-        "Go",
-        "from the step to the selected slot's request; there, from a request to its steps",
-    ),
-    clients.PAGE,
-    error_log.PAGE,
-    Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
-    Key("P", "P", "screenshot", "Picture", "save what is on the screen as a picture, an SVG"),
-    Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
-    Key(
-        "ctrl+z",
-        "Ctrl-Z",
-        "suspend_process",
-        "Suspend",
-        "give the terminal back to the shell; fg goes on",
-    ),
-    tour.PAGE,
-    HELP,
-    Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
-)
+}
+TABLE = [entry for group in GROUPS.values() for entry in group]
 PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
-KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
+KEYS = [key_of(entry) for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
 OF_THE_ENGINE = ["pause"]

@@ -1,19 +1,13 @@
-"""Why a request waited: its life in parts with the right sum, and the same life in another
-company.
+"""Why a request waited: its latency in parts, and the same request in other circumstances.
 
-The problem. A late first token has one of three causes: the line, the prompt's own
-length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
+A late first token has one of three causes: the queue, the prompt's own length, or the neighbours. Each
+moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
+divided by the work in it, at the prices of a row and of a chunk (`analysis/step_times.py`). Because the
+scheduler needs no model, the same requests are also replayed: this one alone, and all under each
+policy.
 
-The way out. Each moment of a request's life belongs to one part. Before the admission, the request
-is in line. Afterwards every step is looked at: how much work was for the request, and how much for
-the others? A step's seconds are divided as the work is, by the prices of a row and of a chunk
-(`analysis/step_times.py`). And since the scheduler needs no model, the same requests go through a scheduler
-once more: this one alone, and all of them under each policy.
-
-What this file keeps. The parts add up to the whole life. A replay under the same policy has the
-same steps, unless a step failed or the policy changed meanwhile.
-
-Where next: `pages/why.py`, the drawing.
+The parts add up to the whole latency. A replay under the same policy has the same steps, unless a
+step failed or the policy was changed.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
 from screen.policy_runs import on_clock, simulated
 from screen.step_columns import Column, during
 
-# The parts of a life, in the order of the drawing
+# The parts of a latency, in the order of the drawing
 PARTS = {
     "line": "in line: no slot yet",
     "slot": "in a slot, without work: another step ran, or the budget was spent",
@@ -46,12 +40,12 @@ PARTS = {
     "ghost": "computed for nothing in its slot, after its end",
     "unseen": "the screen looked away",
 }
-ROUNDING = 1e-9  # seconds: after a pause a step may seem to begin so much before a prompt came
-LONGEST = 5_000  # steps: a replay of more would keep the screen waiting
+ROUNDING = 1e-9  # seconds that a step may seem to begin before a prompt, after a pause
+LONGEST = 5_000  # steps: a longer replay would block the screen
 
 
 class Piece(NamedTuple):
-    """A stretch of a life, in one part."""
+    """A stretch of time in one part."""
 
     part: str
     began: float
@@ -64,15 +58,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class LatencyBreakdown:
-    """One request's life, and all requests in contact. All seconds are the engine's."""
+    """One request's latency in parts, and the requests that it met. Seconds are the engine's."""
 
     pieces: list[Piece] = field(default_factory=list)
-    # During the time in line, by request: seconds in a slot
+    # by request: its seconds in a slot while this one was queued
     ahead: Counter[int] = field(default_factory=Counter)
-    shut: float = 0.0  # seconds in line, while a slot was free but shut
-    # By request: seconds of chunks in this one's steps
+    shut: float = 0.0  # seconds in the queue while a slot was free but blocked
+    # by request: seconds of its chunks in this one's steps
     chunks: Counter[int] = field(default_factory=Counter)
-    overtakers: list[int] = field(default_factory=list)  # came later, and were admitted earlier
+    overtakers: list[int] = field(default_factory=list)  # came later and were admitted earlier
     before: int | None = None  # had the slot until then
     after: int | None = None  # had the slot next
 
@@ -81,14 +75,14 @@ class LatencyBreakdown:
         return self.pieces[-1].ended - self.pieces[0].began
 
     def parts(self, until: float = math.inf) -> dict[str, float]:
-        """By part: seconds up to a moment. Parts without seconds are left out."""
+        """Seconds by part, up to a time. Empty parts are left out."""
         sums = dict.fromkeys(PARTS, 0.0)
         for piece in self.pieces:
             sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
         return {part: seconds for part, seconds in sums.items() if seconds > 0}
 
 
-# --- the parts of a life
+# --- the parts
 
 
 def break_down(
@@ -98,11 +92,11 @@ def break_down(
     prices: Prices,
     now: float,
 ) -> LatencyBreakdown:
-    """A request's life: up to the end, or so far.
+    """Break down a request's latency, up to its end or so far.
 
     `requests`: all known ones. `history`: a column for each step, oldest first.
     """
-    life = LatencyBreakdown()
+    breakdown = LatencyBreakdown()
     prices = with_a_chunk(prices)
     admitted = request.admitted
     end = request.ended
@@ -111,26 +105,24 @@ def break_down(
     elif end is None:
         end = max(history[-1].ended if history else now, admitted)
     leaves_line = end if admitted is None else admitted
-    life.pieces.append(Piece("line", request.arrived, leaves_line))
-    _look_at_line(life, request, history, leaves_line)
+    breakdown.pieces.append(Piece("line", request.arrived, leaves_line))
+    _look_at_line(breakdown, request, history, leaves_line)
     if admitted is not None:
         for other in requests:
             entered = math.inf if other.admitted is None else other.admitted
             if other.id > request.id and entered < admitted:
-                life.overtakers.append(other.id)
-        _look_at_slot(life, request, history, prices, admitted, end)
-    return life
+                breakdown.overtakers.append(other.id)
+        _look_at_slot(breakdown, request, history, prices, admitted, end)
+    return breakdown
 
 
 def is_noisy(prices: Prices) -> bool:
-    """A chunk has a row at least. If a chunk seems to cost less than one row, chance was at
-    work."""
+    """Whether a chunk seems to cost less than one row, which is impossible."""
     return prices.chunk <= max(LEAST, prices.row)
 
 
 def with_a_chunk(prices: Prices) -> Prices:
-    """If the clock is too noisy to give a chunk a price, a chunk counts as much as a step of one
-    row."""
+    """The prices; if they are too noisy for a chunk, it costs as much as a step of one row."""
     if not is_noisy(prices):
         return prices
     estimated = copy(prices)
@@ -139,27 +131,27 @@ def with_a_chunk(prices: Prices) -> Prices:
 
 
 def _look_at_line(
-    life: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
+    breakdown: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
-    """The requests in the slots meanwhile."""
+    """Add up who was in the slots while the request was queued."""
     for column in during(history, request.arrived, until):
         seconds = min(column.ended, until) - max(column.began, request.arrived)
         if column.view.blocked:
-            life.shut += seconds
+            breakdown.shut += seconds
         for kind, owner in column.cells:
             if owner not in (None, request.id) and kind != GHOST:
-                life.ahead[owner] += seconds
+                breakdown.ahead[owner] += seconds
 
 
 def _look_at_slot(
-    life: LatencyBreakdown,
+    breakdown: LatencyBreakdown,
     request: RequestView,
     history: Sequence[Column],
     prices: Prices,
     admitted: float,
     end: float,
 ) -> None:
-    """Divide each step from admission on."""
+    """Divide each step after admission."""
     slot = request.slot
     now = admitted
     first = bisect_left(history, admitted, key=lambda column: column.ended)
@@ -176,35 +168,38 @@ def _look_at_slot(
             if column.unseen:
                 shares = {"unseen": 1.0}
             elif is_at_work:
-                shares = _shares(life, request, column, prices, stop - now)
-            life.pieces += _divided(shares, now, stop)
+                shares = _shares(breakdown, request, column, prices, stop - now)
+            breakdown.pieces += _divided(shares, now, stop)
             now = stop
         if is_at_work and kind == GHOST:
             ghost = Piece("ghost", now, max(now, worked))
-            life.pieces.append(ghost)
+            breakdown.pieces.append(ghost)
             now = ghost.ended
     if now < end:  # cancelled before the next step
-        life.pieces.append(Piece("slot", now, end))
-    life.before = _owner(history[first::-1], slot, request.id)
+        breakdown.pieces.append(Piece("slot", now, end))
+    breakdown.before = _owner(history[first::-1], slot, request.id)
     after = bisect_left(history, end, key=lambda column: column.ended)
-    life.after = _owner(history[after:], slot, request.id)
+    breakdown.after = _owner(history[after:], slot, request.id)
 
 
 def work_ends(step: StepView) -> float:
     """When the work of a step was done.
 
-    A step ends when its tokens were read. On a CPU Python stands still while the step is started,
-    and the device works meanwhile. Then the next step is started, and only then the tokens are
-    read.
+    A step ends when its tokens are read. On a CPU the device works while Python launches the step;
+    then the next step is launched, and only then the tokens are read.
     """
     started = step.began + step.plan_s + step.build_s + step.device_s
     return min(started, step.ended) if step.device_s > step.wait_s else step.ended
 
 
 def _shares(
-    life: LatencyBreakdown, request: RequestView, column: Column, prices: Prices, seconds: float
+    breakdown: LatencyBreakdown,
+    request: RequestView,
+    column: Column,
+    prices: Prices,
+    seconds: float,
 ) -> dict[str, float]:
-    """Each part's share of a step, by the prices of the work."""
+    """Each part's share of a step, by price."""
     rows = len(column.view.decode)
     read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
     tokens = sum(read.values())
@@ -214,7 +209,7 @@ def _shares(
     all_rows = max(own_row, prices.of(rows, 0))
     whole = per_token * tokens + all_rows
     for owner, theirs in read.items():
-        life.chunks[owner] += seconds * per_token * theirs / whole
+        breakdown.chunks[owner] += seconds * per_token * theirs / whole
     return {
         "own chunks": per_token * own / whole,
         "decoding": own_row / whole,
@@ -224,7 +219,7 @@ def _shares(
 
 
 def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterator[Piece]:
-    """A step's seconds, one part behind the other. The last one ends where the step does."""
+    """Divide a step's seconds among its parts, one after the other."""
     parts = [(part, share) for part, share in shares.items() if share > 0]
     now = began
     for part, share in parts[:-1]:
@@ -235,23 +230,23 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
 
 
 def _owner(steps: Sequence[Column], slot: int, request: int) -> int | None:
-    """In these steps, the first other request with this slot."""
+    """The first other request in this slot."""
     owners = (step.cells[slot].request for step in steps)
     return next((owner for owner in owners if owner not in (None, request)), None)
 
 
-# --- the same requests once more
+# --- replays
 
 
 class Outcome(NamedTuple):
-    """The outcome for a request, real or possible. Seconds begin with the arrival."""
+    """The outcome for a request, measured or replayed. Seconds count from its arrival."""
 
     name: str  # "measured" | "alone" | a policy
-    # Steps up to the admission, then up to the first token, then up to the last
+    # steps to the admission, from there to the first token, from there to the last
     steps: tuple[int, int, int]
     line: float
     ttft: float
-    life: float
+    total: float
 
 
 def outcomes(
@@ -261,11 +256,11 @@ def outcomes(
     limits: Limits,
     prices: Prices,
 ) -> list[Outcome]:
-    """As measured; by replay alone, and under each policy. ValueError if nothing can be known."""
+    """As measured, replayed alone, and replayed under each policy. ValueError if that is impossible."""
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
-    # Those that still stand in line have had no part in any step
+    # Those that are still queued took part in no step
     company = [
         r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]
@@ -274,14 +269,14 @@ def outcomes(
     drafts = drafts_by_request(column.view for column in columns)
     halting = halts_of(columns)
     most_halt = 2 * len(halting) > len(columns)
-    # Elsewhere a request with an early end goes on up to the same number of tokens
+    # In other replays a request that was cut short runs to the same number of tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
     alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
     arrived = moment(request.arrived)
     came = next_plan(columns, request.arrived)
     real = outcome("measured", request, columns, request.arrived, came)
-    life = real.life if request.ended is None else request.ended - request.arrived
-    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, life=life)
+    total = real.total if request.ended is None else request.ended - request.arrived
+    real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, total=total)
     out = [real, outcome("alone", request, alone, 0.0)]
     for policy in POLICIES:
         first = 0
@@ -303,11 +298,8 @@ def by_steps(
     moment: Callable[[float], float],
     drafts: Mapping[int, Sequence[tuple[int, int]]],
 ) -> list[Guest]:
-    """The same requests: each comes, begins and leaves before the same steps as in the real run.
-
-    A replay knows no text, so in a replay no request waits until another one has written common
-    rows.
-    """
+    """The same requests, each arriving, beginning and leaving at the same steps as in the real run: a
+    replay knows no text, so there no request waits for another to write shared rows."""
     lengths = {r.id: r.metrics.prompt_tokens for r in company}
     firsts: dict[
         int, tuple[int, int]
@@ -331,7 +323,7 @@ def by_steps(
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
-    """The requests of the busy period, between two moments without an open request."""
+    """The requests of the same busy period."""
     group: list[RequestView] = []
     until = -math.inf
     for r in sorted(requests, key=lambda r: r.id):
@@ -345,7 +337,7 @@ def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[Re
 
 
 def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Sequence[Column]:
-    """The steps of a busy period. ValueError if some are unknown."""
+    """The steps of a busy period. ValueError if some are not known."""
     began = company[0].arrived
     ended = max(math.inf if r.ended is None else r.ended for r in company)
     first = bisect_left(history, began - ROUNDING, key=lambda column: column.view.began)
@@ -359,16 +351,13 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
 
 
 def next_plan(columns: Sequence[Column], moment: float) -> int:
-    """The number, from 1, of the first step with a plan at this moment or later."""
+    """The number, from 1, of the first step that was planned at this time or later."""
     return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
 
 
 def halts_of(columns: Sequence[Column]) -> set[int]:
-    """Late plans: steps with a plan only after the step before had been read. (In slow motion, all
-    steps.)
-
-    Without such a late plan, there would be a step behind the last one.
-    """
+    """Steps that were planned only after the previous one had been read: in slow motion, all of them.
+    The step after the last counts as one."""
     late = {len(columns) + 1}
     for number, (before, column) in enumerate(pairwise(columns), 2):
         if column.view.began >= before.view.ended:
@@ -379,10 +368,9 @@ def halts_of(columns: Sequence[Column]) -> set[int]:
 def outcome(
     name: str, request: RequestView, steps: Iterable[Column], arrived: float, came: int = 0
 ) -> Outcome:
-    """One request in a run, up to its end. `came`: the first step after the arrival; 0: the clock
-    tells."""
+    """One request in a run. `came`: the first step after its arrival; 0: by the clock."""
     admitted = first = last = 0
-    line = ttft = life = 0.0
+    line = ttft = total = 0.0
     for number, column in enumerate(steps, 1):
         if not came and column.view.began >= arrived:
             came = number
@@ -395,38 +383,37 @@ def outcome(
             ttft = column.ended - arrived
         if kind in (PREFILL, DECODE):
             last = number
-            life = column.ended - arrived
+            total = column.ended - arrived
         elif last and kind in (None, GHOST):
             break
     if not first:
         raise ValueError("its steps are not remembered any more")
     counts = (admitted - came, first + 1 - admitted, last - first)
-    return Outcome(name, counts, line, ttft, life)
+    return Outcome(name, counts, line, ttft, total)
 
 
-# --- the slowest, and the others
+# --- ranks
 
 
 def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
-    """Ended requests, the soonest first token first."""
+    """Ended requests in the order of their TTFT."""
     done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
     return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
 
 
 def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
-    """The request's place in this order, from 0."""
+    """The request's index in this order."""
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
 
 
 def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
-    """The request so many places further in this order; the first one, if the request has no
-    place there."""
+    """The request `by` places further in this order; the first, if this one is not in it."""
     place = place_of(request, order)
     return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
 
 
 def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
-    """The request at a percentile of first tokens."""
+    """The request at a percentile of TTFT."""
     return order[percentile(range(len(order)), percent / 100)]
 
 
@@ -439,15 +426,17 @@ def blamed(seconds: Counter[int], most: int = 3) -> str:
     return listed(names, most)
 
 
-def sentence(request: RequestView, life: LatencyBreakdown, found: Sequence[Outcome] | str) -> str:
-    """A request's life in a line of the plain log."""
-    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in life.parts().items())
-    words = [f"r{request.id}: {span(life.seconds)} = {parts}"]
+def sentence(
+    request: RequestView, breakdown: LatencyBreakdown, found: Sequence[Outcome] | str
+) -> str:
+    """A request's latency in a line of the plain log."""
+    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in breakdown.parts().items())
+    words = [f"r{request.id}: {span(breakdown.seconds)} = {parts}"]
     words.append(f"first token after {span(request.metrics.ttft_s)}")
-    if life.ahead:
-        words.append(f"in line behind {blamed(life.ahead)}")
-    if life.chunks:
-        words.append(f"beside chunks of {blamed(life.chunks)}")
+    if breakdown.ahead:
+        words.append(f"in line behind {blamed(breakdown.ahead)}")
+    if breakdown.chunks:
+        words.append(f"beside chunks of {blamed(breakdown.chunks)}")
     if isinstance(found, str):
         words.append(f"no replay: {found}")
     else:

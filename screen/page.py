@@ -1,15 +1,7 @@
-"""A page of the screen: one record, and all else follows from the record.
+"""A page of the screen is one record: its key, command, script word, log lines, and drawing.
 
-The problem. A page has a key, a command, a word in a script, a line in a log, more keys while the
-page is open, and a place in footer, help, palette and completion. With a table for each, a page
-would be named in ten tables.
-
-What this file keeps. A file in `screen/pages/` knows a `PageSession`, the state and a paper, and makes a
-record. The table of keys (`keys.py`) lists the records, and all that a key, a command, the help and
-the log need follows from them. Three have a place in the frame beside that: the conversation and
-the tour among the panes (`places.py`), and the race in the engine room (`room.py`).
-
-Where next: `pages/totals.py`, a small page; `keys.py`.
+A file in `screen/pages/` makes a record, and the table in `keys.py` lists them. Footer, help,
+palette and completion follow from it.
 """
 
 from __future__ import annotations
@@ -28,14 +20,14 @@ LOG = (100, 40)  # the size of a page in a log
 
 
 class PageSession(Protocol):
-    """The part of a session for pages."""
+    """The part of a session that pages use."""
 
     state: State
     client: LocalEngineClient
     eases: bool  # the next burst runs in slow motion
-    stays: bool  # an experiment with a page goes on until the page is left
-    has_chats: bool  # there is a screen, on which prompts are questions of conversations
-    handled: bool  # the view shows the effect of every wish
+    stays: bool  # an experiment goes on until its page is left
+    has_chats: bool  # on a screen prompts belong to conversations
+    handled: bool  # the view shows the effect of every command
 
     def look(self) -> bool: ...
 
@@ -55,13 +47,13 @@ class Key(NamedTuple):
     show: str
     action: str
     label: str
-    help: str  # of a pair of keys, the first explains both
-    # The keys of the lowest ranks are shown first, while there is room; 0: never in the footer
+    help: str  # the first of a pair explains both
+    # rank in the footer: low ranks are shown first, 0 never
     footer: int = 0
 
 
 class Page(NamedTuple):
-    """A page, and all ways to the page. The simplest page has the first five fields."""
+    """A page and all ways to it. The simplest page has the first five fields."""
 
     name: str  # also of the command
     key: str
@@ -69,31 +61,31 @@ class Page(NamedTuple):
     help: str
     draw: Callable[[State, Canvas], None]  # any number of lines: a page can be scrolled
     footer: int = 0
-    # The command, with the words behind its name: runs before the page opens. Answers with words
-    # for the user; a ValueError says why a command is refused
+    # The command with its arguments: runs before the page opens and returns words for the user, or
+    # raises a ValueError
     obey: Callable[[PageSession, str], str | None] | None = None
-    example: str = ""  # of the words behind the command
-    words: Sequence[str] = ()  # known to completion there
-    # A script's number or word there; ValueError if it is wrong
+    example: str = ""  # of its arguments
+    words: Sequence[str] = ()  # completed as its arguments
+    # Parse the argument of a script's word; ValueError if it is wrong
     read: Callable[[str], object] | None = None
-    # Lines for a log; else the lines of the page
+    # Lines for the log, by default those of the page
     tell: Callable[[State], Sequence[str]] | None = None
-    # A part of the page, as a pane of the main screen
+    # A part of the page as a pane of the main screen
     pane: Callable[[State, Canvas], None] | None = None
-    # More keys while the page is open: each with an action of the screen, or with a function
+    # Keys while the page is open: each an action of the screen, or a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     take: Callable[[State, View], None] | None = None  # after each new view, with the view before
-    # Ten times a second, while the page is open. True: it is another picture now
+    # Ten times a second while the page is open. True: the picture has changed
     look: Callable[[PageSession], bool] | None = None
     leave: Callable[[PageSession], None] | None = None  # when the page is closed
-    # On the open page, the key runs the command again; else the key closes the page
+    # On the open page its key runs the command again; otherwise the key closes the page
     repeats: bool = False
-    is_live: bool = False  # shows the engine at work, and needs no words about a key
+    is_live: bool = False  # shows the engine at work, so keys need no message
     has_request: bool = False  # shows the open request
-    is_view: bool = False  # its pane stands beside the prompt box, in the place of the others
-    is_strip: bool = False  # its pane stands under the others, and has the keyboard and the engine
-    is_early: bool = False  # says something while the model loads
-    disturbs: bool = False  # the command changes the engine, so the engine must be our own
+    is_view: bool = False  # its pane replaces the others, with the prompt box
+    is_strip: bool = False  # its pane is below the others, and has the keyboard and the engine
+    is_early: bool = False  # can be opened while the model loads
+    disturbs: bool = False  # the command changes the engine, so it must be our own
 
     @property
     def shortcut(self) -> Key:

@@ -1,16 +1,8 @@
-"""A workload under a policy: as measured, or replayed; on a clock without interruptions.
+"""A workload under a policy, measured or replayed, on a clock without interruptions.
 
-The problem. Two policies are to be compared by seconds. But other programs take the processor
-away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
-
-The way out. A run's seconds are the prices of all steps, added up (`analysis/step_times.py`). All other
-seconds on the engine's clock have a name: interruptions. And the number of steps is printed;
-nothing can disturb it.
-
-What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
-at 0.
-
-Where next: `pages/race.py`, races and comparisons.
+Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A run
+is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest of
+the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that clock.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ class Run(NamedTuple):
     columns: Sequence[Column]
     ttfts: Sequence[float]
     took: float = 0.0  # seconds on the engine's clock; 0 if simulated
-    # Of a race: by the number in `columns`
+    # in a race: by the number in `columns`
     requests: Mapping[int, RequestView] = {}
 
     @property
@@ -49,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The figures as texts, in the order of `FIGURES`."""
+        """The figures as text, in the order of `FIGURES`."""
         p95 = percentile(self.ttfts, 0.95)
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
         times = map(span, (self.makespan, self.ttft_mean, p95))
@@ -57,14 +49,14 @@ class Run(NamedTuple):
 
     @property
     def on_the_engines(self) -> str:
-        """The seconds on the engine's clock, and the seconds of interruptions among them."""
+        """Seconds on the engine's clock, and how much of it were interruptions."""
         lost = self.took - self.makespan
         words = f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
         return span(self.took) + words
 
 
 class Contest(NamedTuple):
-    """Two runs of one workload, one above the other."""
+    """Two runs of one workload to compare."""
 
     title: str
     runs: Sequence[Run]
@@ -73,19 +65,18 @@ class Contest(NamedTuple):
 
 # --- the clock ----------------------------------------------------------------------------------
 
-# So many of the newest steps make the prices, so races in a row have one clock
+# Number of steps that prices are fitted to, so that races in a row have one clock
 KNOWN = 10_000
 
 
 def on_clock(
     columns: Sequence[Column], prices: Prices
 ) -> tuple[list[Column], Callable[[float], float]]:
-    """The same steps on the clock of the prices, and a function from a moment to the time on this
-    clock."""
+    """The same steps on the clock of the prices, and a function from real time to that clock."""
     out = []
     now = 0.0
     for i, c in enumerate(columns):
-        # An idle time stays the same
+        # Idle times stay the same
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
         now = began + prices.of(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))
@@ -127,7 +118,7 @@ def measured(
 def ttfts_of(
     columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
 ) -> list[float]:
-    """The first token of a request comes with the last piece of the prompt."""
+    """TTFTs: a first token comes with the last chunk of the prompt."""
     ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
     ttfts = []
     for r in requests:
@@ -152,8 +143,8 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """The same requests through the same scheduler under another policy, on the clock of the
-    prices: timeline and figures. `steps`: the steps that were run, with their draft tokens."""
+    """Replay requests through the scheduler under another policy, on the clock of the prices. `steps`:
+    the steps that were run, with their drafts."""
     drafts = drafts_by_request(steps)
     guests = [guest_of(request, moment, drafts) for request in requests]
     columns = [*simulated(limits, guests, policy, prices)]
@@ -163,7 +154,7 @@ def replay(
 def simulated(
     limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
 ) -> Iterator[Column]:
-    """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
+    """The steps of a replay on the clock of the prices. Options are those of `Replay`."""
     before = None
     for plan, _, ended, ghosts, drafted in replayed(limits, guests, policy, prices, **options):
         view = StepView.of(
@@ -183,14 +174,14 @@ def simulated(
 
 
 def until(run: Run, moment: float) -> Run:
-    """A run up to a moment of the clock. Of a race: all requests came at 0."""
+    """A run up to a time of its clock, in a race, where all requests arrive at 0."""
     columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
     ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
     return run._replace(columns=columns, ttfts=ttfts)
 
 
 def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
-    """The last request in this slot: number and text so far; None: there was none."""
+    """Number and text so far of the last request in a slot, or None."""
     step = last_in(run.columns, slot)
     number = step and step.cells[slot].request
     if number not in run.requests:
@@ -201,13 +192,13 @@ def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
 
 
 def in_time(run: Run, width: int, longest: float) -> list[Column]:
-    """A run's columns on a scale of time, on which `longest` seconds are `width` cells wide."""
+    """A run's columns on a time scale, with `longest` seconds over `width` cells."""
     out = []
     first = 0
     for x in range(round(run.makespan / longest * width)):
         ends = (x + 1) * longest / width
         stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
-        # A cell without the end of a step shows the step that runs
+        # A cell in which no step ends shows the step that is running
         merged = run.columns[first:stop] or [run.columns[min(first, len(run.columns) - 1)]]
         out.append(merge(merged))
         first = stop

@@ -1,18 +1,9 @@
-"""A run as a file, to be played by a page: plans, tokens, texts and times, from the engine.
+"""A run as a file for the web page: plans, tokens, texts and times.
 
-The problem. A page on the web should show a real run, to people who have installed nothing. The
-page may not make anything up, and a doubter must be able to run the same again and compare.
-
-The way out. All snapshots of the screen are written down: each step and each request as a list of
-fields, packed by `server/watch_frames.py`. The file names the fields, and so explains itself. Beside the
-engine's own times stand the times of a clock without interruptions (`runs.py`): a page must compare
-two policies, and not two moods of a machine. Beside each answer stands a hash, and in front of all
-the command for the same run.
-
-What this file keeps. A recording holds no client's address and no path. Steps, requests
-and letters are bounded. And the contents are told before anything runs.
-
-Where next: `server/live_page.py`, the maker of a page, and `web/recording.js`, the reader.
+Steps and requests are lists of fields, packed by `server/watch_frames.py`; the file names the fields.
+Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so that a page
+compares policies and not the machine's load. A recording holds no client's address and no path, and
+its size is bounded.
 """
 
 from __future__ import annotations
@@ -32,9 +23,9 @@ from screen.step_columns import Column
 from server import watch_frames
 
 FORMAT = 2
-STEPS = 5_000  # so many of a run are recorded, from the first one on
-REQUESTS = 500  # and so many requests
-LETTERS = 20_000  # and of each text so many
+STEPS = 5_000  # of a run, from the first one
+REQUESTS = 500  # of a run
+LETTERS = 20_000  # of each text
 FIELDS = {
     kind.__name__: watch_frames.names_of(kind) or kind._fields
     for kind in (StepView, RequestView, Metrics, Limits)
@@ -44,12 +35,11 @@ HOLDS = (
     "long it took; this machine's processor; the command. No address and no path"
 )
 
-Ids = Callable[[RequestView], Sequence[int]]  # the tokens of a request's prompt; () if unknown
+Ids = Callable[[RequestView], Sequence[int]]  # a request's prompt tokens; () if unknown
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """The last race, or else the latest busy period. `about`: the command, the machine and so
-    on."""
+    """Record the last race, or the latest busy period. `about`: the command, the machine and so on."""
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):
@@ -66,7 +56,7 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
 
 
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
-    """Each run: the steps, and the requests in the order of arrival."""
+    """The steps and the requests of each run, in the order of arrival."""
     history = state.history
     legs = state.view.legs
     is_race = legs and history and history[-1].step < legs[-1].stop
@@ -84,11 +74,11 @@ def run_of(
     costs: Prices,
     ids: Ids,
 ) -> dict[str, Any]:
-    """One run. Steps and requests are numbered from 1, and times begin at 0."""
+    """One run, with steps and requests numbered from 1, and times from 0."""
     numbers = {request.id: number for number, request in enumerate(requests, start=1)}
     first = columns[0].view.step
     began = min([columns[0].view.began, *(request.arrived for request in requests)])
-    # Who asked is a number: an address is nobody else's business
+    # Clients become numbers: addresses are private
     clients = {"": ""}
     for request in requests:
         clients.setdefault(request.client, f"client {len(clients)}")
@@ -100,7 +90,7 @@ def run_of(
         "limits": limits,
         "missed": sum(column.unseen for column in columns),
         "steps": [renumbered(column.view, numbers, first, began) for column in columns],
-        # When each step began and ended on the clock without interruptions
+        # On the clock without interruptions
         "clock": [(column.began, column.ended) for column in clocked],
         "requests": [
             shortened(request, numbers[request.id], began, clients[request.client])
@@ -111,12 +101,12 @@ def run_of(
         "ids": [ids(request) for request in requests],
         "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
     }
-    # Times are whole microseconds: more digits would be noise, and a third of the file
+    # Times in whole microseconds: more digits would be noise and a third of the file
     return json.loads(watch_frames.ENCODE(run), parse_float=lambda digits: round(float(digits), 6))
 
 
 def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
-    """The step with other numbers; a request without a record is number 0."""
+    """A step with new numbers; a request that is not recorded gets 0."""
 
     def named(members: Sequence[tuple[int, ...]]) -> tuple:
         return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
@@ -128,7 +118,7 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
 
 
 def shortened(request: RequestView, number: int, began: float, client: str) -> RequestView:
-    """The request with another number and another name for the client."""
+    """A request with a new number, and a number for its client."""
     return replace(
         request,
         id=number,
@@ -143,7 +133,7 @@ def shortened(request: RequestView, number: int, began: float, client: str) -> R
 
 
 def contents(recording: dict[str, Any]) -> str:
-    """The contents of a recording, in words."""
+    """Describe the contents of a recording."""
     runs = recording["runs"]
     requests = sum(len(run["requests"]) for run in runs)
     steps = sum(len(run["steps"]) for run in runs)
@@ -155,7 +145,7 @@ def contents(recording: dict[str, Any]) -> str:
 
 
 def as_text(recording: dict[str, Any]) -> str:
-    """As JSON, with a line for each step and each request: so a person can read it, too."""
+    """As JSON with a line for each step and each request."""
     runs = []
     for run in recording["runs"]:
         members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]

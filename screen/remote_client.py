@@ -71,7 +71,7 @@ class RemoteEngineClient(Publisher):
         self._frame: watch_frames.Frame | None = None  # news since the last look
         self._is_fresh = False  # the connection's first frame has not come yet
         self._is_blind = False  # the frames have no texts
-        self._life = 0
+        self._epoch = 0
         self._lost_at: float | None = None  # when the server went away
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders = 0
@@ -114,7 +114,7 @@ class RemoteEngineClient(Publisher):
                 return self._known
             self._frame = watch_frames.told(frame)
             gone = None if self._lost_at is None else time.monotonic() - self._lost_at
-            return self._known._replace(life=self._life, gone_s=gone, **frame._asdict())
+            return self._known._replace(epoch=self._epoch, gone_s=gone, **frame._asdict())
 
     # --- watching
 
@@ -163,7 +163,7 @@ class RemoteEngineClient(Publisher):
                 self._is_fresh = False
                 self._lost_at = None
                 self._frame = None
-                self._life += 1
+                self._epoch += 1
             self._frame = watch_frames.joined(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()

@@ -1,14 +1,7 @@
-"""All knowledge of the screen: the newest view, past steps and requests, and the user's
-selection.
+"""All that the picture depends on: the newest view, past steps and requests, the user's choices.
 
-The problem. A view tells the news since the last view. The screen draws more: charts of the last
-seconds, a timeline from the first step on, requests from long ago.
-
-What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing
-here refers to an engine or an array. So the engine never waits for the screen, and every picture
-can be tested without a terminal.
-
-Where next: `panes.py`, the drawing.
+Nothing here refers to an engine or an array, so the engine never waits for the screen and every
+picture can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -24,96 +17,96 @@ from typing import Any, NamedTuple
 from analysis.step_times import Prices
 from runtime.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
 from screen.chat_history import ChatHistory
-from screen.draw.style import EMPTY, FAILED, NAMES, UNSEEN, clean, count
+from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
 from screen.latency_breakdown import LatencyBreakdown, break_down
 from screen.policy_runs import KNOWN
 from screen.stats import Period, Price
 from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.view import Fault, Finding, View
-from screen.workload import BURST, Settings, is_mute
+from screen.workload import BURST, Ask, Settings, is_mute
 from server.access_log import RequestRecord
 
-# Of the state: all that has to do with one engine's life
-OF_A_LIFE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
-OF_A_LIFE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
-OF_A_LIFE += ("refused", "gone")
+# The fields of the state that belong to one engine
+OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
+OF_AN_ENGINE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
+OF_AN_ENGINE += ("refused", "gone", "_inspected")
 
 
 class TourText(NamedTuple):
-    """The words of the tour now (`tour.py`)."""
+    """What the tour says now (`tour.py`)."""
 
     scene: int  # from 1
     scenes: int
     title: str
     text: str  # the question, or the explanation
     answers: tuple[str, ...] = ()
-    asks: bool = False  # waits for an answer
-    draft: int | None = None  # from 1
+    asks: bool = False  # it waits for an answer
+    guess: int | None = None  # from 1
     verdict: str = ""  # the right answer
-    pressed: tuple[str, ...] = ()  # keys for the same
+    pressed: tuple[str, ...] = ()  # keys that do the same
     place: str = ""  # the line of code
-    hint: str = ""  # the effect of the keys now
+    hint: str = ""  # what the keys do now
 
 
 @dataclass
 class State:
-    """Everything for the picture. `absorb` takes in a new view; the other changes are the user's
-    choices."""
+    """All that the picture depends on. `absorb` takes in a new view; other changes are the user's."""
 
     model: str = "demo"
-    book: str = ""  # whose chapters run; empty: ours
+    book: str = ""  # the folder of `--book`; empty: ours
     view: View = field(default_factory=View)
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    # By id, from the newest view of each
+    # By id, as in the newest view of each
     requests: dict[int, RequestView] = field(default_factory=dict)
     ended: list[RequestView] = field(default_factory=list)  # in the order of their ends
-    # At the door: ended calls, in the order of their ends
+    # HTTP requests, in the order of their ends
     calls: list[RequestRecord] = field(default_factory=list)
-    refused: int = 0  # so many calls, forgotten ones too
-    gone: int = 0  # so many hung up
+    refused: int = 0  # number of refused HTTP requests
+    gone: int = 0  # number that hung up
     faults: list[Fault] = field(default_factory=list)  # all faults so far
-    # Of failures in this process: the message, then the place
+    # of failures in this process
     tracebacks: list[str] = field(default_factory=list)
-    # Slot -> its owner, or its last owner
+    # slot -> its request, or its last one
     owners: dict[int, int] = field(default_factory=dict)
-    printed: str = ""  # the last line of a library while loading: a download's progress
+    printed: str = ""  # the last line that a library printed while loading
     selected: int = 0  # a slot
     cursor: int | None = None  # a step; None: always the newest one
-    edge: int = 0  # the index of the newest step in sight when the cursor was set
-    zoom: int | None = None  # steps in a column; None: the latest busy period fits
-    lower: str = "timeline"  # the pane in sight, if there is room for one only
-    opened: int | None = None  # the open request; None: the newest of the ended ones
-    found: dict[str, Finding] = field(default_factory=dict)  # by experiment: the last finding
-    kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
-    # By request and number of tokens: the newest token, and the likeliest others
+    edge: int = 0  # index of the newest visible step when the cursor was set
+    zoom: int | None = None  # steps per column; None: fit the latest busy period
+    lower: str = "timeline"  # the visible pane, where panes take turns
+    opened: int | None = None  # None: the newest ended request
+    found: dict[str, Finding] = field(default_factory=dict)  # the last finding of each experiment
+    kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by name
+    # for the token inspector, by request and number of tokens: (text, probability, is allowed)
     glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
     chats: ChatHistory = field(default_factory=ChatHistory)
-    chatting: bool = False  # the open conversation stands in the place of the panes
-    typing: bool = False  # the prompt box has the keyboard
-    has_typed: bool = False  # the prompt box has had the keyboard
-    # Wishes while the model loads: prompts, and commands for the engine
+    chatting: bool = False  # the conversation is shown in place of the panes
+    typing: bool = False  # the prompt box has the focus
+    has_typed: bool = False  # the prompt box has had the focus
+    # prompts and commands that wait for the model
     waiting: list[str] = field(default_factory=list)
-    has_chosen: bool = False  # the pane where room is short; else the pane follows the keys
-    said: str = ""  # the answer of the last command, for a while
+    has_chosen: bool = False  # the user chose `lower`; otherwise it follows the keys
+    said: str = ""  # what the last command answered, for a while
     tour: TourText | None = None  # None: no tour
-    offers_tour: bool = False  # neither taken nor declined so far
-    hidden: int = 0  # requests up to this one are not taken in, nor their steps
+    offers_tour: bool = False  # neither taken nor declined yet
+    hidden: int = 0  # requests up to this one are ignored, with their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
-    # By rows: seconds of the last steps with nothing but decode
+    # by rows: seconds of the last steps that only decoded
     costs: dict[int, deque[float]] = field(default_factory=dict)
-    _in_experiment: bool = False  # the latest busy period belongs to the running experiment
-    _delivered: int = 0  # the engine's count of tokens at the last look
-    # By zoom: the full columns of the history
+    _in_experiment: bool = False  # the latest busy period is the running experiment's
+    _inspected: int = 0  # the request with a schema whose slot was selected last
+    _delivered: int = 0  # the engine's token count at the last look
+    # by zoom: the complete columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
 
-    KEPT = 20_000  # so many steps are kept
-    REMEMBERED = 2_000  # so many ended requests can still be opened
-    GLASS = 1_000  # so many tokens are kept under glass
-    TEXTS = 2**25  # with texts of so many bytes at most
+    KEPT = 20_000  # steps
+    REMEMBERED = 2_000  # ended requests that can be opened
+    GLASS = 1_000  # tokens for the token inspector
+    TEXTS = 2**25  # bytes of their texts
 
     def absorb(self, view: View) -> None:
         before = self.view
@@ -126,11 +119,11 @@ class State:
         self._in_experiment = self._in_experiment and view.experimenting
         if view.finding is not None and view.finding is not before.finding:
             self.found[view.finding.name] = view.finding
-        # Another engine begins, or the same one is told once more from the start.
-        begins = view.life != before.life
+        # Another engine, or the same one from its start
+        begins = view.epoch != before.epoch
         if begins:
             self._forget()
-            if before.life:
+            if before.epoch:
                 self.chats.lose()
         if view.door:
             self._absorb_calls(view.door.ended)
@@ -141,19 +134,19 @@ class State:
             self._absorb_requests(news, begins)
             self.chats.absorb(view.answers, self.requests)
             self.select_chat()
+            self._select_inspected()
             self._tell_unseen(view)
             self._absorb_steps(news, view.busy)
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
-        """A user's choices from before the engine was known, as far as the engine can fulfil
-        them."""
+        """Bound choices that the user made before the engine was known."""
         self.select(self.selected)
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
 
     def select_chat(self) -> None:
-        """Select the slot of the open conversation, once for each turn."""
+        """Select the slot of the open conversation, once per turn."""
         turns = self.chats.open.turns
         if not (turns and self.chatting) or turns[-1].number == self.chats.led:
             return
@@ -162,21 +155,28 @@ class State:
             self.chats.led = turns[-1].number
             self.select(request.slot)
 
+    def _select_inspected(self) -> None:
+        """Select its slot, once."""
+        request = self.inspected
+        if request and request.slot is not None and request.id > self._inspected:
+            self._inspected = request.id
+            self.select(request.slot)
+
     def select(self, slot: int) -> None:
-        """Select a slot; behind the last one comes the first."""
+        """Select a slot; after the last comes the first."""
         self.selected = slot
         if self.view.engine:
             self.selected %= len(self.view.engine.slots)
 
     def begin_anew(self) -> None:
-        """Forget all requests so far. Their late news is not taken in."""
+        """Forget all requests so far, and ignore what still comes of them."""
         newest = max(self.requests, default=0)
         self._forget()
         self.hidden = newest
 
     def _forget(self) -> None:
         fresh = State()
-        for name in OF_A_LIFE:
+        for name in OF_AN_ENGINE:
             setattr(self, name, getattr(fresh, name))
 
     def _absorb_calls(self, ended: Sequence[RequestRecord]) -> None:
@@ -200,7 +200,7 @@ class State:
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """Forget the oldest ended ones, if there are too many, or if the texts take too much."""
+        """Forget the oldest ended requests if there are too many, or if their texts are too large."""
         taken = list(accumulate(request.size for request in reversed(self.ended)))
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
@@ -225,7 +225,7 @@ class State:
             first, last = news.steps[0], self.history[-1]
             self.history.append(gap(UNSEEN, first, last, news.missed, max(0, lost)))
             self._count(self.history[-1])
-        # These are gone: requests without an end, older than every open one
+        # Requests without an end that are older than every open one have ended unseen
         if news.missed_ends:
             there = [r.id for r in news.requests] + [id for id, _ in news.queue]
             oldest = min(there, default=math.inf)
@@ -247,11 +247,11 @@ class State:
             self._merged.clear()
 
     def _end_period(self, ended: deque[RequestView], over: bool, until: float = math.inf) -> None:
-        """Requests with an end before this moment belong to the latest busy period."""
+        """Count requests that ended before this time to the latest busy period."""
         period = self.periods[-1] if self.periods else Period(math.inf)
         while ended and ended[0].ended <= until:
             request = ended.popleft()
-            # Else the request was cancelled before anything ran
+            # Otherwise it was cancelled before anything ran
             if not period.over or request.arrived < period.ended:
                 period.take_request(request)
         period.over = period.over or over
@@ -263,7 +263,7 @@ class State:
 
     def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
-        # A number is left out where a step has failed
+        # A failed step leaves a hole in the numbers
         if last and step.step > last.step + 1:
             last = gap(FAILED, step, last._replace(rows=(0,) * len(last.rows)))
             self.history.append(last)
@@ -283,17 +283,15 @@ class State:
         self, new: Column, last: Column | None, working: Iterable[int], ended: deque[RequestView]
     ) -> None:
         """A busy period starts at a step in which every working request was admitted after the
-        previous step began.
-
-        To look for an idle moment is not enough. A race has none: the next leg is fired while the
-        last ghost of the leg before is still in flight.
+        previous step began. An idle time is not needed: the second leg of a race is fired while the
+        last ghost of the first is still in flight.
         """
         before = last.view.began if last else -math.inf
         came = [self.requests[id].arrived for id in working if id in self.requests]
         if not came or min(came) <= before:
             return
         self.woke = len(self.history)
-        # An experiment is one period, although the engine is idle now and then. Legs of a race are two.
+        # An experiment is one period even if the engine is idle in between; legs of a race are two
         if not self._in_experiment:
             self._end_period(ended, True, new.view.began)
             self.periods.append(Period(new.began))
@@ -301,18 +299,23 @@ class State:
 
     @property
     def leads(self) -> bool:
-        """Does the prompt box lead to the conversation? With a chat model of the user's own."""
+        """Whether prompts open the conversation: with a chat model other than the demo."""
         view = self.view
         return view.stage == "ready" and view.has_chat and not view.watches and self.model != "demo"
 
     @property
+    def inspected(self) -> RequestView | None:
+        """The newest open request from here with a schema: the token inspector shows it."""
+        asked = (r for r in self.requests.values() if isinstance(r.origin, Ask) and r.origin.schema)
+        return max((r for r in asked if r.reason is None), key=lambda r: r.id, default=None)
+
+    @property
     def hurries(self) -> bool:
-        """Whether steps come too fast for the eye. Then some panes are painted less often."""
+        """Whether steps are too fast to follow, so that some panes are painted less often."""
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
-        """Over the last second of the engine's clock, or since the latest busy period began, if
-        the time is shorter."""
+        """Over the last second of the engine's clock, or since the latest busy period began."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -321,8 +324,7 @@ class State:
         return tokens / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
-        """The history with `zoom` steps in a column. A column is merged once, when all of its steps
-        are there."""
+        """The history with `zoom` steps per column. A complete column is merged once."""
         if zoom == 1:
             return self.history
         merged = self._merged.setdefault(zoom, [])
@@ -334,12 +336,12 @@ class State:
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
-        """Steps in a column: as chosen; else the latest busy period fits, with 8 at most."""
+        """Steps per column: as chosen, or such that the latest busy period fits, 8 at most."""
         fitting = (zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width)
         return self.zoom or next(fitting, 8)
 
     def window(self, width: int) -> tuple[int, list[Column], int | None]:
-        """Zoom, the columns in sight, and the number of the cursor's column."""
+        """Zoom, the visible columns, and the index of the cursor's column."""
         zoom = self.zoom_for(width)
         columns = self.columns(zoom)
         if self.cursor is None:
@@ -350,17 +352,16 @@ class State:
         return zoom, columns[start:stop], at - start
 
     def index_of(self, step: int) -> int:
-        """A step's place in the history."""
+        """A step's index in the history."""
         return min(bisect_left(self.history, step, key=lambda c: c.step), len(self.history) - 1)
 
     def between(self, first: float, stop: float) -> list[Column]:
-        """The steps from `first` on, up to the one before `stop`."""
+        """The steps from `first` to `stop`, exclusive."""
         ends = (bisect_left(self.history, step, key=lambda c: c.step) for step in (first, stop))
         return self.history[slice(*ends)]
 
     def move(self, steps: int) -> None:
-        """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest
-        is followed."""
+        """Move the cursor. Past the newest step there is none, and the newest step is followed."""
         if self.history:
             self.look_at(max(0, self.at + steps))
 
@@ -372,14 +373,12 @@ class State:
 
     @property
     def at(self) -> int:
-        """The place of the step in the pane "Step": the cursor's, or the newest. -1: no step has
-        run yet."""
+        """Index of the cursor's step, or of the newest. -1: no step has run yet."""
         return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
 
     @property
     def first(self) -> int:
-        """Where the story of the step begins: the latest busy period; for an earlier step, the
-        oldest step in memory."""
+        """Index where the latest busy period begins; 0 if the cursor is before it."""
         return self.woke if self.woke <= self.at else 0
 
     @property
@@ -399,22 +398,22 @@ class State:
 
     @property
     def moment(self) -> float:
-        """The end of the cursor's step; without a cursor, the end of time."""
+        """The end of the cursor's step; without a cursor, infinity."""
         return self.past.ended if self.past else math.inf
 
     @property
     def finished(self) -> int:
-        """How many requests had ended, the hidden ones apart."""
+        """Number of requests that had ended, without the hidden ones."""
         moment = self.moment
         later = sum(r.ended > moment for r in self.ended)
         return max(0, self.view.engine.finished - self.hidden - later)
 
     def titled(self, title: str) -> str:
-        """The title of a pane: such a pane goes back in time with the cursor."""
+        """The title of a pane that goes back in time with the cursor."""
         return title if self.cursor is None else f"{title} at step {self.cursor:,}"
 
     def slots(self) -> Sequence[SlotView]:
-        """The memory of a free slot is not known for the past."""
+        """The slots at the cursor's step. What a free slot remembered then is not known."""
         past = self.past
         if past is None:
             return self.view.engine.slots
@@ -426,12 +425,13 @@ class State:
                 prompt = self.requests[request].metrics.prompt_tokens
                 reused = self.requests[request].metrics.cached_tokens
             said = said_in(rows, prompt)
-            phase = "free" if kind == EMPTY else NAMES[kind]
-            out.append(SlotView(slot, phase, request, rows, prompt, said, min(reused, rows), 0))
+            out.append(
+                SlotView(slot, NAMES[kind], request, rows, prompt, said, min(reused, rows), 0)
+            )
         return out
 
     def line(self) -> tuple[int, Sequence[tuple[int, float]]]:
-        """How many requests wait, and (request, seconds waited) of those in front."""
+        """Number of waiting requests, and (request, seconds waited) of the first of them."""
         past = self.past
         if past is None:
             return self.view.engine.waiting, self.view.engine.queue
@@ -444,7 +444,7 @@ class State:
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request in the past, with the text of its tokens so far."""
+        """A request as it was at the cursor, with the text of its tokens until then."""
         m = request.metrics
         past = self.past
         if past is None or (request.ended or math.inf) <= past.ended:
@@ -460,7 +460,7 @@ class State:
         return replace(request, reason=None, error=None, ended=None)
 
     def owner(self, slot: int) -> RequestView | None:
-        """The owner of a slot, or the last owner."""
+        """The request in a slot, or the last one."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
         step = last_in(self.history[: self.at + 1], slot)
@@ -468,12 +468,12 @@ class State:
         return request and self.then(request)
 
     def limits_at(self, step: int) -> Limits:
-        """The limits of this step's plan: the budget can be turned."""
+        """The limits that a step was planned under."""
         held = [limits for first, limits in self.view.turns if first <= step]
         return [self.view.made_with, *held][-1]
 
     def limits_of(self, first: int, last: int) -> Limits:
-        """The limits of all these steps. ValueError if the budget was turned in between."""
+        """The limits of all these steps. ValueError if the budget changed in between."""
         for step, limits in self.view.turns:
             if first < step <= last:
                 raise ValueError(
@@ -485,11 +485,11 @@ class State:
 
     @property
     def open(self) -> RequestView | None:
-        """The user's open request; else the newest of the ended ones."""
+        """The request that the user opened, or the newest ended one."""
         return self.requests.get(self.opened) or (self.ended[-1] if self.ended else None)
 
     def steps_of(self, request: RequestView) -> list[int]:
-        """The places in the history of the steps in which a request was in its slot."""
+        """Indices of the steps in which a request was in its slot."""
         if request.slot is None or request.admitted is None:
             return []
         came = request.admitted - 1e-9
@@ -499,10 +499,8 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """The work of the newest step for the slot's request, as in Timeline and Step.
-
-        The slot's own phase is the next work: after the last chunk of a prompt, decode.
-        """
+        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is what
+        comes next: after the last chunk of a prompt, decode."""
         if self.past or not self.history or slot.request is None:
             return slot.phase
         kind, request = self.history[-1].cells[slot.slot]
@@ -510,7 +508,7 @@ class State:
 
 
 def without(news: Snapshot, hidden: int) -> Snapshot:
-    """The news without requests up to `hidden`, and without steps of no other request."""
+    """The news without requests up to `hidden`, and without steps that served only those."""
     if not hidden:
         return news
     steps = []
@@ -527,7 +525,7 @@ def prompt_of(request: RequestView) -> str:
 
 
 def client_of(request: RequestView) -> str:
-    """The client at the door; empty for a request from a screen."""
+    """The HTTP client; empty for a request of a screen."""
     return clean(request.client)
 
 
@@ -535,11 +533,8 @@ def client_of(request: RequestView) -> str:
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Made new from all steps in memory: the clock of a race, and of a comparison.
-
-    `step`: from steps under the limits of this one; None: of the newest. With another budget chunks
-    have another width, and another price.
-    """
+    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one; None:
+    as the newest. With another budget, chunks have another size and price."""
     columns = state.history[-KNOWN:]
     if state.view.turns and columns:
         limits = state.limits_at(columns[-1].step if step is None else step)
@@ -548,7 +543,7 @@ def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
 
 
 def price_in(state: State) -> Callable[[Period], Price | None]:
-    """Prices for a period: under another budget, chunks have another price."""
+    """The price function of a period, by the limits of its steps."""
     known: dict[Limits, Prices] = {}
 
     def of(period: Period) -> Price | None:
@@ -564,7 +559,7 @@ def price_in(state: State) -> Callable[[Period], Price | None]:
 
 
 def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
-    """A request's life: each step is divided by the usual times of the parts."""
+    """The latency of a request in parts, each step divided at the usual prices."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
     usual, now = prices(state, one_in=2, step=step), state.view.engine.now

@@ -1,15 +1,7 @@
-"""The figures of a busy period: requests, tokens, seconds, waits, and the useful part of the
-work.
+"""The statistics of a busy period: requests, tokens, time, waits, and the useful part of the work.
 
-The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how the
-burst went, nor whether an earlier burst, under another policy, went better.
-
-What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory
-however long the period is. All times are on the engine's clock, so neither a pause nor slow motion
-changes a figure; an interruption does. The makespan alone leaves interruptions out. The makespan
-stands beside the others, so two legs of a race compare here as on the race's page.
-
-Where next: `state.py`, the memory of periods.
+Times are the engine's, so pauses and slow motion do not count; interruptions do, except in the
+makespan, which adds up undisturbed step times as a race does.
 """
 
 from __future__ import annotations
@@ -22,13 +14,13 @@ from runtime.snapshot import RequestView, percentile
 from screen.draw.style import number, span
 from screen.step_columns import Column
 
-Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
-KEPT = 10_000  # so many waits and gaps of a period are kept for percentiles
+Price = Callable[[int, int], float]  # (rows, chunks) -> undisturbed seconds of a step
+KEPT = 10_000  # waits and gaps of a period that are kept for percentiles
 
 
 @dataclass
 class Period:
-    """From the first request after a rest to the last token before the next rest."""
+    """From the first request after an idle time to the last token before the next."""
 
     began: float
     ended: float = 0.0
@@ -48,8 +40,7 @@ class Period:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take_step(self, step: Column) -> None:
-        """A decoding slot does so in every step: the tokens are as far apart as the ends of two
-        steps."""
+        """A slot decodes in every step, so its tokens are as far apart as the ends of two steps."""
         if self.cells:
             tokens = len(step.view.decode) - len(step.view.ghosts)
             self.gaps.extend([step.ended - self.ended] * tokens)
@@ -70,7 +61,7 @@ class Period:
             self.ttfts.append(request.metrics.ttft_s)
 
     def makespan(self, price: Price) -> float:
-        """What its steps take undisturbed, if this is the price of one step of each kind."""
+        """The seconds of its steps without interruptions."""
         return sum(many * price(*kind) for kind, many in self.kinds.items())
 
     @property

@@ -1,8 +1,4 @@
-"""Slots x steps: the work of each slot in each step, real or under another
-policy.
-
-The problem. A policy is hard to judge from numbers. One picture says why one batches, and
-two pictures, one above the other, say why the policy matters:
+"""Steps as columns of the timeline, slots × steps: real ones, or those of a replay.
 
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
@@ -10,13 +6,8 @@ two pictures, one above the other, say why the policy matters:
     static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy keeps it shut,
                 1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
 
-Where tokens were drafted, a cell says how many came: ⁴ if three draft tokens were right, ¹ if none was.
-
-A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, too.
-
-What this file keeps. Both pictures are drawn from plans. Nothing here knows a policy.
-
-Where next: `runs.py`, more columns, from replays; `state.py`, the memory of columns.
+Where tokens were drafted, a cell says how many came: ⁴ if three drafts were right, ¹ if none was.
+Columns are made from plans; nothing here knows a policy.
 """
 
 from __future__ import annotations
@@ -52,13 +43,13 @@ class Column(NamedTuple):
     # draft tokens, the share of its rows that yielded a token
     useful: float
     view: StepView  # the step as the engine describes it; in a merged column, the last step
-    rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
+    rows: tuple[int, ...] = ()  # by slot: number of rows that its request has filled
     steps: int = 1
-    unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
+    unseen: int = 0  # number of steps that the screen has missed
 
     @property
     def lost(self) -> str:
-        """Why nothing is known of a step; empty: the step is known."""
+        """Why nothing is known of a step; empty if it is known."""
         if self.cells[0].kind == FAILED:
             return "This step failed: its requests ended with it, and E shows where."
         went = f"{self.unseen:,} steps up to this one went by before the screen looked"
@@ -66,10 +57,10 @@ class Column(NamedTuple):
 
 
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
-    """A step as the timeline draws it, behind `before`, the step before it.
+    """A step as the timeline draws it, after `before`.
 
-    The engine runs ahead and plans a step before the one before has ended. Here the step begins
-    when that one ends.
+    The engine runs ahead and plans a step before the previous one has ended. Here it begins when that
+    one ends.
     """
     cells = [FREE] * slots
     rows = list(before.rows) if before else [0] * slots
@@ -113,12 +104,12 @@ def last_in(columns: Sequence[Column], slot: int) -> Column | None:
 
 
 def said_in(rows: int, prompt: int) -> int:
-    """How many tokens were said, if so many rows are filled. The newest token has no row yet."""
+    """Number of output tokens for a number of filled rows. The newest token has no row yet."""
     return rows - prompt + 1 if rows >= prompt > 0 else 0
 
 
 def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
-    """The steps that were run between two moments."""
+    """The steps that ran between two times."""
     first = bisect_left(history, began, key=lambda column: column.ended)
     for i in range(first, len(history)):
         if history[i].began >= ended:
@@ -129,8 +120,8 @@ def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Co
 def spread(
     history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
 ) -> float:
-    """The sum of a part of all steps between two moments. A step's part is spread evenly over the
-    step's time; else a slow step would be a spike in a chart."""
+    """Sum a quantity of the steps between two times. It is spread evenly over a step's time, or a slow
+    step would be a spike in a chart."""
     total = 0.0
     for column in during(history, began, ended):
         inside = min(column.ended, ended) - max(column.began, began)
@@ -140,8 +131,7 @@ def spread(
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
-    """Unknown steps between `before` and `first`: so many were missed, with so many tokens; or the
-    steps have failed."""
+    """A column for unknown steps between `before` and `first`: missed ones, or failed ones."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "drafts"), ()
     )
@@ -162,8 +152,7 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
 
 
 def merge(columns: Sequence[Column]) -> Column:
-    """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is
-    short, comes first."""
+    """Merge steps. A cell shows the most frequent kind, except that a prefill comes first."""
     if len(columns) == 1:
         return columns[0]
     cells = []
@@ -178,6 +167,6 @@ def merge(columns: Sequence[Column]) -> Column:
 
 
 def useful_of(columns: Sequence[Column]) -> float:
-    """In how many percent of slots x steps something was computed for a request."""
+    """Percentage of slots × steps in which something was computed for a request."""
     cells = sum(column.steps * len(column.cells) for column in columns)
     return 100 * sum(column.useful for column in columns) / cells if cells else 0.0

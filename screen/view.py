@@ -77,7 +77,7 @@ class View(NamedTuple):
     has_chat: bool = True  # the model has a chat template
     answers: Mapping[int, Answer] = {}  # by number of the question
     temperature: float = 0.0  # the model's default
-    life: int = 0  # changes when another process is watched, whose numbers begin again
+    epoch: int = 0  # changes when another process is watched, whose numbers begin again
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
     finding: Finding | None = None  # of the running experiment, or of the last one

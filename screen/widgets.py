@@ -1,13 +1,7 @@
-"""A pane, and the prompt box, as Textual wants them.
+"""Textual widgets: a pane, and the prompt box.
 
-The problem. Panes are pure functions from the state to lines. A terminal wants strips, a few times
-a second, and sends clicks and turns of the wheel.
-
-What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
-core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever
-is typed or pasted, the box shows no control character, and the box grows with the text.
-
-Where next: `places.py`, the places of all panes.
+A pane repaints only rows that have changed, and the screen takes a tenth of a core at most. If a
+pane cannot be drawn, it shows the error and the others go on.
 """
 
 from __future__ import annotations
@@ -35,13 +29,8 @@ LONGEST = 0.5  # seconds without a look, at most
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """The same, but a look is left out as long as this thread has had more than its share since the
-    one before.
-
-    The price of a picture depends on the machine, on the size, and on the number of changes. The
-    engine needs the same cores. So on a slow machine the engine stays as fast, and the screen gets
-    fewer pictures.
-    """
+    """Skip looks while this thread has used more than its share of a core since the last one. So on a
+    slow machine the engine stays as fast, and the screen is drawn less often."""
     looked = -LONGEST
     used = 0.0
 
@@ -92,8 +81,7 @@ class Pane(Widget):
             self.refresh(*rows)
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        """The function's lines. If the function raises, the error stands in their place, and all
-        other panes go on."""
+        """The function's lines, or the error if it raises."""
         on = Canvas(self.app.palette, width, height)
         try:
             self._draw(self.app.state, on)
@@ -117,7 +105,7 @@ class Pane(Widget):
         self.paint()
 
     def on_hide(self) -> None:
-        """Else the lines of another time would be seen first, when the pane comes back."""
+        """Otherwise old lines would be seen first when the pane comes back."""
         self._strips = []
 
     async def on_click(self, event: events.Click) -> None:
@@ -136,8 +124,8 @@ class Pane(Widget):
 
 
 class PromptBox(TextArea):
-    """The prompt box. A refused prompt comes back into the box. Up in the first line brings back
-    the prompt before, and Down in the last line the prompt behind."""
+    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous prompt,
+    Down in the last line the next."""
 
     BINDINGS = (
         ("escape", "app.escape"),
@@ -168,17 +156,17 @@ class PromptBox(TextArea):
 
     @property
     def tall(self) -> int:
-        """The box needs so many lines."""
+        """The number of lines that the box needs."""
         return self.wrapped_document.height if self.soft_wrap else 1
 
     def put(self, text: str) -> None:
-        """The cursor stands behind the text. So Ctrl-U takes the whole text."""
+        """Replace the text, with the cursor at its end, so that Ctrl-U deletes all of it."""
         self.load_text(clean(text))
         self.move_cursor(self.document.end)
         self.lie(self.soft_wrap)
 
     def lie(self, typing: bool) -> None:
-        """While the keyboard is elsewhere, the box is a line with the beginning of the text."""
+        """Show one line, the beginning of the text, while the keyboard is elsewhere."""
         self.soft_wrap = typing
         if not typing:
             self.scroll_to(0, 0, animate=False)
@@ -188,17 +176,17 @@ class PromptBox(TextArea):
         return super().scroll_cursor_visible(center, animate) if self.soft_wrap else Offset()
 
     def take(self, text: str) -> None:
-        """At the cursor, or in place of the selection. A paste may hold anything."""
+        """Insert at the cursor, or in place of the selection."""
         self.replace(clean(text), *self.selection, maintain_selection_offset=False)
 
     def fired(self) -> None:
-        """The text in the box was obeyed."""
+        """The text was accepted: remember it and clear the box."""
         self.earlier.add(self.value)
         self._at = len(self.earlier.questions)
         self.put("")
 
     def recall(self, by: int) -> None:
-        """An earlier prompt, or a later one; behind the last one, the unfinished prompt."""
+        """Recall an earlier or a later prompt; after the last comes the unfinished one."""
         questions = self.earlier.questions
         at = max(0, min(self._at + by, len(questions)))
         if self._at == len(questions):
@@ -240,8 +228,7 @@ class PromptBox(TextArea):
 
 
 class Commands(CommandPalette):
-    """The command palette. The list has no lines before the layout, nor in a window without room:
-    there PageUp was a KeyError, the end of the screen."""
+    """The command palette. Before the layout its list is empty, and PageUp is a KeyError."""
 
     def _action_command_list(self, action: str) -> None:
         with suppress(KeyError):

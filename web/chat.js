@@ -1,15 +1,8 @@
-// A conversation with the model that a server serves, in the page that shows what the server does.
+// A chat with the served model, in the page that shows the server.
 //
-// The problem. A model remembers nothing: each question is sent with all that was said before. So a conversation grows
-// until no slot can hold it. And whoever asks wants to see what the engine makes of a question: which slot is theirs,
-// and how little of a second question has to be read.
-//
-// The way out. The page asks as any client does, at `/v1/chat/completions`. The answer's name has the number of its
-// request, so the page knows whose row is whose. Under an answer stand the server's counts and the page's own times.
-//
-// What this file keeps. What was said stays in this tab: a reload brings the texts back, and no other tab has them.
-// Nothing is left out of a conversation unless the reader says so, and what is left out is marked. A question that was
-// refused is in the box again.
+// The page is an ordinary client of `/v1/chat/completions`. The id of an answer contains the number of its
+// request, so the page knows which row is the reader's. Texts stay in this tab and survive a reload. Only the
+// reader drops turns from a conversation, and a question that was refused is put back into the box.
 
 import { Markdown } from "./markdown.js";
 import { copy, make, write } from "./elements.js";
@@ -26,16 +19,16 @@ const PLACE = "nanobatch-conversation";
 const TEXTS = ["content", "reasoning_content"]; // of an answer
 const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
 
-// What the server is seen to do, if that may be seen.
+// The lane of the server, if it may be watched.
 const lane = () => window.nanobatch?.player.lane;
 
-// A turn as the model is told it, and as a reload brings it back.
+// A turn as it is sent to the model, and restored after a reload.
 function messagesOf({ question, content, reasoning_content: thought }) {
   const answer = { role: "assistant", content: content.text, reasoning_content: thought.text };
   return [{ role: "user", content: question }, answer];
 }
 
-// How far a prompt has been read, as its stream tells it.
+// How far a prompt has been read, by its stream.
 function readOf({ total, processed, tokens_per_second: rate, left_ms: left }) {
   return prefillInWords({ done: processed, total, tokens_per_s: rate, left_s: left / 1000 });
 }
@@ -54,7 +47,7 @@ export class Chat {
     this.left = null; // ends the answer that runs
     this.edited = null; // the turn whose question is in the box, to be replaced
     const { form, box, log } = this.parts;
-    // A button has the name of what it does
+    // A button is named after its method
     form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
     box.onkeydown = (event) => {
       if (event.key === "Escape") this.escape();
@@ -74,13 +67,13 @@ export class Chat {
     document.addEventListener("visibilitychange", () => this.#keep()); // a page that is left is hidden first
   }
 
-  // A key that was asked for. A question that waits in the box is asked again.
+  // A key was entered: send the question again that waits in the box.
   useKey(key) {
     this.key = key;
     this.send();
   }
 
-  // What the next question is sent with.
+  // The settings of the next question.
   get told() {
     return this.turns.filter(({ element }) => !element.matches(".dropped"));
   }
@@ -89,9 +82,9 @@ export class Chat {
     return [this.waiting, this.parts.box.value].join("\n").trim();
   }
 
-  // --- what can be pressed
+  // --- actions
 
-  // While an answer comes, a question waits. Another one goes with it.
+  // While an answer is running, a question waits; another one is added to it.
   send() {
     if (this.edited) this.#replace();
     this.waiting = this.unsent;
@@ -103,13 +96,13 @@ export class Chat {
     this.left?.abort();
   }
 
-  // Leaves a question as it is that was to be edited; else stops the answer.
+  // Cancel editing a question, or stop the answer.
   escape() {
     if (this.edited) this.#edit(null);
     else this.stop();
   }
 
-  // The conversation as a file, which `/load` of `ask.py --chat` goes on with.
+  // Save the conversation as a file for `/load` of `ask.py --chat`.
   save() {
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
@@ -135,7 +128,7 @@ export class Chat {
     this.#show(false);
   }
 
-  // A question that did not fit is asked again.
+  // Ask a question again that did not fit.
   drop() {
     const { told } = this;
     for (const turn of told.slice(0, Math.ceil(told.length / 2))) {
@@ -146,7 +139,7 @@ export class Chat {
     this.send();
   }
 
-  // A question is in the box again. When it is sent, it replaces this turn and all after it.
+  // Put a question back into the box. When sent, it replaces this turn and all after it.
   #edit(turn) {
     const { box, note } = this.parts;
     if (turn || this.edited) box.value = turn?.question ?? "";
@@ -182,7 +175,7 @@ export class Chat {
     return turn.question;
   }
 
-  // --- what a reload brings back
+  // --- restoring after a reload
 
   #keep() {
     const turns = this.turns.map((turn) => ({
@@ -225,7 +218,7 @@ export class Chat {
 
   // --- one question
 
-  // The one that waits, unless an answer comes.
+  // Send the waiting question unless an answer is running.
   async #ask() {
     const question = this.waiting;
     write(this.parts.waiting, this.left && question && `waits for the answer above (Esc stops that): ${question}`);
@@ -234,7 +227,7 @@ export class Chat {
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
     messages.push(...this.told.flatMap(messagesOf), { role: "user", content: question });
-    // Of an empty field NaN, which JSON writes as null
+    // NaN for an empty field, null in JSON
     const temperature = this.parts.temperature.valueAsNumber;
     const max_tokens = this.parts.length.valueAsNumber;
     const body = JSON.stringify({ messages, temperature, max_tokens, ...OPTIONS });
@@ -257,7 +250,7 @@ export class Chat {
     this.#ask();
   }
 
-  // The texts of a turn have the names that the protocol gives them.
+  // The fields of a turn have the protocol's names.
   #begin(question) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, edit, thoughts, thought, reply, figures, copies] = element.querySelectorAll("[data-of]");
@@ -296,7 +289,7 @@ export class Chat {
     turn.frames.ask();
   }
 
-  // What has come since the last frame.
+  // Draw what has come since the last frame.
   #draw(turn) {
     turn.content.draw();
     turn.reasoning_content.draw();
@@ -307,7 +300,7 @@ export class Chat {
     write(turn.figures, isRead ? turn.about + count(turn.tokens, "token") : `reading: ${readOf(turn.progress)}`);
   }
 
-  // What the engine has made of it: its own figures.
+  // The engine's own figures of an answer.
   #end(turn) {
     const { total, cache } = turn.progress;
     const length = lane()?.limits.max_len;
@@ -330,7 +323,7 @@ export class Chat {
     this.#draw(turn);
   }
 
-  // The question is in the box again.
+  // Put the question back into the box.
   #refuse({ name, message, code, status }) {
     const { box, note } = this.parts;
     box.value = `${this.#takeBack()}\n${this.unsent}`.trim();

@@ -1,5 +1,4 @@
-// What one looks at more closely: a step, with its plan in words, and a request, from its arrival to its
-// last token.
+// A step with its plan in words, and a request from its arrival to its last token.
 
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
 import { capital, costInWords, factsInWords, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
@@ -10,7 +9,7 @@ const READABLE = 400; // milliseconds
 const FEW_REQUESTS = 6; // of the list, until all are asked for
 const MANY_REQUESTS = 40; // of a server's, even then
 
-// Steps that are worth a look: what to call one, and how to know it.
+// Steps worth a look: a label, and how to recognize one.
 const EXAMPLES = [
   ["a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
   ["a prompt in chunks", (step, lane) => step.prefill.some(
@@ -51,7 +50,7 @@ export class StepView {
         this.choose(0); // a chosen request would leave all others faint
         player.lane = lane;
         player.goToStep(lane.steps.findIndex((step) => isOne(step, lane)));
-        // Behind the player's frame, in which a request that was open above is closed
+        // After the player's frame, in which an open request above is closed
         requestAnimationFrame(() => $("step-panel").scrollIntoView({ block: "nearest" }));
       };
       if (lane) place.append(buttonFor(show, "tab", name));
@@ -73,7 +72,7 @@ export class StepView {
     const { player } = this;
     const { lane } = player;
     if (!lane.steps.length) return;
-    // While it plays, the step changes so seldom that its words can be read
+    // While it plays, change the step slowly enough for its words to be read
     const now = performance.now();
     const isSoon = player.playing && !player.window && now - this.since < READABLE;
     if (lane !== this.lane || !isSoon) {
@@ -98,8 +97,7 @@ export class StepView {
   }
 }
 
-// All requests, each with its life in every lane. The chosen one is open: in the list where it was chosen
-// there, or else below the timelines.
+// All requests in every lane. The chosen one is open, in the list or below the timelines.
 export class RequestsView {
   constructor(player, choose) {
     this.player = player;
@@ -130,7 +128,7 @@ export class RequestsView {
     return row;
   }
 
-  // Of a server, the newest requests; of a recording, the first ones, or all.
+  // The newest requests of a server; of a recording the first ones, or all.
   draw() {
     const { player } = this;
     const numbers = player.lanes.flatMap((lane) => [...lane.requests.keys()]);
@@ -149,7 +147,7 @@ export class RequestsView {
       player.lanes.forEach((lane, i) => {
         const request = lane.requests.get(number);
         if (!request) return;
-        // Most lives have not begun, or are over: their pictures stay as they are
+        // Most requests have not begun or are over, so their pictures stay
         const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
         const key = `${now} ${player.start} ${player.end} ${player.looks}`;
         if (shown[i] !== key) drawLife(lives[i], lane, request, player, 8);
@@ -159,7 +157,7 @@ export class RequestsView {
     this.#drawDetail();
   }
 
-  // What stands there is made once for a request; its answer grows with each frame.
+  // Made once for a request; its answer grows with each frame.
   #drawDetail() {
     const { player } = this;
     const known = player.lanes

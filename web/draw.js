@@ -1,13 +1,8 @@
-// Pictures: what each slot did, on a scale of time; the same under a microscope; a request's life.
+// Drawing on canvases: slots over time, single steps, and one request.
 //
-// The problem. A run has a thousand steps, and eight slots in each. As elements of a page that would be
-// too many to move sixty times a second.
-//
-// The way out. Canvases. A slot's steps are merged into stretches (recording.js), so a frame draws some
-// two hundred rectangles. Colours come from the style sheet, so light and dark need nothing here.
-//
-// What this file keeps. A picture depends on a lane, a moment and a size, and on nothing else. Shapes
-// tell the kinds apart without any colour: hatched, full, crossed, hollow.
+// A run has a thousand steps of eight slots, too many for elements of the page. Steps are merged into
+// stretches (recording.js), so a frame draws about two hundred rectangles. A picture depends only on a lane,
+// a time and a size. Colours come from the style sheet, and shapes tell the kinds apart without colour.
 
 import { BLOCKED, DECODE, GHOST, HELD, PREFILL } from "./recording.js";
 
@@ -21,7 +16,7 @@ export function hueOf(request) {
   return HUES[(request - 1) % HUES.length];
 }
 
-// The colours of the style sheet, read once for each scheme: to ask for them takes longer than to draw.
+// The colours of the style sheet, read once per scheme, because reading them takes longer than drawing.
 const inks = {};
 
 export function readInks() {
@@ -31,7 +26,7 @@ export function readInks() {
   }
 }
 
-// A canvas of this size, sharp on every screen. What it showed is gone.
+// Clear a canvas and give it this size, sharp on every screen.
 function prepared(canvas, height) {
   const width = canvas.clientWidth;
   const ratio = devicePixelRatio;
@@ -51,7 +46,7 @@ function fill(pen, colour, x, y, width, height) {
   pen.fillRect(x, y, width, height);
 }
 
-// From here to the end of what is saved, the pen draws in this rectangle only.
+// Draw only in this rectangle until `restore`.
 function clip(pen, x, y, width, height) {
   pen.save();
   pen.beginPath();
@@ -59,7 +54,7 @@ function clip(pen, x, y, width, height) {
   pen.clip();
 }
 
-// Diagonal lines. Those of neighbours meet, as each is a multiple of the gap on the canvas.
+// Diagonal lines at multiples of the gap, so that those of neighbours meet.
 function hatch(pen, colour, x, y, width, height) {
   clip(pen, x, y, width, height);
   pen.strokeStyle = colour;
@@ -83,7 +78,7 @@ function print(pen, size, colour, align, words, x, y) {
   pen.fillText(words, x, y);
 }
 
-// What a slot did for a while.
+// A stretch of what a slot did.
 function drawCell(pen, { kind, request }, x, y, width, height) {
   const hue = hueOf(request);
   if (kind === DECODE) {
@@ -149,7 +144,7 @@ export function drawTimeline(canvas, lane, player) {
   return (place) => start + ((place - LEFT) / wide) * span;
 }
 
-// With the number of its request, where the answer begins and wherever there is room.
+// The number of the request, where the answer begins and wherever it fits.
 function drawStretch(pen, lane, stretch, x, width, row) {
   const { kind, request, slot, from } = stretch;
   const y = slot * row + 1;
@@ -163,7 +158,7 @@ function drawStretch(pen, lane, stretch, x, width, row) {
   fill(pen, inks.paper, seam, y, 0.75, row - 2);
 }
 
-// Steps as equal columns, around one of them: what is one or two pixels wide above is a cell here.
+// Steps as equal columns around one of them: a cell for what is one or two pixels wide above.
 export function drawMicroscope(canvas, lane, index, chosen) {
   const narrow = canvas.clientWidth < 560;
   const row = narrow ? 22 : 18;
@@ -189,7 +184,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;
       const middle = x + column / 2;
       print(pen, 9, ink, "center", cell.request, middle, y + row / 2 + 0.5);
-      // With draft tokens: how many came
+      // Number of tokens, where some were drafted
       if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, y + 5);
     });
   });
@@ -204,7 +199,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   return { first, column, left: LEFT };
 }
 
-// A request's life: in line (thin), its prompt (hatched), its answer (full). A tick is a token.
+// A request: queued (thin), prompt (hatched), answer (full). A tick is a token.
 export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
   const until = Math.min(now, request.last ?? now);

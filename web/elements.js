@@ -1,11 +1,9 @@
-// Elements of the page: how they are found, made, and written to.
-//
-// What this file keeps. Texts of a recording or of a server enter as text only, so markup in a prompt does nothing.
+// Elements of the page. Texts of a recording or a server enter as text, never as markup.
 
 // The element with the attribute `data-NAME`.
 export const $ = (name) => document.querySelector(`[data-${name}]`);
 
-// An element with a class, and with what is in it: texts, which can only become texts, and elements.
+// An element with a class and children: texts, which stay texts, and elements.
 export function make(tag, name = "", ...children) {
   const element = document.createElement(tag);
   if (name) element.className = name;
@@ -13,7 +11,7 @@ export function make(tag, name = "", ...children) {
   return element;
 }
 
-// Writes only what is new: most texts stay the same from frame to frame.
+// Set a text only if it is new: most stay the same from frame to frame.
 export function write(element, text) {
   if (element.firstChild?.data !== text) element.textContent = text;
 }
@@ -30,7 +28,7 @@ export function rowOf(values, name = "") {
   return make("tr", name, ...values.map((value) => make("td", "", value)));
 }
 
-// Copies a text for the reader, and says so; `otherwise`: what to say if the browser does not let the page.
+// Copy a text and say so; `otherwise`: what to say if the browser forbids it.
 export async function copy(text, say, otherwise) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,14 +1,8 @@
-// Be the scheduler: the same decisions, by hand.
+// Be the scheduler: admit requests and cut prompts by hand.
 //
-// The problem. A policy looks obvious in a picture. It is less so when a slot has just fallen free, four
-// prompts wait, and one of them is a long text to be read.
-//
-// The way out. A hand of prompts, dealt from the recording, comes in over some time. The visitor admits
-// each one, and says how much of a prompt goes into a step. A step takes what such a step took in the
-// recording. Afterwards each policy has played the same hand: sched.py did so when this page was made.
-//
-// What this file keeps. The visitor sees what a scheduler sees: prompts and their lengths, and never how
-// long an answer will be. The game is played in steps, so the machine's speed changes no score.
+// The prompts of the recording arrive over time, and the player admits them and sets the chunk size. A step
+// costs what such a step cost in the recording. Each policy has played the same prompts in sched.py when the
+// page was made. The player sees prompts and their lengths but not the answers' lengths, as a scheduler does.
 
 import { Lane } from "./recording.js";
 import { drawTimeline } from "./draw.js";
@@ -20,7 +14,7 @@ const SLOWER = 25; // times, than the engine would be
 const IDLE = 0.002; // seconds that pass at a time while nothing runs
 const AFTER = 1200; // milliseconds until another request may take the place of one that was pressed
 
-// The hand, and what has become of it: a scheduler without a policy.
+// The state of the game: a scheduler without a policy.
 export class Hand {
   constructor({ wishes, price, slots }) {
     this.price = price;
@@ -48,7 +42,7 @@ export class Hand {
     }
   }
 
-  // Takes a request out of the line, into the first slot that is free.
+  // Admit a request to the first free slot.
   admit(request) {
     const slot = this.slots.indexOf(null);
     if (slot < 0 || !this.line.includes(request)) return;
@@ -102,7 +96,7 @@ export class Hand {
   }
 }
 
-// What cost time, in one sentence.
+// What cost the most time, in one sentence.
 export function whyInWords(hand) {
   const open = hand.open / (hand.now * hand.slots.length);
   if (open > 0.04) {
@@ -114,7 +108,7 @@ export function whyInWords(hand) {
   return `What cost you time: request ${last.id} ended last. Its answer has ${count(last.output_tokens, "token")}, and it waited ${span(waited)} for a slot; long answers should begin first.`;
 }
 
-// What is pasted elsewhere. `address`: where others can play it, too; empty if there is none.
+// The text to share. `address`: where others can play; may be empty.
 export function scoreText(rows, address) {
   const lines = rows.map(({ policy, done, first, useful }) =>
     `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   ${percent(useful)} useful`);
@@ -194,8 +188,8 @@ export class Game {
     this.#drawLine();
   }
 
-  // Each request in line has a place, and keeps it. One that was admitted leaves its place empty for a
-  // moment: whoever presses quickly must not hit another one.
+  // A queued request keeps its place, and an admitted one leaves a gap for a moment, so that a quick second
+  // press does not admit another one.
   #drawLine() {
     const now = performance.now();
     const { line } = this.hand;
@@ -224,7 +218,7 @@ export class Game {
     const button = buttonFor(() => this.admit(request), "card", key, what, note);
     place.request = request;
     place.left = 0;
-    // What stands below does not move up
+    // Keep what is below from moving up
     place.element.style.minHeight = `${place.element.offsetHeight}px`;
     place.element.className = "";
     place.element.replaceChildren(button);

@@ -1,14 +1,8 @@
-// The scheduler, in the page: sched.py as it is, over the recorded prompts, with lines that may be changed.
+// The real scheduler in the page: sched.py over the recorded prompts, with a policy to edit.
 //
-// The problem. Whoever has seen what a policy does wants to try another one, at once. And the scheduler
-// is Python.
-//
-// The way out. When somebody asks for it, Pyodide comes from a public CDN: CPython, compiled for the
-// browser. It runs sched.py, policies.py, prefix.py and simulate.py in a worker, and what comes of it is a
-// lane like those above.
-//
-// What this file keeps. Without being asked, nothing is loaded. Each file of Pyodide is of one version and
-// has one hash, or the browser refuses it. A policy that never ends is ended.
+// Pyodide (CPython for the browser) is loaded from a public CDN only on request, at one version and checked
+// by hash. It runs sched.py, policies.py, prefix.py and simulate.py in a worker; the result is a lane like the
+// others. A policy that does not end is terminated.
 
 import { Lane, named, requestOf } from "./recording.js";
 import { drawTimeline } from "./draw.js";
@@ -66,7 +60,7 @@ class Python {
 
   #tell(message, patience) {
     return new Promise((give, fail) => {
-      // What comes first counts
+      // Whichever comes first
       setTimeout(() => fail(new Error("it does not come to an end, and was stopped")), patience);
       this.worker.onmessage = ({ data }) => (data.failed ? fail(new Error(data.failed)) : give(data.answer));
       this.worker.onerror = (event) => fail(new Error(event.message || "the worker did not start"));
@@ -76,7 +70,7 @@ class Python {
 }
 
 export class Lab {
-  // `recording`: whose prompts are played. `setup`: prices and files, as docs/make/page.py puts them here.
+  // `recording`: the prompts to replay. `setup`: prices and files from docs/make/page.py.
   constructor(recording, setup) {
     this.recording = recording;
     this.setup = setup;
@@ -124,7 +118,7 @@ export class Lab {
     this.#showValues();
   }
 
-  // What a reader takes along to the checkout, where the first exercise waits.
+  // The policy as text for the checkout's first exercise.
   #copy() {
     const { lines } = this.fields;
     lines.select();

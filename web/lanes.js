@@ -1,8 +1,7 @@
-// What stands on the page for each lane: its head, its timeline, its line of waiting requests, and its
-// slots, in which the answers are being typed.
+// A lane of the page: its head, its timeline, its queue, and its slots with growing answers.
 //
-// What this file keeps. Texts of a recording or of a server enter as `textContent` only, and are
-// isolated (`<bdi>` and `unicode-bidi`), so neither markup nor turned direction in a prompt does anything.
+// Texts of a recording or a server are set as `textContent` and isolated (`<bdi>`), so neither markup nor
+// bidirectional control characters in a prompt have an effect.
 
 import { BLOCKED, EMPTY, GHOST } from "./recording.js";
 import { drawTimeline, hueOf } from "./draw.js";
@@ -12,7 +11,7 @@ import { count, directionOf, endOf, inOneLine, percent, prefillInWords, shorten,
 const TAIL = 220; // letters of an answer that a slot can show, at most
 const QUEUE = 40; // requests in line that are named
 
-// A request's number on its colour. Pressed, it is chosen.
+// A request's number on its colour. A click selects the request.
 export function chip(request, choose) {
   const button = buttonFor(() => choose(request), "chip", request);
   button.style.setProperty("--hue", hueOf(request));
@@ -43,13 +42,13 @@ export class LaneView {
   #makeRow(slot) {
     const row = { request: 0, chip: make("span", "owner"), text: make("bdi", "text") };
     row.element = make("div", "row", make("span", "slot", slot), row.chip, row.text);
-    // A finger hits the row more easily than the number in it
+    // The row is easier to touch than the number in it
     row.element.onclick = () => row.request && this.choose(row.request);
     this.slots.append(row.element);
     return row;
   }
 
-  // A click on the timeline: go to that moment, and choose the request there.
+  // A click on the timeline: go to that time and select the request there.
   #point({ offsetX, offsetY }) {
     const { lane, player } = this;
     const time = this.timeOf(offsetX);
@@ -81,13 +80,13 @@ export class LaneView {
 
   #drawSlots(now) {
     const cells = this.lane.cells[this.lane.stepAt(now)];
-    // Behind the lane's last step nothing runs any more
+    // After the lane's last step nothing runs
     const isOver = now >= this.lane.end && (!this.player.window || this.lane.rests);
     this.rows.forEach((row, slot) => {
       const cell = cells?.[slot];
       const kind = !cell || isOver ? EMPTY : cell.kind;
       const isShut = kind === BLOCKED;
-      const owner = isShut || !cell ? 0 : cell.owner; // an empty slot shows what its last request has left there
+      const owner = isShut || !cell ? 0 : cell.owner; // an empty slot shows the rows of its last request
       const request = this.lane.requests.get(owner);
       if (row.request !== owner) {
         row.request = owner;
@@ -98,12 +97,12 @@ export class LaneView {
       const said = request ? this.lane.textAt(request, now) : "";
       const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but shut" : "";
       write(row.text, inOneLine(text));
-      // Of the whole text: what is in sight of it may begin with a word of the other direction
+      // By the whole text: its visible part may begin with a word of the other direction
       row.text.dir = directionOf(said || text);
     });
   }
 
-  // The prompt while it is read, then the end of the answer, which is where it grows.
+  // The prompt while it is read, then the end of the growing answer.
   #textOf(request, kind, said) {
     if (kind === GHOST) return "a ghost: this token is dropped";
     const { playing, window } = this.player;
@@ -118,7 +117,7 @@ export class LaneView {
 
   #drawQueue(now) {
     const waiting = this.lane.waitingAt(now).map((request) => request.id);
-    // A server names the first of a long line only, and says how long the line is now
+    // A server names only the first of a long queue, and its length
     const { playing, window } = this.player;
     const many = window && playing ? this.lane.inLine : waiting.length;
     const key = `${many}: ${waiting.join(" ")}`;

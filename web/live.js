@@ -1,15 +1,8 @@
-// What a server does now, as a lane: the page's end of `/watch`.
+// The page's end of `/watch`: a server as a lane.
 //
-// The problem. A server tells ten times a second what has happened since it told last (server/watch_frames.py):
-// steps, and of each open request the part of its text that is new. It may be asked for a key, it may
-// hide all texts, and it may end and come back.
-//
-// The way out. `fetch` reads the stream. (An `EventSource` can send no header, and a key must not stand
-// in an address, where histories and logs would keep it.) What comes is put into a lane, on a clock that
-// leaves out most of the time in which nothing ran.
-//
-// What this file keeps. A key goes into a header, and nowhere else. It is kept in this page's memory alone.
-// A lane holds some thousand steps at most, however long the page is open.
+// `fetch` reads the stream, because an `EventSource` cannot send a key in a header. Ten times a second the
+// server sends what is new (server/watch_frames.py); it goes into a lane, on a clock that skips idle time. The
+// key stays in this page's memory, and a lane keeps a bounded number of steps.
 
 import { Lane, named, requestOf, unseen } from "./recording.js";
 import { isLong } from "./words.js";
@@ -38,7 +31,7 @@ export async function* eventsOf(stream) {
   }
 }
 
-// What the server answers. A refusal is an error in the server's words.
+// The server's answer. A refusal is an error with the server's message.
 export async function ask(path, { key, signal, body }) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
@@ -86,7 +79,7 @@ export class LiveLane {
     return new Map(told.filter(([, prefill]) => isLong(prefill)));
   }
 
-  // When a request came, on the lane's clock: as long before the next step as by the engine's.
+  // A request's arrival on the lane's clock, as long before the next step as on the engine's.
   #arrivalOf({ came }) {
     const { steps, began, end } = this.lane;
     const next = steps.findIndex((step) => step.began >= came);
@@ -94,7 +87,7 @@ export class LiveLane {
     return Math.max(began[next] - (steps[next].began - came), began[next - 1] ?? -Infinity);
   }
 
-  // When a step begins and ends on the lane's clock. The steps themselves have the times of the engine's.
+  // Begin and end of a step on the lane's clock; the steps themselves have the engine's times.
   #timesOf({ began, ended }) {
     const last = this.lane.steps.at(-1)?.ended ?? this.skipped;
     const start = Math.max(began, last);
@@ -102,7 +95,7 @@ export class LiveLane {
     return [start - this.skipped, Math.max(start, ended) - this.skipped];
   }
 
-  // A request with the whole of its text: a frame has only what is new.
+  // A request with its whole text: a frame has only what is new.
   #joined(packed) {
     const { arrived: came, ...request } = requestOf(this.shape, packed);
     const before = this.lane.requests.get(request.id);
@@ -115,7 +108,7 @@ export class LiveLane {
     };
   }
 
-  // The newest steps in a new lane, with the requests that are in them.
+  // A new lane with the newest steps and their requests.
   #shorten() {
     const old = this.lane;
     const first = old.steps.length - this.kept;

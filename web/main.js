@@ -1,7 +1,7 @@
-// The page, put together: which recording, which views, which keys.
+// The page: which recording, which views, which keys.
 //
-// Where the data is. A page that was made of a recording has it in an element `recording`. The page that
-// a server sends has none, and asks the server (live.js).
+// A page made from a recording has it in an element `recording`; the page that a server sends has none, and
+// watches the server (live.js).
 
 import { lanesOf } from "./recording.js";
 import { PACES, Player } from "./player.js";
@@ -25,7 +25,7 @@ class Page {
   constructor(lanes, settings = {}) {
     this.player = new Player(lanes, () => this.draw());
     this.player.change(settings);
-    // What is told of a request stands below the timelines, unless the list takes it
+    // Details of a request go below the timelines unless the list shows them
     this.choose = (request, place = $("opened")) => {
       place.append(this.requests.detail);
       this.player.change({ chosen: request });
@@ -36,7 +36,7 @@ class Page {
     this.#wire();
   }
 
-  // Other lanes than before: a server's history was cut, or the server began anew.
+  // New lanes: a server's history was cut, or the server restarted.
   take(lanes) {
     this.player.change({ lanes, lane: lanes.at(-1) });
     this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
@@ -45,7 +45,7 @@ class Page {
     this.requests.rows.clear();
   }
 
-  // --- what can be pressed
+  // --- actions
 
   #wire() {
     const { player } = this;
@@ -146,7 +146,7 @@ function show({ lane, engine, hello }) {
   const { player } = window.nanobatch;
   if (player.lane !== lane) window.nanobatch.take([lane]);
   if (engine.submitted < Math.max(player.chosen, ...player.mine)) {
-    // The server began anew, and gives these numbers to others
+    // The server restarted and reuses these numbers
     player.mine.clear();
     player.chosen = 0;
     for (const old of document.querySelectorAll(".log .chip")) old.remove();
@@ -161,7 +161,7 @@ function show({ lane, engine, hello }) {
   write($("status"), said.join(" "));
 }
 
-// Who watches may need another key than who asks. A key that is typed goes to the one who wanted it.
+// Watching and chatting may need different keys. A typed key goes to whichever asked for it.
 function watch(shape) {
   const form = $("key-form");
   const say = (text) => write($("status"), text);

@@ -1,17 +1,9 @@
-// A model's Markdown, drawn while it comes.
+// A model's Markdown, drawn while it grows.
 //
-// The problem. An answer is a stranger's text. It may hold a script, an image that tells somebody that it was seen,
-// lists in lists without end, or code that is never closed. And it grows by a word at a time: a page that draws the
-// whole answer anew for each word becomes slower with each word.
-//
-// The way out. A line that is complete is drawn once, and never touched again. Only the newest line is drawn anew when
-// it grows. A line that becomes long is cut into pieces, so there is never much to draw anew.
-//
-// The browser, too, lays an element out anew when it grows. So none has many parts.
-//
-// What this file keeps. Elements come from `make`, and texts enter as text. No link and no image is made: the reader
-// sees their text, with the address. Signs that turn the direction of writing are seen, too. Lists nest `DEEP` times
-// at most. So the time for an answer grows as its length does, whatever it holds.
+// A complete line is drawn once; only the newest line is drawn again, and long ones are cut into pieces, so the
+// time grows with the length of the answer, whatever it holds. Elements come from `make` and texts enter as
+// text. Links and images are shown as text with their address, bidirectional control characters are made
+// visible, and lists nest `DEEP` levels at most.
 
 import { make } from "./elements.js";
 import { inOneLine } from "./words.js";
@@ -19,7 +11,7 @@ import { inOneLine } from "./words.js";
 const DEEP = 6; // lists in lists; what is deeper goes on in the last one
 const MANY = 40; // parts of an element; the browser lays a changed one out anew, so another one takes the next
 const LONG = 1000; // letters of a line that are drawn anew, at most
-// The beginning of a longer line: 500 characters, of two letters at most, or fewer, up to a blank.
+// The beginning of a longer line: at most 500 characters, up to a blank.
 const PIECE = /^.{1,500}(?<= )|^.{500}/su;
 const FENCE = /^(`{3,}|~{3,})[^`]*$/;
 const RULE = /^([-*_])( *\1){2,} *$/;
@@ -28,7 +20,7 @@ const ITEM = /^(?:[-*+]|(\d{1,9})[.)]) +(.*)/;
 const QUOTE = /^(?:> ?)+/;
 const MARKED = /(`{1,3})(.+?)\1|(\*\*|__)(?=\S)(.*?\S)\3|(?<!\w)([*_])(?=\S)(.*?\S)\5(?!\w)/g;
 
-// The element, with this text in it: code, bold and slanted words are elements of their own.
+// Put a text into an element: code, bold and italic words are elements of their own.
 function filled(element, text) {
   let at = 0;
   for (const found of text.matchAll(MARKED)) {
@@ -77,7 +69,7 @@ export class Markdown {
     this.drawn = this.#draw(this.line);
   }
 
-  // Draws all of a long line but its end, and answers with the end.
+  // Draw a long line except its end, and return the end.
   #cut(line) {
     let rest = line;
     while (rest.length > LONG) {
@@ -89,7 +81,7 @@ export class Markdown {
     return rest;
   }
 
-  // Puts a line where it belongs, in one new node, and answers with the node. Null: there is nothing to be seen.
+  // Put a line where it belongs and return its node, or null if there is nothing to see.
   #draw(line) {
     const text = line.trimStart();
     const indent = line.length - text.length;
@@ -137,7 +129,7 @@ export class Markdown {
     return isSame ? this.block : list;
   }
 
-  // A row of a table. The style sheet makes a table of those that stand side by side.
+  // A row of a table. The style sheet joins adjacent rows.
   #addRow(text, indent) {
     if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
     const cells = text.replace(/\|\s*$/, "").slice(1).split("|");

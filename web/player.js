@@ -1,18 +1,12 @@
-// The clock of the page: one for all lanes, so that two runs race on the same seconds.
+// The clock of the page, shared by all lanes, so that two runs race on the same seconds.
 //
-// The problem. A burst is over in two seconds, and a step takes three milliseconds. Nobody sees anything
-// at that speed. And whoever has seen something wants to go back.
-//
-// The way out. The page has a moment, `now`, in seconds of the run. It moves with the real time, slowed
-// down, or stands, or is put somewhere by hand. Everything that is drawn depends on it.
-//
-// What this file keeps. `now` stays within the run. Whoever draws is told once for each frame in which
-// something has changed, and never otherwise: a page that stands still costs nothing.
+// Everything drawn depends on `now`, in seconds of the run: it follows real time, slowed down, or stands, or
+// is set by hand. Frames are drawn only when something has changed.
 
-// How much slower than it ran.
+// Slowdown factors.
 export const PACES = [1, 2, 5, 10, 20, 50, 100, 200];
 
-// Calls `draw` in each frame that was asked for, with the seconds since the last one.
+// Call `draw` in each requested frame, with the seconds since the last one.
 export class Frames {
   constructor(draw) {
     this.draw = draw;
@@ -25,7 +19,7 @@ export class Frames {
     this.asked = true;
     requestAnimationFrame((time) => {
       this.asked = false;
-      // A tab in the background gets no frames, and at rest there are none: what was missed is not made up for
+      // Do not catch up after a tab was in the background or at rest
       const passed = Math.min(100, time - this.last) / 1000;
       this.last = time;
       this.draw(passed);
@@ -53,7 +47,7 @@ export class Player {
     return Math.max(0, ...this.lanes.map((lane) => lane.end));
   }
 
-  // Where the timelines begin: a server is shown for so many seconds only.
+  // Where the timelines begin: a server is shown for the last seconds only.
   get start() {
     return this.window ? Math.max(this.lane.began[0] ?? 0, this.end - this.window) : 0;
   }
@@ -90,12 +84,12 @@ export class Player {
     this.change({ now: time, playing: false });
   }
 
-  // So many steps on or back, in the lane that is under the microscope.
+  // Move by steps of the lane shown in detail.
   goBy(steps) {
     this.goToStep(Math.max(0, Math.min(this.lane.steps.length - 1, this.step + steps)));
   }
 
-  // To a moment at which this step is the one that runs, and its tokens are out.
+  // Go to the time at which this step's tokens have come.
   goToStep(index) {
     const { began, ended } = this.lane;
     const isOut = ended[index] < (began[index + 1] ?? Infinity);

@@ -1,16 +1,10 @@
-// What a run was, step by step.
+// A run, step by step.
 //
-// The problem. A recording is a list of lists: what each step did, in the order in which the engine did
-// it. A page asks other things. What did slot 3 do at this moment? How much of its answer did request 7
-// have by then? Who waited?
-//
-// The way out. A `Lane` takes in steps one by one and keeps them in such a way that each of these
-// questions is a look, or a walk back from the newest step. A recording fills a lane at once; a server that
-// is watched fills it as things happen (live.js); the scheduler in the page fills one, too (lab.js).
-//
-// What this file keeps. Nothing here draws, and nothing here knows a policy. All of it comes from plans.
+// A recording lists what each step did. A `Lane` takes in steps one by one and indexes them by slot, request
+// and time. A recording fills it at once, a watched server as things happen (live.js), and the scheduler in
+// the page as well (lab.js). Nothing here draws or knows a policy.
 
-// What a slot does in a step. The names are those of the engine, and of the style sheet.
+// What a slot does in a step, as named by the engine and the style sheet.
 export const EMPTY = "empty";
 export const BLOCKED = "blocked"; // free, but kept shut while others wait
 export const HELD = "held"; // its request is in the slot, but without a chunk in this step
@@ -26,7 +20,7 @@ export function named(names, values) {
   return Object.fromEntries(names.map((name, i) => [RENAMED[name] ?? name, values[i]]));
 }
 
-// How many of the ascending `values` are at most `limit`.
+// Number of the ascending `values` that are at most `limit`.
 function countUpTo(values, limit) {
   return values.findLastIndex((value) => value <= limit) + 1;
 }
@@ -42,7 +36,7 @@ function piecesOf(text, lengths) {
   });
 }
 
-// What only steps tell of a request. (`before`: so many tokens it had before the lane's first step.)
+// What only steps say of a request. `before`: its tokens before the lane's first step.
 export function unseen() {
   return {
     tokenSteps: [],
@@ -73,7 +67,7 @@ export class Lane {
     return this.ended.at(-1) ?? 0;
   }
 
-  // A request that is new, or is known better now. What the steps told of it is kept.
+  // Add or update a request, keeping what the steps said of it.
   know(request) {
     const known = { ...unseen(), ...this.requests.get(request.id), ...request };
     known.pieces = piecesOf(request.text, request.lengths);
@@ -109,7 +103,7 @@ export class Lane {
     this.#tellRequests(step, index, ended);
   }
 
-  // A slot's stretch goes on while the slot does the same for the same request.
+  // Extend a slot's stretch while it does the same for the same request.
   #stretch(slot, cell, index) {
     const stretches = this.stretches[slot];
     const last = stretches.at(-1);
@@ -139,7 +133,7 @@ export class Lane {
     }
   }
 
-  // --- questions
+  // --- queries
 
   // The step that runs at this moment, or the last one before it; -1 before the first.
   stepAt(time) {
@@ -152,7 +146,7 @@ export class Lane {
     return Number.isInteger(slot) ? arrived : Infinity;
   }
 
-  // How many tokens of its answer a request has at this moment.
+  // Number of output tokens of a request at this time.
   tokensAt(request, time) {
     const done = countUpTo(this.ended, time); // so many steps have ended
     return request.before + countUpTo(request.tokenSteps, done - 1);
@@ -186,14 +180,14 @@ export class Lane {
     };
   }
 
-  // From arrivals to first tokens, the shortest first.
+  // TTFTs in ascending order.
   get waits() {
     const told = [...this.requests.values()].filter((r) => r.first !== undefined);
     const waits = told.map((r) => r.first - r.arrived);
     return waits.sort((a, b) => a - b);
   }
 
-  // The value that a part of the waits does not exceed.
+  // A quantile of the waits.
   firstToken(part) {
     const { waits } = this;
     return waits[Math.ceil(part * waits.length) - 1];

@@ -1,10 +1,4 @@
-// What a step and a request come to, in words.
-//
-// The problem. A picture shows that something happened, and not why. The plan of a step knows it: who
-// was admitted and to which slot, who had to wait, which slots were shut.
-//
-// What this file keeps. Each function takes plain values and gives plain text. Nothing in here touches
-// the page, so whatever a prompt holds can only become text.
+// Steps and requests in words. Each function takes plain values and returns plain text.
 
 // Seconds, with three digits.
 export function span(seconds) {
@@ -34,7 +28,7 @@ export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }
   return `${words}, ${pace} tokens/s, about ${about(left)}`;
 }
 
-// Is it being read, and does that take longer than two seconds?
+// Whether it is being read, and that takes longer than two seconds.
 export function isLong({ done, total, seconds, left_s: left }) {
   return done < total && seconds + (left ?? 0) > 2;
 }
@@ -157,7 +151,7 @@ export function costInWords(lane, index) {
   return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${drafts}, ${read} for prompts${price}`;
 }
 
-// What became of a request in a lane, in one sentence.
+// How a request went in a lane, in one sentence.
 export function fateInWords(lane, request) {
   if (request.before) return "It had its slot before the first step that this page knows.";
   if (request.admittedStep === null) return request.reason ? "It never had a slot." : "It waits for a slot.";
@@ -172,7 +166,7 @@ export function fateInWords(lane, request) {
   return `It ${waited}, had its first token after ${first} and its last after ${last}${longest}.`;
 }
 
-// What it read and wrote.
+// Its tokens, in and out.
 export function factsInWords({ prompt_tokens: prompt, cached_tokens: cached, output_tokens: output }) {
   const known = cached ? `, ${cached} of them known from another prompt` : "";
   return `${count(prompt, "token")} of prompt${known}; ${count(output, "token")} of answer.`;

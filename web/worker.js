@@ -1,12 +1,12 @@
-// Python, beside the page: Pyodide in a worker, so that a policy which never ends hangs nothing.
+// Python next to the page: Pyodide in a worker, so that a policy that does not end blocks nothing.
 //
-// The page hands over Pyodide's files, whose hashes the browser has checked, and the project's own. From
-// then on each message is a question for `simulate.answer`, and is answered with its JSON.
+// The page passes in Pyodide's files, checked by hash, and the project's own. Each further message is a request
+// to `simulate.answer`, answered with its JSON.
 
 let simulate = null;
 
 async function start({ files, sources, lock }) {
-  // Nothing more is loaded: what Pyodide asks for is here already
+  // Nothing else is loaded: all that Pyodide asks for is here
   self.fetch = async (address) => {
     const name = String(address?.url ?? address).split("/").pop();
     const type = name.endsWith(".wasm") ? "application/wasm" : "application/octet-stream";

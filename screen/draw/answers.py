@@ -19,7 +19,7 @@ from text.tool_parser import split_output
 
 
 def draw_stream(state: State, on: Canvas, slot: int) -> None:
-    """One slot's request: prompt, and the growing end of the text."""
+    """Draw one slot's request: the prompt, and the end of its text."""
     request = state.owner(slot)
     is_selected = slot == state.selected
     pen = on.pen()
@@ -47,8 +47,8 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
 
 
 def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
-    """JSON under glass: the newest token; then, without the grammar, the likeliest others, the
-    forbidden struck through. A blank is drawn (␣), for a token may be nothing else."""
+    """Draw the newest token, and what would be likeliest without the grammar, with forbidden tokens
+    struck through. A blank is drawn as ␣."""
     pen = Pen()
     for i, (text, probability, is_allowed) in enumerate(request.glass):
         said = clean(repr(text)[1:-1]).replace(" ", "␣")
@@ -62,12 +62,12 @@ def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
 
 
 def hue_of(on: Canvas, kind: str) -> str:
-    """Of a part of an answer: thoughts are dim, and calls of tools stand out."""
+    """The colour of a part of an answer: thoughts are dim, tool calls stand out."""
     return {"reasoning": on.muted, "tool_call": on.accent}.get(kind, on.text)
 
 
 def draw_streams(state: State, on: Canvas) -> None:
-    """All slots' texts, if there are two lines for each of them; else only the selected slot's."""
+    """Draw all slots' texts if each has two lines, otherwise the selected slot's."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (on.width + 2) // 30))
     tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot

@@ -1,12 +1,6 @@
-"""Paper: panes and pages write lines on a paper, from the top to the bottom.
+"""A canvas collects lines of text from top to bottom, in the colours of a theme.
 
-The problem. Every line needs the theme's colours and a width. Handed to every function, the two
-take more room in the code than the picture.
-
-What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
-never wider than the paper: words without room are left out, or go on in the next line.
-
-Where next: `panes.py`, the main view.
+A line is never wider than the canvas: words that do not fit are left out or wrapped.
 """
 
 from __future__ import annotations
@@ -28,9 +22,9 @@ class Figure(NamedTuple):
 
     title: str
     width: int
-    rank: int = 0  # if room is short, the columns of the highest ranks go
+    rank: int = 0  # columns of high ranks are left out first
     meaning: str = ""
-    is_text: bool = False  # stands at the left of the column, and may be shortened
+    is_text: bool = False  # left-aligned, may be shortened
     bar: bool = False  # with a rule before the column
 
     def cell(self, text: str) -> str:
@@ -41,7 +35,7 @@ class Figure(NamedTuple):
 
 
 def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
-    """The columns with room. The highest ranks are left out first."""
+    """The columns that fit; those of high ranks are left out first."""
     shown = list(figures)
     while shown and sum(figure.width for figure in shown) > width:
         shown.remove(max(shown, key=lambda figure: figure.rank))
@@ -56,8 +50,8 @@ class Canvas:
         self.width = width
         self.height = height
         self.lines: list[Line] = []
-        self.names = 9  # characters of an entry's name
-        self.has_keys = True  # in a log, no key does anything
+        self.names = 9  # characters of a name
+        self.has_keys = True  # a log has no keys
         self.text = p.text
         self.muted = p.muted
         self.faint = p.faint
@@ -66,25 +60,27 @@ class Canvas:
 
     @property
     def lines_left(self) -> int:
-        """How many lines are left."""
+        """Number of lines left."""
         return self.height - len(self.lines)
 
     def pen(self) -> Pen:
-        """A pen for one more line, in the colour of text."""
+        """A pen for a new line, in the colour of text."""
         pen = Pen(self.text)
         self.lines.append(pen.line)
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as
-        there is room."""
+        """Draw a rule: a title on the left, a note and a legend on the right. A note without an
+        action gives way to a legend that would fit without it."""
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()
         room = self.width - pen.width - 3
-        if note and cell_len(note) < room:
+        marks = [*legend]
+        needed = sum(cell_len(meaning) + 2 for *_, meaning in marks)
+        if note and cell_len(note) < room - (0 if do or needed > room else needed):
             right.put(f" {note}", self.muted, do=do)
-        for glyph, hue, meaning in legend:
+        for glyph, hue, meaning in marks:
             if right.width + cell_len(meaning) + 2 <= room:
                 right.put(f" {glyph}", hue).put(meaning, self.muted)
         right.put(" " * bool(right.line)).put("──", self.faint)
@@ -92,7 +88,7 @@ class Canvas:
         pen.line += right.line
 
     def title(self, title: str, note: str = "Esc back", legend: Legend = ()) -> None:
-        """The first line of a page. A click on the note leaves the page."""
+        """Draw the first line of a page. A click on the note leaves the page."""
         self.heading(title, note if self.has_keys else "", legend, BACK)
 
     def legend(self, *kinds: int) -> Legend:
@@ -102,12 +98,12 @@ class Canvas:
     def say(
         self, words: str, hue: str = "", bold: bool = False, indent: int = 1, do: str = ""
     ) -> None:
-        """Words in any number of lines; without words there is no line."""
+        """Wrap words over any number of lines; no words, no line."""
         for part in wrap(words, self.width - indent - 1) if words else ():
             self.pen().to(indent).put(part, hue, bold, do)
 
     def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
-        """A name, and beside the name words in any number of lines."""
+        """A name, and next to it words over any number of lines."""
         names = names or self.names
         for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
             self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
@@ -123,7 +119,7 @@ class Canvas:
             pen.to(column).put(label, self.muted)
 
     def cut(self, note: str, do: str) -> None:
-        """If there are more lines than room, the last one says how many more. `do` shows all."""
+        """Replace lines that do not fit by one that says how many; a click on it does `do`."""
         hidden = -self.lines_left
         if hidden > 0:
             del self.lines[self.height - 1 :]
@@ -133,8 +129,8 @@ class Canvas:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
-        """The columns of a table with room beside `room` cells. Writes the titles, and `more`
-        behind the titles."""
+        """Write the titles of the columns that fit next to `room` cells, and `more` after them. Return
+        the columns."""
         shown = fitting(figures, self.width - room)
         titles = {each.title: each.title for each in shown}
         self.row(shown, titles, self.muted).put(more, self.muted)
@@ -148,8 +144,7 @@ class Canvas:
         bold: bool = False,
         mark: str = " ",
     ) -> Pen:
-        """A line of a table: texts by the titles of columns. If the first column is a text, a mark
-        stands before the text."""
+        """Write a row: texts by column title. If the first column is a text, a mark precedes it."""
         pen = self.pen()
         if shown and shown[0].is_text:
             pen.put(mark, self.accent)

@@ -1,13 +1,6 @@
-"""The charts: tokens a second, slots at work in each step, how long first tokens took, and the
-price of a row.
+"""Charts: tokens a second, batch size, the histogram of TTFT, and the cost of a row.
 
-The problem. A timeline shows every step, but neither the speed of the engine nor the waits of
-requests.
-
-What this file keeps. As in `panes.py`, each function is pure. Every chart has a zero line and a
-readable axis, and counts the steps and requests in `State`.
-
-Where next: `panes.py`, more of them.
+Every chart has a zero line and a readable axis.
 """
 
 from __future__ import annotations
@@ -28,12 +21,12 @@ from screen.draw.style import HUES, count, number, span, style, wrap
 from screen.state import State
 from screen.step_columns import Column, spread
 
-# Characters: the numbers at the left. Charts of the same time then begin in the same column.
+# Characters of the scale, so that charts of the same time begin in the same column
 SCALE = 5
 
 
 def nice(top: float) -> float:
-    """The end of an axis: a round number, equal to `top` or a little larger."""
+    """The end of an axis: the next round number from `top` on."""
     scale = 10 ** math.floor(math.log10(max(top, 1e-9)))
     return next(n * scale for n in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if n * scale >= top * 0.999)
 
@@ -41,8 +34,8 @@ def nice(top: float) -> float:
 def draw_area(
     on: Canvas, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
 ) -> None:
-    """Values as columns over a zero line, as high as there is room. At the left is the scale;
-    `ends` stand under the first and last column."""
+    """Draw values as columns over a zero line. The scale is on the left; `ends` are the labels of the
+    first and last column."""
     height = on.lines_left - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
@@ -58,8 +51,8 @@ def draw_area(
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """The stretch of time in the charts, from and to: the latest busy period up to the cursor, or
-    its last ten seconds."""
+    """The time span of the charts: the latest busy period up to the cursor, its last ten seconds at
+    most."""
     if not state.history:
         return 0.0, 0.0
     last = state.here.ended
@@ -67,7 +60,7 @@ def stretch(state: State) -> tuple[float, float]:
 
 
 def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[float]:
-    """A part of the steps, for each column of a chart: so much a second."""
+    """A quantity of the steps per second, for each column of a chart."""
     bins = on.width - SCALE - 2
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
@@ -76,13 +69,13 @@ def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[
 
 
 def ends_of(began: float, last: float) -> tuple[str, str]:
-    """Of an axis of time: how long ago it begins, and 0 in the same unit."""
+    """The labels of a time axis: how long ago it begins, and 0 in the same unit."""
     ago = span(last - began)
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
 def only_reads(state: State) -> bool:
-    """Have the last steps read prompts for so long that no token of an answer came?"""
+    """Whether recent steps have only read prompts, for `LONG_S` seconds."""
     began, last = stretch(state)
     recent = last - LONG_S
     if recent < began:
@@ -96,7 +89,7 @@ def prompt_tokens(column: Column) -> int:
 
 
 def draw_rate(state: State, on: Canvas) -> None:
-    """Tokens a second: those of answers; of prompts, while nothing else happens."""
+    """Draw output tokens a second, or prompt tokens while nothing else happens."""
     title = "tokens/s"
     values = rates_of(state, on, lambda column: column.tokens)
     if only_reads(state):
@@ -107,7 +100,7 @@ def draw_rate(state: State, on: Canvas) -> None:
 
 
 def draw_batch(state: State, on: Canvas) -> None:
-    """How many of the slots did useful work, over the same time as the tokens a second."""
+    """Draw how many slots did useful work, over the same time as the tokens."""
     slots = len(state.view.engine.slots)
     values = rates_of(state, on, lambda column: column.useful * (column.ended - column.began))
     _, last = stretch(state)
@@ -117,12 +110,12 @@ def draw_batch(state: State, on: Canvas) -> None:
 
 
 def cost_of(seconds: Iterable[float]) -> float:
-    """Of some steps alike the lower quartile, since an interruption only makes a step longer."""
+    """The lower quartile of similar steps, because an interruption only makes a step longer."""
     return percentile(seconds, 0.25)
 
 
 def draw_cost(state: State, on: Canvas) -> None:
-    """Why batching pays: the time and the yield of a step, by the number of decoding rows."""
+    """Draw why batching pays: time and tokens of a step by the number of decoding rows."""
     costs = {rows: cost_of(state.costs[rows]) for rows in sorted(state.costs)}
     on.heading("Why batching pays", "steps that only decode")
     words = lesson(costs, state.view.busy)
@@ -131,7 +124,7 @@ def draw_cost(state: State, on: Canvas) -> None:
         on.say(words)
         return
     rows = list(costs)
-    if len(rows) > room:  # the ends, and some evenly between
+    if len(rows) > room:  # both ends, and some evenly between
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
     wide = (on.width - 6) // 2
     slowest = max(costs.values())
@@ -149,7 +142,7 @@ def draw_cost(state: State, on: Canvas) -> None:
 
 
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
-    """The chart in words. `runs`: something still runs."""
+    """The chart in one sentence. `runs`: something is still running."""
     if len(costs) < 2:
         seen = "No step has only decoded so far"
         if costs:
@@ -160,7 +153,7 @@ def lesson(costs: Mapping[int, float], runs: bool) -> str:
         return f"{seen}: {more}, to see what a row costs."
     few = min(costs)
     many = max(costs)
-    if costs[many] < costs[few]:  # no row is done for less than nothing
+    if costs[many] < costs[few]:  # a row cannot cost less than nothing
         quicker = f"{count(many, 'row')} took less time than {count(few, 'row')}"
         return f"Too noisy to say: {quicker}."
     cost = costs[many] / costs[few]
@@ -170,7 +163,7 @@ def lesson(costs: Mapping[int, float], runs: bool) -> str:
 
 # In milliseconds: 1, 2, 5, 10, and so on
 EDGES = (*(n * 10**power for power in range(5) for n in (1, 2, 5)), 100_000, 10**9)
-# The policies' textures, in the order of `POLICIES`. A sixth policy would get the first again.
+# Textures of the policies, in the order of `POLICIES`
 TEXTURES = (
     ("█", style(HUES[2], HUES[2])),
     ("▒", style(HUES[0])),
@@ -181,8 +174,7 @@ TEXTURES = (
 
 
 def draw_ttft(state: State, on: Canvas) -> None:
-    """How long requests waited for their first token: a histogram, with a texture for each
-    policy."""
+    """Draw a histogram of TTFT, with a texture for each policy."""
     requests, waiting = first_tokens(state)
     if not requests:
         on.heading("TTFT")
@@ -197,9 +189,9 @@ def draw_ttft(state: State, on: Canvas) -> None:
         names.put(" ").put(*texture).put(f" {policy} ", on.muted)
     if on.height < 3:
         return
-    last = len(EDGES) - 1  # a longer wait is counted there, too
+    last = len(EDGES) - 1  # longer waits are counted there
     bins = [min(last, bisect_left(EDGES, 1000 * r.metrics.ttft_s)) for r in requests]
-    # If room is short, the shortest waits are counted in one row
+    # If there is too little room, the shortest waits share a row
     low = max(min(bins), max(bins) - on.height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}
     for b, r in zip(bins, requests, strict=True):
@@ -218,7 +210,7 @@ def draw_ttft(state: State, on: Canvas) -> None:
 
 
 def first_tokens(state: State) -> tuple[list[RequestView], int]:
-    """Requests that have a first token at the cursor's moment, and how many still wait for it."""
+    """Requests that have a first token at the cursor, and the number of those that still wait."""
     had = []
     waiting = 0
     for r in state.requests.values():
@@ -233,11 +225,8 @@ def first_tokens(state: State) -> tuple[list[RequestView], int]:
 
 
 def mean_note(requests: Sequence[RequestView], waiting: int, room: int) -> str:
-    """The longest note with room.
-
-    A mean that leaves out those that still wait would be too good: the note says how many they are,
-    or leaves the mean out.
-    """
+    """The longest note that fits. A mean without those that still wait would be too good, so the note
+    says how many they are, or leaves the mean out."""
     mean = span(sum(r.metrics.ttft_s for r in requests) / len(requests))
     of = f"mean {mean} of {len(requests):,}"
     notes = (of, f"mean {mean}")

@@ -1,35 +1,29 @@
-"""Where each pane goes, on a screen of any size.
+"""Where each pane goes, at any size of the screen.
 
-The problem. 80 × 24 characters have room for two panes, 200 × 50 for all of them.
-
-What this file keeps. Panes never overlap nor leave the screen, and a pane without enough room to
-say something is left out as a whole. On a small screen the panes of `LOWER` take turns in one
-place; `v` leads from each to the next.
-
-Where next: `widgets.py`, what stands in these places.
+Panes never overlap, and one that is too small to say something is left out. On a small screen the
+panes of `LOWER` take turns; `v` changes to the next.
 """
 
 from __future__ import annotations
 
 from textual.geometry import Region
 
-# Panes that stand together
+# Panes that are shown together
 STACKS = {
     "charts": ("rate", "batch", "ttft"),
-    "lesson": ("cost",),
+    "lesson": ("batching",),
     "over a talk": ("slots", "timeline"),
     "beside a talk": ("slots", "timeline", "rate", "ttft"),
 }
 CHARTS = ("charts", "lesson")
-# The panes that take turns if room is short
+# The panes that take turns on a small screen
 LOWER = ("timeline", "streams", "step", *CHARTS, "clients")
 
 
 def arrange(
     width: int, height: int, slots: int, lower: str, door: bool = False
 ) -> dict[str, Region]:
-    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one
-    of `LOWER`."""
+    """The region of each pane that fits. `lower` is one of `LOWER`."""
     places = frame(width, height)
     body = height - 3
     if is_wide(width, height):
@@ -38,7 +32,7 @@ def arrange(
     places["slots"] = Region(0, 1, width, rows + 3)
     y = rows + 4
     tall = body - rows - 3
-    # There is room for the timeline and another pane
+    # There is room for the timeline and one more pane
     if tall >= rows + (5 if lower == "timeline" else 8):
         places["timeline"] = Region(0, y, width, rows + 2)
         y += rows + 2
@@ -48,8 +42,8 @@ def arrange(
 
 
 def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> dict[str, Region]:
-    """All panes side by side: at the left slots, timeline and answers, at the right charts and the
-    step. `body`: lines between the first one and the prompt box."""
+    """All panes: slots, timeline and answers on the left, charts and the step on the right. `body`:
+    lines between the first one and the prompt box."""
     rows = min(slots, max(4, (body - 15) // 2))
     top = 2 * rows + 5
     wide = max(40, width * 3 // 8)
@@ -67,7 +61,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
         places["clients"] = Region(0, y + tall, width, calls)
     places["streams"] = Region(0, y, left, tall)
     if tall >= 22:  # one more chart under the step
-        under = "requests" if charts == "lesson" else "cost"
+        under = "requests" if charts == "lesson" else "batching"
         places[under] = Region(right, y + 14, wide, tall - 14)
         tall = 14
     places["step"] = Region(right, y, wide, tall)
@@ -75,8 +69,8 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
 
 
 def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
-    """Where each pane goes while a conversation is open. A strip of the engine stands over the
-    conversation; on a wide screen, beside the conversation."""
+    """The regions while a conversation is open, with a strip of the engine above it, or beside it on
+    a wide screen."""
     places = frame(width, height)
     body = height - 3
     if width >= 150:
@@ -89,18 +83,18 @@ def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
 
 
 def arrange_loading(width: int, height: int) -> dict[str, Region]:
-    """Where each pane goes while the model loads: prompts can be typed already."""
+    """The regions while the model loads. Prompts can be typed already."""
     places = frame(width, height)
     del places["status"]
     return places | {"loading": Region(0, 0, width, height - 2)}
 
 
 def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
-    """Where each pane goes while the tour speaks: its strip stands in place of the prompt box, over
-    the footer. Slots and timeline are in sight on any screen; on a small one, side by side."""
+    """The regions during the tour: its strip replaces the prompt box. Slots and timeline are always
+    visible, side by side on a small screen."""
     tall = 7 if width >= 80 else 9
     y = height - 1 - tall
-    # As ever, on a screen that ends with the strip's first line
+    # As usual, on a screen that ends at the strip's first line
     places = arrange(width, y + 2, slots, lower)
     has_all = places["slots"].height == slots + 3 or is_wide(width, y + 2)
     if is_small(width, y + 2) or not has_all or "timeline" not in places:
@@ -122,7 +116,7 @@ def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, R
 
 
 def frame(width: int, height: int) -> dict[str, Region]:
-    """The first line; the prompt box, and the settings beside it; the footer."""
+    """The first line, the prompt box with the settings, and the footer."""
     y = height - 2
     beside = max(33, width // 3)
     return {
@@ -135,18 +129,18 @@ def frame(width: int, height: int) -> dict[str, Region]:
 
 
 def is_small(width: int, height: int) -> bool:
-    """Is there no room for anything?"""
+    """Whether the screen is too small for anything."""
     return width < 60 or height < 20
 
 
 def is_wide(width: int, height: int) -> bool:
-    """Is there room for slots, timeline, charts, answers and step side by side?"""
+    """Whether all panes fit at once."""
     return width >= 110 and height >= 34
 
 
 def stack(place: Region, name: str) -> dict[str, Region]:
-    """One pane, or the panes of a stack: one above the other; side by side if there is no room for
-    that. The last ones are left out first."""
+    """One pane, or the panes of a stack: one above the other, or side by side if there are too few
+    lines. The last ones are left out first."""
     names = STACKS.get(name, (name,))
     x, y, wide, tall = place
     out = {}

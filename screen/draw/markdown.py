@@ -1,13 +1,7 @@
-"""A model's Markdown in lines of a terminal.
+"""A model's Markdown as lines of a terminal.
 
-The problem. An answer grows ten times a second, may be long, and may hold anything: HTML, links with a
-false name, control characters behind an entity.
-
-What this file keeps. Of a growing answer only the last block is drawn anew. A link is a text and an
-address, and nothing opens the address. HTML, images and definitions are shown in their source, so no
-word of an answer is hidden.
-
-Where next: `pages/talk.py`, the conversation.
+While an answer grows, only its last block is drawn again. A link shows its text and its address;
+HTML and images are shown as source, so no word of an answer is hidden.
 """
 
 from __future__ import annotations
@@ -28,15 +22,15 @@ from textual.color import Color
 
 from screen.draw.style import Line, Palette, clean, wrap
 
-# Code in these languages is coloured. Hostile code may keep other lexers busy for long
+# Languages that are highlighted; hostile code may keep other lexers busy for long
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
-DEEPEST = 16  # beyond, the parser skips text, and lines would have no room
+DEEPEST = 16  # deeper, the parser skips text and lines do not fit
 PARSER = MarkdownIt("commonmark", {"html": False})
 PARSER.enable(["strikethrough", "table"]).disable(["image", "reference"])
 
 
 def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterator[Line]:
-    """`grows`: more of the last block may come."""
+    """Lines of an answer. `grows`: the last block is not complete."""
     *before, last = blocks(clean(text)) or [""]
     for block in before:
         yield from drawn(block, width, p, hue)
@@ -45,8 +39,8 @@ def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterat
 
 
 def blocks(text: str) -> list[str]:
-    """Cut the text where an earlier line has no say in the form of the next: behind an empty line,
-    outside of code, before a line without indent."""
+    """Split text where earlier lines cannot change the form of the next: after an empty line, outside
+    of code, before a line without indent."""
     found: list[list[str]] = [[]]
     fence = ""
     before = "text"
@@ -66,21 +60,21 @@ def blocks(text: str) -> list[str]:
 
 @lru_cache(2048)
 def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
-    """A block, drawn by Rich in our colours."""
+    """A block as Rich draws it in our colours."""
     console = Console(width=width - 2, theme=theme_of(p, hue), _environ={})
     block = Markdown("", hyperlinks=False, code_theme=Colours(p))
     block.parsed = read(text)
     if max((token.level for token in block.parsed), default=0) > DEEPEST:
         return [[Segment(f" {line}", Style(color=hue))] for line in wrap(text, width - 2)]
     lines = console.render_lines(block, style=Style(color=hue), pad=False)
-    for end in (0, -1):  # Rich leaves room around a list
+    for end in (0, -1):  # Rich puts empty lines around a list
         while lines and not "".join(segment.text for segment in lines[end]).strip():
             del lines[end]
     return [[Segment(" "), *line] for line in lines]
 
 
 def read(text: str) -> list[Token]:
-    """A line of an answer stays a line. A control character may hide behind an entity."""
+    """Parse, keeping line breaks. An entity may hide a control character."""
     found = PARSER.parse(text)
     for token in found:
         token.info = token.info if token.info in LEXERS else ""
@@ -92,7 +86,7 @@ def read(text: str) -> list[Token]:
 
 
 class Colours(ANSISyntaxTheme):
-    """Of code, on a ground of its own."""
+    """The colours of code, on a background of its own."""
 
     def __init__(self, p: Palette):
         is_dark = Color.parse(p.back).brightness < 0.5

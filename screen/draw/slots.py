@@ -19,22 +19,21 @@ PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
-    """Figures in columns of these widths, each at the right of a column. A width of 0 leaves the
-    figure out."""
+    """Right-align figures in columns of these widths; a width of 0 leaves one out."""
     return "".join(
         f"{value:>{width}}" for value, width in zip(values, widths, strict=False) if width
     )
 
 
 def fit_slots(state: State, rows: int) -> range:
-    """The slots in sight. If there is no room for all, the selected one is in the middle."""
+    """The visible slots. If not all fit, the selected one is in the middle."""
     count = len(state.view.engine.slots)
     first = min(max(0, state.selected - rows // 2), max(0, count - rows))
     return range(first, min(count, first + rows))
 
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
-    """Why the first request in line waits. All others wait for the same reason."""
+    """Why requests wait. All wait for the same reason."""
     view = state.view
     past = state.past
     if view.paused and not past:
@@ -49,7 +48,7 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
 
 
 def draw_slots(state: State, on: Canvas) -> None:
-    """A line for each slot: the owner, and the rows of the KV cache, by kind."""
+    """Draw a line for each slot: its request, and the rows of the KV cache by kind."""
     slots = state.slots()
     rows = fit_slots(state, on.height - 3)
     widths = (11, 9, 7) if on.width >= 70 else (11,)
@@ -94,14 +93,14 @@ def draw_slot(state: State, on: Canvas, slot: SlotView, bar: int, widths: Sequen
             "–" if rate is None else f"{rate:,.0f}",
         )
         right = aligned(figures, widths)
-    elif slot.remembered:  # no request owns these rows: another may reuse or overwrite them
+    elif slot.remembered:  # no request owns these rows; another may reuse or overwrite them
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
         right = f"{words:>{sum(widths)}}"
     pen.put(right, hue, *how)
 
 
 def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
-    """In the place of a slot's figures, while a long prompt is read: how far, how long, how fast."""
+    """What replaces a slot's figures while a long prompt is read: progress, time left, speed."""
     first, *rest = widths
     left = f"{prefill.left} left" if prefill.left else f"{prefill.total:,}"
     if not rest:
@@ -118,7 +117,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Canvas) -> None:
     pen = on.pen().put(f" queue {waiting:,}", bold=True)
     if waiting and pen.width + cell_len(why) + 14 <= on.width:
         pen.put(f"  {why}", on.bad if "shut" in why else on.muted)
-    left = waiting  # requests without a name so far
+    left = waiting  # requests not named yet
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
         if pen.width + len(text) + 12 > on.width and left > 1:
@@ -129,7 +128,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Canvas) -> None:
 
 
 def last_line(period: Period, on: Canvas) -> None:
-    """The last busy period, in as many phrases as there is room for."""
+    """Draw the last busy period in as many phrases as fit."""
     pen = on.pen().put(" last:", bold=True, do=TOTALS)
     for i, phrase in enumerate(words(period)):
         text = f"{',' if i else ''} {phrase}"
@@ -139,8 +138,7 @@ def last_line(period: Period, on: Canvas) -> None:
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
-    """The rows of one slot as a bar. Each kind gets one cell at least, if there are rows of this
-    kind."""
+    """Draw the rows of a slot as a bar, with at least one cell for each kind that occurs."""
     prompt = min(slot.used, slot.prompt_tokens)
     kinds = (
         (min(slot.reused, prompt), style.REUSED),

@@ -29,17 +29,17 @@ def what_is_done(view: View) -> str:
         sign, word = "▶", "running"
     if view.racing:
         sign, word = "⚑", "racing"
-    # The watcher's clock counts these steps; all other figures go by the engine's.
+    # Steps per second of real time; all other figures use the engine's clock
     return f"{sign} slow: {view.slow:g} steps/s" if view.slow else f"{sign} {word}"
 
 
 def others_of(view: View) -> str:
-    """Whether other programs take the cores: then a slow step is not the engine's fault."""
+    """The cores that other programs use: they make steps slow."""
     return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
 
 
 def draw_status(state: State, on: Canvas) -> None:
-    """As many of the parts as find room, the first ones first."""
+    """Draw as many parts as fit, the first ones first."""
     pen = on.pen().put(" ")
     for text, *how in parts_of_status(state, on):
         if text and pen.width + cell_len(text) + 1 <= on.width:
@@ -48,7 +48,7 @@ def draw_status(state: State, on: Canvas) -> None:
 
 
 def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
-    """Each part, as a pen takes it: text, colour, whether bold, and the action of a click."""
+    """Each part as the arguments of a pen: text, colour, bold, and the action of a click."""
     view = state.view
     engine = view.engine
     past = state.past
@@ -95,7 +95,7 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
     if engine.limits != view.made_with:
         yield f"budget {engine.limits.budget:,}", on.accent, False, "command('/budget off')"
     if state.tour:
-        return  # the tour has the keys
+        return  # the tour owns the keys
     if view.paused:
         yield "space: go on", on.accent, False, "pause"
     elif view.slow:
@@ -110,7 +110,7 @@ def step_ms(state: State) -> str:
 
 
 def draw_loading(state: State, on: Canvas) -> None:
-    """The stages of loading; or the fault, and the remedy."""
+    """Draw the stages of loading, or the fault and its remedy."""
     view = state.view
     indent = max(2, (on.width - 70) // 2)
     say = partial(on.say, indent=indent)
@@ -144,8 +144,7 @@ def draw_mark(state: State, on: Canvas) -> None:
 
 
 def draw_settings(state: State, on: Canvas) -> None:
-    """How the next prompt is fired; before the first, the key for the box. For a while after
-    a key, the key's effect."""
+    """Draw the settings of the next prompt, with a hint until the first; or the last message."""
     if state.said:
         words = shorten(state.said, on.width - 2)
         on.pen().to(on.width - 1 - cell_len(words)).put(words, on.accent, do="settings")

@@ -1,9 +1,6 @@
-"""One step, in words: the plan, the work, and where the time went.
+"""One step in words: its plan, its work, and where the time went.
 
-What this file keeps. The parts of a step's time add up to the whole, also after rounding: a reader
-who adds up the figures gets the same sum.
-
-Where next: `Engine.step` in `nanobatch.py`.
+Times are rounded before they are added up, so the parts on the screen have the right sum.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from screen.state import State
 
 
 def draw_step(state: State, on: Canvas) -> None:
-    """The step under the cursor, or the newest: all lines, however many there are."""
+    """Draw the step at the cursor, or the newest."""
     step = state.step
     if step is None:
         on.heading("Step", which_step(state))
@@ -45,7 +42,7 @@ def which_step(state: State) -> str:
 
 
 def entries_of(state: State, step: StepView) -> dict[str, str]:
-    """The work of a step, by name. Empty entries are not shown."""
+    """What a step did, by name. Empty entries are not shown."""
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)
@@ -81,7 +78,7 @@ def drafts_line(step: StepView) -> str:
 
 
 def admissions(step: StepView) -> str:
-    """The admitted requests, with slots and reasons. Requests with one reason stand together."""
+    """The admitted requests with slots, grouped by reason."""
     slots = sorted(zip(step.admitted, step.why, strict=True))
     parts = []
     for why, some in groupby(slots, key=lambda one: one[1]):
@@ -96,7 +93,7 @@ def named(slots: Iterable[int]) -> str:
 
 
 def ranks_line(ranks: RanksView) -> str:
-    """The processes behind the model."""
+    """The processes that run the model."""
     if not ranks.memory:
         return ""
     memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)
@@ -104,10 +101,7 @@ def ranks_line(ranks: RanksView) -> str:
 
 
 def draw_time(step: StepView, on: Canvas) -> None:
-    """Where a step's time went: sums in milliseconds, and a bar of the same.
-
-    The parts are rounded before they are added up.
-    """
+    """Draw where a step's time went, in milliseconds and as a bar."""
     python = {
         "plan": in_ms(step.plan_s),
         "build": in_ms(step.build_s),

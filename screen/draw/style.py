@@ -1,14 +1,7 @@
-"""How to draw: colours, a pen, figures with three digits, text that fits, and a glyph for all that
-a slot can do.
+"""How to draw: colours, pens, numbers of three digits, wrapped text, and a glyph for each kind of work.
 
-The problem. A prompt or an answer may hold anything, a control character too, and a theme may have
-any colours.
-
-What this file keeps. All text from elsewhere goes through `clean` before the drawing, so no prompt
-and no answer can move the cursor. Words have the theme's own colours and can be read in every
-theme; hues only fill. The glyphs alone tell the phases apart, without any colour.
-
-Where next: `timeline.py`.
+All text from elsewhere goes through `clean`, so no prompt and no answer can move the cursor. Words
+have the theme's own colours and hues only fill cells; glyphs tell the kinds apart without colour.
 """
 
 from __future__ import annotations
@@ -25,14 +18,13 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# Letters and marks without a form have these words in the name.
+# Names of letters and marks that are not drawn
 EMPTY_NAMES = re.compile("FILLER|SELECTOR|GRAPHEME JOINER|VOWEL INHERENT")
-# Unicode will never give these a form: some are no characters, the others are reserved for
-# no drawing. Any other code point without a name may be an emoji younger than this Python.
+# Code points that will never be drawn. Any other one without a name may be an emoji that is newer than
+# this Python
 RESERVED = re.compile("[\u2065\ufdd0-\ufdef\ufff0-\ufff8\U000e0000-\U000e0fff]")
-# In ordinary text these are left out: a joiner between two characters that are no
-# ASCII, as in a family of emoji, and a selector of a form behind a character. Terminals disagree on
-# how wide joined emoji are, and neighbours would shift. Side by side, all agree.
+# Removed from ordinary text: joiners between two characters outside ASCII, as in a family of emoji,
+# and variation selectors. Terminals disagree on the width of joined emoji
 ORDINARY = re.compile(
     "(?<=[^\x00-\x7f\u200c\u200d])[\u200c\u200d](?=[^\x00-\x7f\u200c\u200d]|$)"
     "|(?<=[^\\s\ufe0e\ufe0f\u200c\u200d])[\ufe0e\ufe0f]"
@@ -43,25 +35,25 @@ PICTURES = {"\t": "    ", "\r": "", "\x7f": "␡"}
 
 
 def clean(text: str) -> str:
-    """Text for the cells of the screen, or in a line of the log.
+    """Make text safe for the screen or a line of the log.
 
-    A terminal would obey control characters. Others draw nothing, or turn the direction of writing:
-    a prompt could hide words there, and shift its neighbours. All of those are shown as such: ␛, or
-    <U+202E>. A newline stays, and a tab becomes blanks.
+    A terminal obeys control characters; others are invisible or change the direction of writing, so
+    a prompt could hide words. All of them are shown as such: ␛, or <U+202E>. A newline stays, and a
+    tab becomes blanks.
     """
     return UNUSUAL.sub(lambda found: visible(found[0]), ORDINARY.sub("", text))
 
 
 @lru_cache(4096)
 def visible(character: str) -> str:
-    """A character with a form; else a sign in the place of the character."""
+    """The character if it is drawn, otherwise a sign for it."""
     code = ord(character)
     if character in PICTURES:
         return PICTURES[character]
     if code < 32:
         return chr(0x2400 + code)
     category = unicodedata.category(character)
-    # Cf: guides for the drawing of others. Arabic signs of this kind (AN) have forms.
+    # Cf: formatting characters. Arabic number signs (AN) are drawn
     hides = category in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if category == "Cf" and unicodedata.bidirectional(character) == "AN":
         hides = False
@@ -72,8 +64,8 @@ def visible(character: str) -> str:
     return f"<U+{code:04X}>" if hides else character
 
 
-# Okabe and Ito's hues, without grey and black: colour-blind people can tell them apart. Hues fill
-# cells. Words have the theme's own colour, since yellow words on white cannot be read.
+# Okabe and Ito's hues for colour-blind readers, without grey and black. Hues only fill cells, because
+# yellow words on white cannot be read
 HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#f0e442", "#d55e00")
 
 
@@ -85,7 +77,7 @@ def style(
     reverse: bool = False,
     do: str = "",
 ) -> Style:
-    """A style is made once and kept. `do` is the action of a click on the text."""
+    """A style, made once. `do` is the action of a click on the text."""
     return Style(
         color=color, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
     )
@@ -104,15 +96,14 @@ class Palette(NamedTuple):
 
     @staticmethod
     def of(theme: Theme) -> Palette:
-        """A theme's colours. Those of words are moved towards black or white, since some themes are
-        hard to read."""
+        """A theme's colours, with those of words moved towards black or white for contrast."""
         variables = theme.to_color_system().generate()
         names = ("foreground", "background", "text-accent", "text-error")
         text, back, accent, bad = (
             Color.parse(variables.get(name, "ansi_default")) for name in names
         )
         if any(color.ansi is not None for color in (text, back, accent, bad)):
-            # The terminal's own colours cannot be mixed
+            # The terminal's own colours cannot be blended
             return DARK if theme.dark else LIGHT
         far = Color.parse("white" if theme.dark else "black")
         text, accent, bad = (color.blend(far, 0.3) for color in (text, accent, bad))
@@ -128,8 +119,7 @@ class Palette(NamedTuple):
         return Palette(*(color.hex6.lower() for color in colors))
 
     def fill(self, request: int | None) -> str:
-        # With seven slots, a slot's next request has a number seven higher, and still another
-        # hue.
+        # With seven slots a slot's next request may have a number seven higher: give it another hue
         number = request or 0
         return apart(HUES[(number + number // len(HUES)) % len(HUES)], self.back)
 
@@ -141,12 +131,12 @@ class Palette(NamedTuple):
         hue = self.fill(request)
         if kind == REUSED:
             return style(mixed(self.back, hue, 0.6), mixed(self.back, hue, 0.15), reverse=reverse)
-        # A full block on its own colour shows no seams in any font.
+        # A full block on its own colour shows no seams in any font
         back = self.ground(kind, request) if kind in (DECODE, PREFILL) else None
         return style(hue, back, reverse=reverse)
 
     def ground(self, kind: int, request: int) -> str:
-        """The colour on which a cell, or a digit in its place, stands."""
+        """The background of a cell, or of a digit in its place."""
         return self.fill(request) if kind == DECODE else mixed(self.back, self.fill(request), 0.3)
 
 
@@ -161,7 +151,7 @@ def mixed(back: str, fill: str, part: float) -> str:
 
 @lru_cache(64)
 def apart(hue: str, back: str) -> str:
-    """A hue, visible on this ground: yellow on white is darkened."""
+    """A hue that is visible on this background: yellow on white is darkened."""
     bright = Color.parse(back).brightness
     near = abs(Color.parse(hue).brightness - bright) < 0.25
     return mixed(hue, "#000000" if bright > 0.5 else "#ffffff", 0.3) if near else hue
@@ -169,7 +159,7 @@ def apart(hue: str, back: str) -> str:
 
 @lru_cache(64)
 def text_color_on(fill: str) -> str:
-    """Black or white, whichever can be read on this hue."""
+    """Black or white, whichever is readable on this hue."""
     return "#000000" if Color.parse(fill).brightness > 0.4 else "#ffffff"
 
 
@@ -178,12 +168,12 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 class Pen:
-    """Writes a line from left to right, and counts the filled cells."""
+    """Write a line from left to right, and count its cells."""
 
     def __init__(self, color: str | None = None) -> None:
         self.line: Line = []
         self.width = 0
-        self._color = color  # where `put` names none
+        self._color = color  # the default of `put`
 
     def put(self, text: str, color: str | Style = "", bold: bool = False, do: str = "") -> Pen:
         text = CONTROLS.sub("·", text)  # a terminal would obey them
@@ -197,16 +187,16 @@ class Pen:
         return self.put(" " * max(0, column - self.width))
 
     def bar(self, height: float | None, row: int, hue: str) -> Pen:
-        """One cell of an upright bar, so many lines high; `row` counts the lines from
-        below. None draws nothing, and a small number is not drawn as nothing."""
+        """Draw one cell of a vertical bar that is `height` lines high; `row` counts from below. None draws
+        nothing, but any number draws something."""
         least = int(row == 0 and height is not None)
-        # A tie goes up, whatever the last bit of the sum
+        # Round ties up, whatever the last bit of the sum
         eighths = max(least, min(8, round(8 * ((height or 0.0) - row) + 1e-6)))
         return self.put(EIGHTHS[max(0, eighths)], style(hue, hue) if eighths == 8 else hue)
 
 
 def number(value: float | None) -> str:
-    """A figure with three digits, and none behind the point from 100 on: 0.82, 12.6, 340, 1,799."""
+    """Three digits, and none after the point from 100 on: 0.82, 12.6, 340, 1,799."""
     if value is None:
         return "–"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
@@ -241,8 +231,8 @@ def shorten(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` cells, broken between words where that is possible."""
-    # A unit, and a point behind it, stay at their number; a term of a sum stays in one piece
+    """Wrap text to lines of at most `width` cells, between words where possible."""
+    # Keep a unit with its number, and a term of a sum in one piece
     lines = []
     for paragraph in text.split("\n"):
         line = ""
@@ -258,12 +248,10 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-# The work of a slot in a step, and two more kinds of rows: from an earlier request, and in the
-# memory of a free slot. Last, steps that the screen has missed, and steps that have
-# raised an exception. Each kind has a
-# glyph of its own, so it can be told without any colour.
-NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")
+# What a slot did in a step; rows from an earlier request, and rows that a free slot remembers; steps that
+# the screen has missed, and steps that raised an exception
+NAMES = ("prefill", "decode", "held", "blocked", "ghost", "free", "reused", "remembered")
 NAMES += ("unseen", "failed")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN, FAILED = range(10)
 GLYPHS = "▒█┈╳▚·▓░?✗"
-SMALL = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺"  # numbers that a cell has room for; the last one: ten or more
+SMALL = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺"  # numbers that fit in a cell; the last one means ten or more

@@ -14,23 +14,22 @@ from screen.draw.style import Palette, Pen
 from screen.state import State
 from screen.step_columns import Column, useful_of
 
-OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
+OFFER = "New here? T takes a tour of eight scenes. Esc: do not offer it again."
 FIRST = (  # in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
     "space stops the engine, s takes a step: then read the step's plan.",
-    "? explains every key and every word.",
+    "? explains every key and every word; T takes a tour of eight scenes.",
 )
 
 
 def draw_cells(
     pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None
 ) -> None:
-    """One slot's line of a timeline, with each request's number behind the request's first cell.
+    """Draw one slot's line of a timeline, with each request's number after its first cell.
 
-    The first cell stays the same: so a prefill of one step can be seen, and numbers of neighbours
-    never touch. A request with too few cells for the number is shown without. In other cells a
-    small number says how many tokens came where some were drafted.
+    The first cell stays, so that a prefill of one step is visible and numbers of neighbours never
+    touch. In other cells a small number says how many tokens came where some were drafted.
     """
     first = 0
     for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
@@ -44,7 +43,7 @@ def draw_cells(
         for (kind, digit, here), alike in groupby(places):
             many = sum(1 for _ in alike)
             if digit:
-                back = p.ground(kind, request)  # the cell's colour stays behind the digit
+                back = p.ground(kind, request)  # the digit keeps the cell's colour
                 pen.put(digit * many, style.style(style.text_color_on(back), back, True, here))
             else:
                 pen.put(style.GLYPHS[kind] * many, p.cell(kind, request, here))
@@ -59,8 +58,7 @@ def tokens_of(column: Column, slot: int) -> str:
 
 
 def draw_timeline(state: State, on: Canvas) -> None:
-    """Slots x steps: the work of each slot in each step. This picture shows the point of
-    batching."""
+    """Draw slots × steps: what each slot did in each step."""
     zoom, columns, cursor = state.window(on.width - 4)
     there = {column.cells[0].kind for column in columns}
     rare = there & {style.UNSEEN, style.FAILED}
@@ -86,16 +84,16 @@ def draw_timeline(state: State, on: Canvas) -> None:
 
 
 def cursor_line(state: State, on: Canvas, at: int) -> None:
-    """Under the timeline: the cursor's step."""
+    """Draw the cursor's step below the timeline."""
     label = f"▲ step {state.cursor:,}  End: follow "
-    if at + len(label) > on.width:  # the label stands at the left of its mark
+    if at + len(label) > on.width:  # the label goes to the left of its mark
         at = max(0, at + 1 - len(label))
         label = f"{label[1:]}▲"
     on.pen().to(at).put(label, on.accent, True)
 
 
 def step_axis(on: Canvas, columns: Sequence[Column], zoom: int) -> None:
-    """Under the timeline: the numbers of some steps."""
+    """Draw the numbers of some steps below the timeline."""
     unit = "step" if zoom == 1 else f"1 column = {zoom} steps"
     every = 20 if zoom == 1 else 16
     last = min(len(columns), on.width - 3 - len(unit) - every)

@@ -1,13 +1,4 @@
-"""The clients: programs on HTTP, their calls, and the refusals.
-
-The problem. A refused request never reaches the engine, so no slot tells of the refusal; and a
-client's hanging up looks like any other end.
-
-What this file keeps. A column without room is left out as a whole. The page has a line for each
-call, and messages in full; the pane has the newest calls.
-
-Where next: `server/access_log.py`, where calls are noted.
-"""
+"""HTTP clients: their requests, and what was refused before it reached the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +13,8 @@ from screen.page import Page
 from screen.state import State
 from server.access_log import RequestRecord
 
-CLIENTS = "page('clients')"  # opens the whole list
-REASON = 10  # so many cells at least are left for how a call ended
+CLIENTS = "page('clients')"  # opens the page
+REASON = 10  # least cells for how a request ended
 
 
 COLUMNS = (
@@ -43,8 +34,7 @@ COLUMNS = (
 
 
 def so_far(state: State, call: RequestRecord) -> RequestRecord:
-    """An open call with the engine's figures: the door writes down its own when the call has
-    ended."""
+    """An open HTTP request with the engine's figures; the log has them only at its end."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
     if call.latency_s is not None or not views:
         return call
@@ -60,7 +50,7 @@ def so_far(state: State, call: RequestRecord) -> RequestRecord:
 
 
 def values(call: RequestRecord) -> Iterable[str]:
-    """A call's cells, one for each of `COLUMNS`."""
+    """The cells of a request, one for each of `COLUMNS`."""
     first, *others = call.requests or (None,)
     yield "–" if first is None else f"r{first}–{others[-1]}" if others else f"r{first}"
     yield call.id
@@ -75,8 +65,7 @@ def values(call: RequestRecord) -> Iterable[str]:
 
 
 def draw_call(on: Canvas, call: RequestRecord, columns: Sequence[Figure], message: str) -> None:
-    """One call in one line. What a refusal says takes the place of the figures, of which it has
-    none."""
+    """Draw one request in a line. A refused one has its message in place of figures."""
     hue = on.muted
     if call.is_refused:
         hue = on.bad
@@ -94,17 +83,18 @@ def draw_call(on: Canvas, call: RequestRecord, columns: Sequence[Figure], messag
 
 
 def draw(state: State, on: Canvas, whole: bool = True) -> None:
-    """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes,
-    messages in full."""
+    """Draw HTTP requests, open ones first, then the newest. `whole`: all of them, with messages."""
     door = state.view.door
     if door is None:
         on.title("Clients")
-        words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
+        words = (
+            "No server runs. With --serve 8000, programs can send requests in OpenAI's protocol."
+        )
         on.entry("", words, on.muted)
         return
     opened = door.open[::-1]
     ended = state.calls[::-1]
-    # A watching screen asks for nothing
+    # A watching screen is no client
     asking = sum("/watch" not in call.route for call in opened)
     counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
@@ -113,7 +103,7 @@ def draw(state: State, on: Canvas, whole: bool = True) -> None:
     note += "  Esc back" * (whole and on.has_keys)
     on.heading(title, note, do=BACK if whole else CLIENTS)
     columns = on.columns(COLUMNS, REASON + 3, "  end")
-    if not whole:  # a crowd of open ones leaves room for the others
+    if not whole:  # keep room for ended ones
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
     calls = [*opened, *ended]
     for call in calls if whole else calls[: on.lines_left]:
@@ -134,7 +124,7 @@ PAGE = Page(
     "clients",
     "h",
     "Clients",
-    "what asks over HTTP (--serve, --watch), and what was refused",
+    "HTTP clients and their requests (--serve, --watch), and what was refused",
     draw,
     footer=13,
     pane=draw_clients,

@@ -1,13 +1,4 @@
-"""The conversation: large, with the engine as a strip beside it.
-
-The problem. Somebody has a model and wants to talk with the model, and an answer of two lines in a grid
-of eight is no place to read. But a reader wants to see the engine at work, too.
-
-What this file keeps. The whole conversation stands there, and answers stream. Thoughts are dim; a
-finished thought is folded. A dropped turn is marked.
-
-Where next: `chats.py`, the conversations; `markdown.py`, an answer; `places.py`, the place of the strip.
-"""
+"""The conversation in large, with the engine as a strip above or beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +14,7 @@ from screen.state import State
 from text.tool_parser import split_reasoning
 
 WIDEST = 100  # longer lines are hard to read
-THOUGHT = 3  # so many lines of a thought are shown while the model thinks
+THOUGHT = 3  # lines of a thought while the model thinks
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -79,7 +70,7 @@ def draw_turn(state: State, on: Canvas, turn: Turn, before: Turn | None) -> None
 
 
 def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
-    """Dim. A finished thought is folded."""
+    """Draw a thought, dim. A finished one is folded."""
     if not thought:
         return
     words = f" ▸ thought: {count(len(thought.split()), 'word')}"
@@ -90,7 +81,7 @@ def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
 
 
 def told(state: State, turn: Turn, before: Turn | None) -> str:
-    """The price of a turn, and the room left in the slot."""
+    """What a turn cost, and what is left of the slot."""
     r = turn.request
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"
@@ -102,7 +93,7 @@ def told(state: State, turn: Turn, before: Turn | None) -> str:
 
 
 def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
-    """Behind the last turn: a waiting question, or how to begin."""
+    """Draw a waiting question, or how to begin."""
     if chat.waiting:
         on.say(f"❯ {shorten(chat.waiting, on.width - 4)}", on.muted)
         on.say(chat.why or "waits for the answer above", on.bad if chat.why else on.muted)

@@ -1,7 +1,4 @@
-"""Failures in this process: requests, and tracebacks with file and line.
-
-Where next: `runtime/errors.py`, the way of a traceback to this page.
-"""
+"""Failures in this process: requests, and tracebacks with file and line."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ PAGE = Page(
     "errors",
     "E",
     "Errors",
-    "what has failed in here, with file and line: the tracebacks",
+    "what has failed in this process: tracebacks with file and line",
     draw,
     is_early=True,
 )

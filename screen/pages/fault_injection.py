@@ -1,22 +1,12 @@
-"""Break it: the effect of a failure, of a NaN and of a lost client on all others.
+"""Fault injection: what a failure, a NaN or a lost client does to all other requests.
 
-The problem. Every server says: one bad request does not harm the neighbours. Who believes so
-without an experiment?
+    step      an exception, raised after the forward pass of the next step has been started
+    nan       NaN, written over the newest values of one slot
+    client    a request is cancelled in mid-answer, as when a client hangs up
 
-The way out is to break the running engine, on purpose, in one of three ways:
-
-    step      an exception, raised when the forward pass of the next step has been started
-    nan       no numbers any more, written over the newest values of one slot
-    client    a request is cancelled in mid-answer, as by the door when a client hangs up
-
-All neighbours are witnesses. After the end, each witness runs once more, alone, and the two answers
-are compared: all tokens, and all bits of the log probabilities. If a witness was cut off, the
-tokens until then are compared.
-
-What this file keeps. The engine knows nothing of this page. For one step another runner takes the
-place of the engine's own, and does the damage (`running_on`). No array is made here.
-
-Where next: `Engine._fail` in `nanobatch.py`, where the end of requests is decided.
+All neighbours are witnesses. Afterwards each runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to the point where a witness was cut off. The
+engine knows nothing of this: for one step another runner does the damage (`running_on`).
 """
 
 from __future__ import annotations
@@ -44,9 +34,9 @@ BREAKS = {  # by name: the title, and the way
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
 }
-LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
-LONGEST = 48  # tokens of a witness from here
-FEWEST = 4  # open requests: if there are fewer, witnesses are fired
+LIKELIEST = 5  # likeliest tokens compared at each position
+LONGEST = 48  # tokens of a witness of our own
+FEWEST = 4  # open requests; with fewer, witnesses are submitted
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
 COLUMNS = (
     Figure("request", 9, is_text=True),
@@ -64,15 +54,15 @@ class Planted(Exception):
 
 
 class Witness(NamedTuple):
-    """A request, open at the moment of the break."""
+    """A request that was open when the fault was injected."""
 
     id: int
     where: str  # at this moment
     reason: str | None = None
     error: str = ""
     tokens: int = 0
-    covers: int | None = None  # compared log probabilities; None: not compared yet
-    difference: Difference | None = None  # from the answer alone, up to the end
+    covers: int | None = None  # number of compared log probabilities; None: not compared yet
+    difference: Difference | None = None  # from the answer of the same request alone
 
     @property
     def went_on(self) -> bool:
@@ -80,7 +70,7 @@ class Witness(NamedTuple):
 
 
 class FaultInjection(NamedTuple):
-    """The findings of the experiment so far."""
+    """The findings so far."""
 
     what: str  # one of `BREAKS`
     exact: bool = False  # the engine's own word
@@ -129,8 +119,8 @@ class FaultInjection(NamedTuple):
 
 
 class Saboteur:
-    """A runner in the place of ours, with the same work. Before each step `harm` may spoil
-    something, and then says what. When the forward pass has begun, a fault is raised."""
+    """A runner around ours. Before each step `harm` may damage something, and says what; then `fault`
+    is raised once the forward pass has been launched."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
         self.did = ""
@@ -173,7 +163,7 @@ class Breaking(Experiment):
         yield self.found
 
     def _gather(self) -> Iterator[FaultInjection]:
-        """The running requests, if there are enough; else some of ours. Wait until they decode."""
+        """Take the running requests, or submit some, and wait until they decode."""
         self.handles = self._open(self.client.own.values())
         if len(self.handles) < FEWEST:
             many = self.engine.sched.slots + FEWEST
@@ -190,7 +180,7 @@ class Breaking(Experiment):
         return [handle for handle in handles if handle.finish_reason is None]
 
     def _victim(self) -> Handle | None:
-        """The witness with most tokens to come, once half of all witnesses in slots decode."""
+        """The witness with most tokens left, once half of those in slots decode."""
         running = [h for h in self._open(self.handles) if h.request.slot is not None]
         at_it = [handle for handle in running if len(handle.tokens) >= 3]
         if not at_it or 2 * len(at_it) < len(running):
@@ -198,12 +188,12 @@ class Breaking(Experiment):
         return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
 
     def _note_where(self) -> None:
-        """Where each witness is now, in the moment of the break."""
+        """Note where each witness is when the fault is injected."""
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
         self.tell(stage="goes on", witnesses=witnesses)
 
     def _look(self) -> FaultInjection:
-        """The state of the witnesses."""
+        """Note the state of the witnesses."""
         witnesses = []
         for handle, known in zip(self.handles, self.found.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
@@ -221,8 +211,8 @@ class Breaking(Experiment):
         yield from self._sabotage(harm, fault)
 
     def _poison(self) -> Iterator[FaultInjection]:
-        """The rows of a victim's prompt stay the same, since others may take these rows over, and
-        would rightly say NaN, too."""
+        """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly become
+        NaN as well."""
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")
@@ -248,7 +238,7 @@ class Breaking(Experiment):
     def _sabotage(
         self, harm: Callable[[Any], str], fault: Exception | None = None
     ) -> Iterator[FaultInjection]:
-        """Let another runner run the steps until something is done."""
+        """Let another runner run steps until the damage is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:
@@ -272,7 +262,7 @@ class Breaking(Experiment):
     # --- the comparison
 
     def _compare(self) -> Iterator[FaultInjection]:
-        """Each witness once more, alone, with each row of the prompt computed."""
+        """Run each witness again, alone, without cached rows."""
         self._look()
         self.tell(stage="compares")
         for i, handle in enumerate(self.handles):
@@ -312,7 +302,7 @@ UNPROMISED = "this product promises no bits in company (engine.is_batch_invarian
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
-    """Witnesses with the same end, together."""
+    """Witnesses grouped by how they ended."""
     found: dict[str, list[Witness]] = {}
     for each in witnesses:
         found.setdefault(each.error or each.reason, []).append(each)
@@ -327,7 +317,7 @@ def ids(witnesses: Sequence[Witness]) -> str:
 
 
 def draw(state: State, on: Canvas) -> None:
-    """The three ways; and of the last experiment, who ended, who went on, and all changes."""
+    """Draw the three faults; and of the last one, who ended, who went on, and what changed."""
     found = state.found.get("break")
     on.title(
         "Break it",
@@ -363,7 +353,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_witnesses(on: Canvas, found: FaultInjection) -> None:
-    """A line for each witness."""
+    """Draw a line for each witness."""
     shown = on.columns(COLUMNS, more="as alone?")
     for each in found.witnesses:
         texts = {
@@ -390,15 +380,14 @@ def verdict_of(each: Witness) -> str:
 
 
 def known(text: str) -> str:
-    """One of the ways to break an engine."""
+    """One of the faults."""
     if text not in BREAKS:
         raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
     return text
 
 
 def obey(session: PageSession, rest: str) -> str:
-    """Break the engine on purpose: /break step, nan or client. Without a word, the answer names the
-    ways."""
+    """Inject a fault: /break step, nan or client."""
     if not rest:
         return f"what shall break? /break {', '.join(BREAKS)}"
     what = known(rest)

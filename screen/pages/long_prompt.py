@@ -1,22 +1,12 @@
-"""The elephant: a prompt as long as fits a slot goes into running chats, and each chat draws its
-gaps like an ECG.
+"""A prompt as long as a slot among running chats, and what the budget of a step trades.
 
-The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
-decode. So the chats' next tokens come later. How much later, the chunk decides: narrow chunks keep
-the gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys
-turn the trade while the engine runs.
+A long prompt is read in chunks, and all chats decode in the same steps, so their tokens come later.
+Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it runs.
 
-The way out. An experiment (`LocalEngineClient.run_experiment`) lets chats decode, waits until nothing else is read, and
-drops the elephant. From the real steps, the experiment measures the pain of a chat's reader: the time
-from a token to the next, while the elephant was read and just before. The median stands beside the
-longest, since a longest gap alone may be another program's doing. In the middle of the elephant a
-short prompt comes, and the experiment counts the steps until each of the two has its first token.
-
-What this file keeps. All times are the engine's, and each gap knows the number of the
-elephant's tokens inside. Each elephant begins with other words than all before: the rows of an
-earlier one would be taken over, and cost nothing. All changes of the experiment are put back.
-
-Where next: `screen/experiment.py`, what all experiments do alike.
+The experiment lets chats decode, measures their gaps, submits the long prompt and measures again. The
+median is shown next to the maximum, because another program may cause a single long gap. Halfway
+through, a short prompt arrives, and the steps to both first tokens are counted. Each long prompt begins
+with other words, so no rows come from the prefix cache. All changes are undone at the end.
 """
 
 from __future__ import annotations
@@ -45,12 +35,12 @@ from screen.state import State
 from screen.step_columns import Column
 from screen.workload import Ask
 
-NAME = "elephant"
-ANSWER = 2  # tokens: an elephant is there to be read
-SHORT = 35  # tokens of the prompt that comes in the middle of an elephant
-QUIET = 24  # so many steps are measured before an elephant comes
-AFTER = 12  # and so many steps are run afterwards, for the end of the picture
-KEPT = 40  # so many drops are remembered
+NAME = "long"
+ANSWER = 2  # tokens: a long prompt only has to be read
+SHORT = 35  # tokens of the prompt that arrives halfway through
+QUIET = 24  # steps measured before a long prompt
+AFTER = 12  # steps after it, for the end of the picture
+KEPT = 40  # drops remembered
 NOUNS = (
     "hen",
     "fox",
@@ -76,12 +66,9 @@ def chat(i: int) -> str:
     return f"Tell me a long story about a {NOUNS[i % 7]} and a {NOUNS[7 + i // 7 % 5]}."
 
 
-def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
-    """A prompt of `size` tokens, or as many below as whole sentences have. `ask` makes tokens of a
-    text.
-
-    The prompt begins with a number, so no other prompt begins alike.
-    """
+def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
+    """A prompt of whole sentences with at most `size` tokens. It begins with a number, so that no two
+    share a prefix. `ask` tokenizes."""
     dice = random.Random(number)
     said = [f"{number}."]
     for _ in range(size // 5):  # a sentence has no fewer tokens than words
@@ -102,34 +89,34 @@ class Gap(NamedTuple):
 
     seconds: float
     steps: int  # 1: the chat had a token in each step
-    tokens: int  # of the elephant, computed meanwhile
-    cost: int  # of the elephant's chunks, in tokens of the budget
+    tokens: int  # of the long prompt, read meanwhile
+    cost: int  # of the long prompt's chunks, in tokens of the budget
 
 
 class ShortPrompt(NamedTuple):
-    """A short prompt that came while the elephant was read. Steps count from its arrival."""
+    """A short prompt that arrived while the long one was read. Steps count from its arrival."""
 
     request: int
     tokens: int
-    left: int  # tokens of the elephant that were still to be read
+    left: int  # unread tokens of the long prompt
     steps: int  # to its first token
-    elephant_steps: int  # to the elephant's first token
+    long_steps: int  # to the long prompt's first token
 
 
 class Drop(NamedTuple):
-    """One elephant, and the pain of the chats. Seconds are the engine's."""
+    """One long prompt, and what it cost the chats. Seconds are the engine's."""
 
     request: int
-    budgets: tuple[int, ...]  # more than one, if the budget was turned in mid-prompt
+    budgets: tuple[int, ...]  # more than one if the budget changed in mid-prompt
     widest: int  # the most in a step
-    steps: int  # with a chunk of the elephant
+    steps: int  # with a chunk of the long prompt
     ttft: float
     gap: float  # the median of the chats' gaps with a whole chunk inside
     longest: float
     steps_between: int  # from a chat's token to the next, at most
-    quiet_gap: float  # the same before the elephant
+    quiet_gap: float  # before the long prompt
     quiet_longest: float
-    short: ShortPrompt | None = None  # that came in the middle, and was answered
+    short: ShortPrompt | None = None  # one that arrived halfway through and was answered
 
     @property
     def budget(self) -> str:
@@ -137,41 +124,41 @@ class Drop(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The findings of the experiment so far."""
+    """The findings so far."""
 
-    so_far: str = ""  # the work of the moment
-    newest: int | None = None  # elephant, also in line or in work
-    short: int | None = None  # the short prompt that came next to it
+    so_far: str = ""  # what happens now
+    newest: int | None = None  # long prompt, also if it has not ended
+    short: int | None = None  # the short prompt next to it
     drops: tuple[Drop, ...] = ()
     lines: tuple[str, ...] = ()
     name: str = NAME
 
 
 def read_of(step: StepView, request: int) -> int:
-    """So many tokens of this prompt the step reads."""
+    """Number of tokens of this prompt in a step."""
     return sum(stop - start for _, id, start, stop in step.prefill if id == request)
 
 
-def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[int, int, Gap]]:
-    """Each gap of each chat, with the place of the last step, and the chat's slot."""
+def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, int, Gap]]:
+    """Each gap of each chat, with the index of its last step and the slot."""
     newest: dict[int, int] = {}  # by chat: the place of the step of the newest token
     for i, step in enumerate(steps):
         for slot, chat in step.decode:
-            if chat == elephant or slot in step.ghosts:
+            if chat == long or slot in step.ghosts:
                 continue
             if chat in newest:
                 first = newest[chat]
                 began = steps[first].ended
-                # A step's tokens may be read when the work of the next step is done
+                # A step's tokens may be read only after the work of the next step
                 chunks = [
                     other
                     for other in steps[first : i + 2]
-                    if read_of(other, elephant) and began < work_ends(other) <= step.ended
+                    if read_of(other, long) and began < work_ends(other) <= step.ended
                 ]
                 gap = Gap(
                     step.ended - began,
                     steps=step.step - steps[first].step,
-                    tokens=sum(read_of(other, elephant) for other in chunks),
+                    tokens=sum(read_of(other, long) for other in chunks),
                     cost=sum(other.cost - len(other.decode) for other in chunks),
                 )
                 yield i, slot, gap
@@ -179,8 +166,7 @@ def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[i
 
 
 def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
-    """The effect of an elephant, from the steps before, and the steps with a chunk. None: no chat
-    decoded at the same time."""
+    """Measure the effect of a long prompt. None if no chat decoded meanwhile."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []
@@ -191,7 +177,7 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
-    # The last chunk is as wide as the rest: of two gaps, the last would be the median
+    # Leave out a short last chunk: of two gaps it would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     return Drop(
@@ -209,13 +195,13 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
 
 
 def counted(
-    steps: Sequence[StepView], elephant: Handle, short: Handle, left: int
+    steps: Sequence[StepView], long: Handle, short: Handle, left: int
 ) -> ShortPrompt | None:
-    """The steps from the arrival of a short prompt to both first tokens. None: it was cancelled, or
-    its steps are no longer kept."""
+    """Count the steps from the arrival of a short prompt to both first tokens. None if it was cancelled,
+    or its steps are forgotten."""
     last = {
         handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
-        for handle in (elephant, short)
+        for handle in (long, short)
     }
     if not short.tokens or not last[short]:
         return None
@@ -225,31 +211,30 @@ def counted(
         tokens=len(short.request.prompt),
         left=left,
         steps=last[short] - came,
-        elephant_steps=last[elephant] - came,
+        long_steps=last[long] - came,
     )
 
 
 # --- the experiment
 
 
-class Herd(Experiment):
-    """Drops elephants among chats.
+class LongPrompts(Experiment):
+    """Submit long prompts among chats.
 
-    `before`: its drops are compared with.
-    `stays`: the experiment goes on until a user ends it; else the last wanted drop is the end.
-    `wanted`: the budgets of drops to come; None: no change.
+    `before`: earlier findings to compare with. `stays`: go on until a user ends it. `wanted`: the
+    budget of each long prompt; None: no change.
     """
 
     def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
         super().__init__(Found("", before.newest, before.short, before.drops[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
-        self._fired = 0  # so many chats
-        self._has_company = False  # the experiment keeps all slots but two filled with chats
+        self._fired = 0  # number of chats so far
+        self._has_company = False  # keep all slots but two filled with chats
 
     def takes_in(self, other: AnyExperiment) -> bool:
-        """More drops."""
-        is_alike = isinstance(other, Herd)
+        """Take over the long prompts of another one."""
+        is_alike = isinstance(other, LongPrompts)
         if is_alike:
             self.wanted += other.wanted
         return is_alike
@@ -259,7 +244,9 @@ class Herd(Experiment):
         budget = sched.budget
         try:
             if sched.slots < 2:
-                raise ValueError("one slot has no room for chats beside an elephant; --slots 8 has")
+                raise ValueError(
+                    "one slot has no room for chats beside a long prompt; --slots 8 has"
+                )
             while self.wanted or self._stays:
                 yield from self._gather()
                 wanted = self.wanted.popleft()
@@ -270,7 +257,7 @@ class Herd(Experiment):
             self.client.turn_budget(budget)
 
     def _gather(self) -> Iterator[Found]:
-        """Until an elephant is wanted, chats decode, nothing else is read, and a slot is free."""
+        """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
         sched = self.engine.sched
         while True:
             self._keep_company()
@@ -281,16 +268,14 @@ class Herd(Experiment):
                 return
             words = decoding(len(chats))
             if not sched.free:
-                words += "; an elephant waits until a slot is free"
+                words += "; a long prompt waits until a slot is free"
             elif not is_quiet:
                 words += "; their prompts are read"
             yield self.tell(so_far=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all slots but two with chats; from then on, again and again.
-
-        The two are for the elephant, and for a short prompt next to it.
-        """
+        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the long
+        prompt, one for the short one."""
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
@@ -301,21 +286,21 @@ class Herd(Experiment):
             self._fired += missing
 
     def _check_open(self) -> None:
-        """Does the policy admit requests while others run? The newest plan tells."""
+        """Raise if the policy admits nothing while others run."""
         sched = self.engine.sched
         if not (sched.waiting and sched.free) or sched.draining_to:
             return
         if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
             shut = f"{sched.policy.name} keeps a free slot shut while others run"
-            raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
+            raise ValueError(f"{shut}, so no long prompt comes in; /policy continuous lets it in")
 
     def _drop_one(self) -> Iterator[Found]:
         engine = self.engine
         sched = engine.sched
-        prompt = elephant(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
+        prompt = long_text(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
         mark = engine.snapshot()
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
-            yield self.tell(so_far=f"{decoding(len(sched.running))}; the elephant comes")
+            yield self.tell(so_far=f"{decoding(len(sched.running))}; the long prompt comes")
         handle = self.client.submit(asked(prompt, ANSWER))
         self.tell(newest=handle.id, short=None)
         short = None
@@ -326,7 +311,7 @@ class Herd(Experiment):
                 budgets.append(sched.budget)
             if short is None and self._has_room_beside(handle.request):
                 left = len(handle.request.prompt) - handle.request.prefilled
-                text = elephant(sched.submitted, SHORT, engine.text.ask)
+                text = long_text(sched.submitted, SHORT, engine.text.ask)
                 short = self.client.submit(asked(text, 1))
                 self.tell(short=short.id)
             yield self.tell(so_far=reading(handle.request))
@@ -336,7 +321,7 @@ class Herd(Experiment):
             drop = measured(steps, handle, budgets)
             if drop and short:
                 drop = drop._replace(short=counted(steps, handle, short, left))
-        line = f"r{handle.id}, an elephant, met no chat, or was cancelled"
+        line = f"r{handle.id}, a long prompt, met no chat, or was cancelled"
         if drop:
             self.tell(drops=(*self.found.drops, drop))
             line = f"{sentence(self.found.drops)} {company(drop)}"
@@ -346,7 +331,7 @@ class Herd(Experiment):
             yield self.tell(so_far=decoding(len(sched.running)))
 
     def _has_room_beside(self, request: Request) -> bool:
-        """Is half of the elephant read, and a slot free for another prompt?"""
+        """Whether half of the long prompt is read, and a slot is free for another."""
         sched = self.engine.sched
         is_half_read = 2 * request.prefilled >= len(request.prompt)
         has_slot = len(sched.free) > len(sched.waiting)
@@ -371,14 +356,13 @@ def reading(request: Request) -> str:
 
 
 def sentence(drops: Sequence[Drop]) -> str:
-    """The trade of the budget, in real numbers: with the newest budget, and with the one
-    before."""
+    """What the budget trades, with the newest budget and the one before."""
     newest = drops[-1]
     drop, which = calmest(drops, newest.budgets)
     words = (
-        f"budget {drop.budget} ({drop.widest:,} of the elephant's tokens in a step{which}): a chat's gap was "
+        f"budget {drop.budget} ({drop.widest:,} of the long prompt's tokens in a step{which}): a chat's gap was "
         f"{span(drop.gap)}, the longest {span(drop.longest)}, instead of {span(drop.quiet_gap)}, "
-        f"and the elephant's first token came after {span(drop.ttft)}"
+        f"and the long prompt's first token came after {span(drop.ttft)}"
     )
     others = [drop for drop in drops if drop.budgets[-1] != newest.budgets[-1]]
     if not others:
@@ -391,7 +375,7 @@ def sentence(drops: Sequence[Drop]) -> str:
 
 
 def company(drop: Drop) -> str:
-    """How long the short prompt had to wait for its first token, next to the elephant."""
+    """How long the short prompt waited for its first token."""
     short = drop.short
     if short is None:
         return (
@@ -401,13 +385,12 @@ def company(drop: Drop) -> str:
     return (
         f"r{short.request}, a short prompt of {count(short.tokens, 'token')}, came when "
         f"r{drop.request} had {short.left:,} to go: its first token came after "
-        f"{count(short.steps, 'step')}, r{drop.request}'s after {short.elephant_steps:,}."
+        f"{count(short.steps, 'step')}, r{drop.request}'s after {short.long_steps:,}."
     )
 
 
 def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]:
-    """Of the drops with a budget, the least disturbed: another program makes gaps longer, and never
-    shorter."""
+    """The least disturbed drop with these budgets: other programs only make gaps longer."""
     alike = [drop for drop in drops if drop.budgets == budgets]
     which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
     return min(alike, key=lambda drop: drop.gap), which
@@ -416,12 +399,12 @@ def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]
 # --- the page
 
 LEFT = 10  # characters before a trace: slot and request
-RIGHT = 10  # and behind a trace: the newest gap
+RIGHT = 10  # and after it: the newest gap
 TALLEST = 6  # lines of a trace
-BEYOND = 1.01  # of the scale: a gap with an arrow
-NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
+BEYOND = 1.01  # of the scale: longer gaps get an arrow
+NOISY = 3  # times the median: such a gap has a cause outside the engine
 FIGURES = (
-    Figure("elephant", 9, 8),
+    Figure("prompt", 9, 8),
     Figure("budget", 9, 0),
     Figure("tokens/step", 12, 0),
     Figure("steps", 7, 5),
@@ -434,18 +417,15 @@ FIGURES = (
 
 
 def scope_of(
-    state: State, elephant: int | None, width: int
+    state: State, long: int | None, width: int
 ) -> tuple[Sequence[Column], int, int | None]:
-    """The steps of the picture. As on an oscilloscope, the picture begins a little before the
-    newest elephant, and stands still when it is full.
-
-    Also: how many steps a cell has (the longest gap is drawn), and how many cells stand before the
-    elephant's first chunk; None: no chunk has been read.
-    """
+    """The steps of the picture, the steps per cell, and the number of cells before the long prompt's
+    first chunk (None: not read yet). As on an oscilloscope, the picture begins a little before the
+    newest long prompt and stops when it is full."""
     history = state.history
-    request = state.requests.get(elephant)
+    request = state.requests.get(long)
     steps = state.steps_of(request) if request else []
-    reads = [i for i in steps if read_of(history[i].view, elephant)]
+    reads = [i for i in steps if read_of(history[i].view, long)]
     if not reads:
         return history[-width:], 1, None
     lead = width // 4
@@ -456,11 +436,11 @@ def scope_of(
 
 
 def draw(state: State, on: Canvas) -> None:
-    """A trace for each chat, a line for each elephant, and the trade of the budget."""
+    """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
     found = state.found.get(NAME, Found())
     is_on = runs(state.view, found)
     keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
-    on.title("The elephant: gaps between two tokens", keys)
+    on.title("Long prompt: gaps between tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
     drops = found.drops
     below = Canvas(on.p, on.width, on.height)
@@ -475,10 +455,10 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def doing(state: State, found: Found, is_on: bool) -> str:
-    """The work of the moment, and the budget."""
+    """What happens now, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
-    words = "over, all is as before" if found.drops else "no elephant has been read yet"
+    words = "over, all is as before" if found.drops else "no long prompt has been read yet"
     if is_on:
         words = found.so_far
     if state.view.paused:
@@ -489,11 +469,11 @@ def doing(state: State, found: Found, is_on: bool) -> str:
 
 
 def truth(drops: Sequence[Drop]) -> str:
-    """The limits of the figures."""
+    """How far the figures can be trusted."""
     words = ""
     if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
         longest = span(drops[-1].quiet_longest)
-        words = f"Noisy: without the elephant, too, a gap was {longest}. L drops another, and the calmest counts. "
+        words = f"Noisy: without the long prompt, too, a gap was {longest}. L drops another, and the calmest counts. "
     elif drops:
         words = "A longest gap may be another program's doing: compare the medians. "
     if drops and all(drop.steps_between == 1 for drop in drops):
@@ -502,13 +482,13 @@ def truth(drops: Sequence[Drop]) -> str:
 
 
 def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
-    """A trace for each slot, on one scale, and under all traces the axis."""
-    elephant = found.newest
+    """Draw a trace for each slot on one scale, with an axis below."""
+    long = found.newest
     cells = on.width - LEFT - RIGHT
-    columns, zoom, before = scope_of(state, elephant, cells)
-    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap there
+    columns, zoom, before = scope_of(state, long, cells)
+    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap
     is_whole = not any(column.unseen for column in columns)
-    for i, slot, gap in gaps_of([column.view for column in columns], elephant):
+    for i, slot, gap in gaps_of([column.view for column in columns], long):
         if gap.steps == 1 or is_whole:
             lane = lanes[slot]
             x = i // zoom
@@ -518,14 +498,14 @@ def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
     owners = {slot: [column.cells[slot].request for column in reversed(columns)] for slot in slots}
     read = {
         request: {i // zoom for i, column in enumerate(columns) if read_of(column.view, request)}
-        for request in (elephant, found.short)
+        for request in (long, found.short)
     }
-    flat = [slot for slot in slots if not lanes[slot] or elephant in owners[slot]]
+    flat = [slot for slot in slots if not lanes[slot] or long in owners[slot]]
     tall = max(1, min(TALLEST, (height - 1 - len(flat)) // max(1, len(slots) - len(flat))))
     top = top_of(gaps)
     for slot in slots:
-        if before is not None and elephant in owners[slot]:
-            draw_chunks(on, slot, elephant, read[elephant], cells, NAME)
+        if before is not None and long in owners[slot]:
+            draw_chunks(on, slot, long, read[long], cells, NAME)
         elif read[found.short] and found.short in owners[slot]:
             draw_chunks(on, slot, found.short, read[found.short], cells, "short")
         else:
@@ -536,7 +516,7 @@ def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
     left = LEFT
     if before is not None:
         left += before
-        label = f"▲ r{elephant} comes in step {columns[before * zoom].step:,}"
+        label = f"▲ r{long} comes in step {columns[before * zoom].step:,}"
     unit = "1 cell = 1 step" if zoom == 1 else f"1 cell = {zoom} steps, the longest gap"
     is_cut = any(gap.seconds / top > BEYOND for gap in gaps)
     scale = f"0–{1000 * top:g} ms{', ↑ more' if is_cut else ''}"
@@ -548,8 +528,8 @@ def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale. A gap of another program's making may lie beyond; else all
-    others would look alike."""
+    """The end of the scale. Gaps that another program caused may exceed it, or all others would look
+    alike."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(max(usual, read))
@@ -558,7 +538,7 @@ def top_of(gaps: Collection[Gap]) -> float:
 def draw_trace(
     on: Canvas, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
-    """One chat's gaps as columns. Gaps with the elephant inside have another colour."""
+    """Draw one chat's gaps as columns, in another colour while the long prompt is read."""
     newest = next((gap for gap in reversed(trace) if gap), None)
     figure = span(newest.seconds) if newest else ""
     for row in reversed(range(tall)):
@@ -582,7 +562,7 @@ def draw_trace(
 def draw_chunks(
     on: Canvas, slot: int, request: int, read: Collection[int], cells: int, name: str
 ) -> None:
-    """The line of the elephant, or of the short prompt: the cells with a chunk."""
+    """Draw the line of the long or the short prompt: the cells with a chunk."""
     pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
     for x in sorted(read):
         pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, request))
@@ -590,14 +570,14 @@ def draw_chunks(
 
 
 def draw_drops(on: Canvas, drops: Sequence[Drop]) -> None:
-    """A line for each elephant, the newest last."""
+    """Draw a line for each long prompt, the newest last."""
     if not drops:
         on.lines.append([])
         return
     shown = on.columns(FIGURES)
     for drop in drops:
         texts = {
-            "elephant": f"r{drop.request}",
+            "prompt": f"r{drop.request}",
             "budget": drop.budget,
             "tokens/step": f"{drop.widest:,}",
             "steps": f"{drop.steps:,}",
@@ -617,27 +597,26 @@ as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Drop a prompt as long as a slot into the running chats; with numbers, one with each of these
-    budgets."""
+    """Submit a prompt as long as a slot among chats; with numbers, one for each of these budgets."""
     state = session.state
     budgets = [as_budget(word) for word in rest.split()]
-    for budget in budgets if state.view.engine else ():  # else the room refuses
+    for budget in budgets if state.view.engine else ():  # otherwise the client refuses
         state.view.made_with.with_budget(budget)
     before = state.found.get(NAME, Found())
-    session.run_experiment(NAME, Herd(before, session.stays, budgets or [None]))
+    session.run_experiment("long prompt", LongPrompts(before, session.stays, budgets or [None]))
 
 
 PAGE = Page(
     NAME,
     "L",
-    "Elephant",
-    "drop a prompt as long as a slot into the chats: their gaps, a short prompt's wait, and what the budget trades",
+    "Long prompt",
+    "a prompt as long as a slot among chats: their gaps, a short prompt's wait, what the budget trades",
     draw,
     footer=12,
     obey=obey,
     example="40 104",
     read=as_budget,
-    leave=lambda session: session.client.end_experiment(NAME),  # puts back all changes
+    leave=lambda session: session.client.end_experiment(NAME),  # it restores the budget
     repeats=True,
     is_live=True,
     disturbs=True,

@@ -1,13 +1,4 @@
-"""Two policies, one above the other, on one scale of time.
-
-The problem. Whether a policy is quicker is seen at once if both timelines have the same scale, and
-never if each fills the width.
-
-What this file keeps. The picture is of a `Contest` (`runs.py`), measured or simulated; each run
-says how.
-
-Where next: `runs.py`, the clock and the replay.
-"""
+"""Two policies on one time scale, measured (a race) or simulated (a comparison)."""
 
 from __future__ import annotations
 
@@ -43,7 +34,7 @@ from screen.state import State, prices
 from screen.view import Leg, Race, View
 from screen.workload import RIVALS, Ask
 
-FILM = (4.0, 10.0)  # seconds of the film with both legs, at least and at most
+FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
 NARROW = (12, 7, 11, 11, 0, 9, 0)
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
@@ -56,14 +47,14 @@ NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
 
 @dataclass
 class Shown:
-    """The subject of the race's page."""
+    """What the race's page shows."""
 
-    # The wanted race, or an ended one; None: the race that runs
+    # a requested race, or one that ended; None: the running one
     contest: Contest | None = NO_RACE
-    last: Contest | None = None  # the last ended race
-    # How far both legs are shown, in seconds of the clock; None: to the end
+    last: Contest | None = None  # the last race that ended
+    # how far both legs are animated, in seconds of the clock; None: to the end
     film: float | None = None
-    began: float | None = None  # the time of the first look at the film
+    began: float | None = None  # when the animation began
 
 
 def shown_in(state: State) -> Shown:
@@ -80,7 +71,7 @@ def draw_comparison(state: State, on: Canvas) -> None:
 
 
 def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None = None) -> None:
-    """Each run under its figures, and a sentence about the winner."""
+    """Draw each run with its figures, and a sentence about the winner."""
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     result = verdict(contest.runs)
     if film is not None:
@@ -117,7 +108,7 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
 def draw_run(
     run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int]
 ) -> None:
-    """One run: figures, then a timeline on which `longest` seconds fill the width."""
+    """Draw one run: figures, then a timeline on which `longest` seconds fill the width."""
     name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
     on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
     columns = in_time(run, on.width - 5, longest)
@@ -129,8 +120,7 @@ def draw_run(
 
 
 def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
-    """The runs of a race side by side: the answer of each slot's request so far, with the end in
-    sight."""
+    """Draw the answers of each slot in both legs, side by side."""
     runs = [run for run in runs if run.requests]
     if on.lines_left < 2 or not runs:
         return
@@ -153,10 +143,10 @@ def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
 
 
 def compare(state: State, rival: str = "") -> Contest:
-    """The last busy period, replayed under its own policy and under another.
+    """Replay the last busy period under its own policy and under another.
 
-    Both runs are simulated, since a measured time and a simulated one differ by the simulation's
-    faults, too. If there is nothing to compare, a ValueError says why.
+    Both are simulated, because a measured run and a simulated one differ by the simulation's errors
+    as well. If there is nothing to compare, a ValueError says why.
     """
     columns = state.history[state.woke :]
     if not columns:
@@ -167,7 +157,7 @@ def compare(state: State, rival: str = "") -> Contest:
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     limits = state.limits_of(columns[0].step, columns[-1].step)
-    # More than one, if the user changed the policy meanwhile
+    # More than one if the user changed the policy
     policies = Counter(column.view.policy for column in columns)
     ran = policies.most_common(1)[0][0]
     costs = prices(state, step=columns[0].step)
@@ -198,8 +188,7 @@ def compare(state: State, rival: str = "") -> Contest:
 
 
 def race_in(state: State) -> Contest:
-    """The race from its first leg on, measured. In every leg the requests are numbered from 1, so
-    that legs can be compared."""
+    """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
     runs = []
     legs = state.view.legs
     costs = prices(state)
@@ -224,17 +213,16 @@ def race_in(state: State) -> Contest:
 
 
 def asked(state: State, policies: Sequence[str]) -> Contest:
-    """A race before the first step: shown from the key on, while the engine has yet to hear of the
-    race."""
+    """A race that was asked for and has no step yet."""
     view = state.view
     note = RACE_WAITS if view.works else RACE_BEGINS
     if view.experimenting and not view.racing:
-        note = "No race while an experiment runs: X ends the experiment."
+        note = "No race while another experiment runs: X ends that."
     return Contest(f"Race: {' and '.join(policies)}", [], note)
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """One sentence about two runs, once both have ended."""
+    """One sentence about two runs that have ended."""
     if len(runs) < 2 or any(
         run.how in ("running …", "cut short") or not run.makespan for run in runs
     ):
@@ -252,7 +240,7 @@ def verdict(runs: Sequence[Run]) -> str:
 
 
 def lines_of(contest: Contest) -> list[str]:
-    """The same for a log."""
+    """Lines for a log."""
     lines = []
     for run in contest.runs:
         figures = zip(FIGURES, run.figures, strict=True)
@@ -268,7 +256,7 @@ how_many = partial(read_whole, "race", least=1, most=1000)
 
 
 class Racing(Experiment):
-    """When all requests have ended, these under one policy, then again under the next."""
+    """Wait until the engine is idle, then run the same requests under each policy."""
 
     def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
         super().__init__(Race((), tuple(policies)))
@@ -280,7 +268,7 @@ class Racing(Experiment):
         try:
             yield from self.until_idle()
             for policy in self.found.to_race:
-                # Nothing runs, so this is done at once; the slots forget the leg before
+                # Idle, so this happens at once; slots forget what they remembered
                 engine.drain(policy)
                 first = engine.sched.steps + 1
                 handles = [*map(self.client.submit, self._asks)]
@@ -295,8 +283,8 @@ class Racing(Experiment):
 
 
 def obey_race(session: PageSession, rest: str) -> None:
-    """A burst of this size under the named policies: /race 12 static serial. /race last
-    shows the last."""
+    """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
+    the last race."""
     state = session.state
     if rest == "last":
         if not shown_in(state).last:
@@ -310,7 +298,7 @@ def obey_race(session: PageSession, rest: str) -> None:
     asks = session.asks(how_many(size))
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
-    # A chat template may take long, so the stepping thread does not read prompts
+    # Tokenize here and not in the thread that steps, because a chat template may take long
     asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown = shown_in(state)
     if not state.view.racing:
@@ -325,7 +313,7 @@ def obey_compare(session: PageSession, rest: str) -> None:
 
 
 def show_again(state: State) -> None:
-    """The last race, and both legs on one clock, if there are two."""
+    """Show the last race, animated if there are two legs."""
     shown = shown_in(state)
     shown.contest = shown.last
     shown.film = 0.0 if verdict(shown.last.runs) else None
@@ -333,8 +321,7 @@ def show_again(state: State) -> None:
 
 
 def take(state: State, before: View) -> None:
-    """A wanted race may have begun, or have ended. An ended race is shown once more: both legs side
-    by side, on one clock."""
+    """Note that a race has begun or ended. One that has ended is shown again, both legs at once."""
     shown = shown_in(state)
     view = state.view
     is_wanted = shown.contest and not shown.contest.runs
@@ -348,7 +335,7 @@ def take(state: State, before: View) -> None:
 
 
 def look(session: PageSession) -> bool:
-    """The film goes on."""
+    """Advance the animation."""
     shown = shown_in(session.state)
     if shown.film is None:
         return False

@@ -1,12 +1,4 @@
-"""A request's life as a waterfall, and beneath the same life in another company.
-
-The problem. "TTFT 1.2 s" says how long, and not why.
-
-What this file keeps. The parts are rounded before they are added up, so a reader's sum is the
-same.
-
-Where next: `screen/latency_breakdown.py`, the parts and the replays.
-"""
+"""The latency of a request as a waterfall, and the same request replayed under each policy."""
 
 from __future__ import annotations
 
@@ -36,18 +28,18 @@ from screen.latency_breakdown import (
 from screen.page import Page, PageSession
 from screen.state import State, breakdown_in, client_of, prices, prompt_of
 
-MARKS = (50, 95, 99)  # percent: where the slider's marks stand
+MARKS = (50, 95, 99)  # percentiles marked on the slider
 NAMES = 16  # characters of a part's name
 FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
-TABLE = (10, 10, 16)  # of a first token, of a life, and of the steps
+TABLE = (10, 10, 16)  # widths of TTFT, total and steps
 LINE = "░"
 KNOB = "●"
 TELLS = "▸ ran. Steps: in line + to its first token + to its last."
-SOON, LATE = "█▒"  # until the first token, and after it
+SOON, LATE = "█▒"  # before and after the first token
 
 
 def draw(state: State, on: Canvas) -> None:
-    """One request: the parts of the life, the others, and the replays."""
+    """Draw one request: its parts, the others, and the replays."""
     on.names = NAMES - 1
     r = state.open
     if r is None:
@@ -60,15 +52,15 @@ def draw(state: State, on: Canvas) -> None:
     on.title(
         f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}", keys
     )
-    life = breakdown_in(state, r)
+    breakdown = breakdown_in(state, r)
     draw_slider(state, on, r)
-    draw_parts(on, r, life)
-    draw_others(state, on, r, life)
+    draw_parts(on, r, breakdown)
+    draw_others(state, on, r, breakdown)
     draw_outcomes(state, on, r)
 
 
 def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
-    """The place of the first token among all ended requests. Each percentile leads to a request."""
+    """Draw the request's rank by TTFT. A click on a percentile opens its request."""
     order = ranked(state.ended)
     place = place_of(r, order)
     cells = ["─"] * (on.width - 8)
@@ -94,12 +86,12 @@ def at_cell(part: float, cells: int) -> int:
     return max(0, min(cells - 1, round(part * cells) - 1))
 
 
-def draw_parts(on: Canvas, r: RequestView, life: LatencyBreakdown) -> None:
-    """The waterfall: each part begins at the end of the part above."""
+def draw_parts(on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
+    """Draw the waterfall: each part begins where the one above ends."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
-    parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
+    parts = {part: in_ms(seconds) for part, seconds in breakdown.parts().items()}
     parts = {part: spent for part, spent in parts.items() if spent}
-    early = life.parts(first)
+    early = breakdown.parts(first)
     whole = sum(parts.values())
     room = on.width - NAMES - sum(FIGURES) - 2
     started = 0.0
@@ -113,7 +105,7 @@ def draw_parts(on: Canvas, r: RequestView, life: LatencyBreakdown) -> None:
         color = color_of(on.p, part, r.id)
         pen.put(SOON * before, style(color, color)).put(LATE * (wide - before), color)
         started += spent
-    pen = on.pen().put(f" {'life':<{NAMES - 1}}{whole:>{FIGURES[0] - 3},.1f} ms", bold=True)
+    pen = on.pen().put(f" {'total':<{NAMES - 1}}{whole:>{FIGURES[0] - 3},.1f} ms", bold=True)
     pen.put(f"  {SOON} until its first token  {LATE} after it", on.muted)
 
 
@@ -122,36 +114,36 @@ def in_ms(seconds: float) -> float:
 
 
 def color_of(p: Palette, part: str, request: int) -> str:
-    """The request's own parts have the request's colour. The line and the neighbours have none."""
+    """The request's colour for its own parts."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
 
 
-def draw_others(state: State, on: Canvas, r: RequestView, life: LatencyBreakdown) -> None:
-    """Who waited for whom."""
-    clients = shares_of_clients(state, life)
+def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
+    """Draw which requests this one waited for."""
+    clients = shares_of_clients(state, breakdown)
     most = 3 if on.width < 100 else 7
-    if life.ahead:
-        on.entry("behind", f"{blamed(life.ahead, most)}, in the slots")
+    if breakdown.ahead:
+        on.entry("behind", f"{blamed(breakdown.ahead, most)}, in the slots")
     if clients:
         on.entry("clients", f"{clients} of these seconds")
-    if life.shut:
-        on.entry("blocked", f"{span(life.shut)} in line while a slot was free, but shut")
-    if life.overtakers:
-        names = [f"r{request}" for request in life.overtakers]
+    if breakdown.shut:
+        on.entry("blocked", f"{span(breakdown.shut)} in line while a slot was free, but shut")
+    if breakdown.overtakers:
+        names = [f"r{request}" for request in breakdown.overtakers]
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
-    if life.chunks:
-        on.entry("beside", f"chunks of {blamed(life.chunks, most)}")
-    on.entry("slot", slot_of(r, life))
+    if breakdown.chunks:
+        on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}")
+    on.entry("slot", slot_of(r, breakdown))
     if on.height >= 30:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
 
 
-def shares_of_clients(state: State, life: LatencyBreakdown) -> str:
-    """How the slots were shared meanwhile, if there was more than one client."""
+def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
+    """How clients shared the slots meanwhile, if there was more than one."""
     held: Counter[str] = Counter()
-    for request, seconds in life.ahead.items():
+    for request, seconds in breakdown.ahead.items():
         if request in state.requests:
             held[client_of(state.requests[request]) or "this screen"] += seconds
     if len(held) < 2:
@@ -161,19 +153,19 @@ def shares_of_clients(state: State, life: LatencyBreakdown) -> str:
     return ", ".join(shares)
 
 
-def slot_of(r: RequestView, life: LatencyBreakdown) -> str:
+def slot_of(r: RequestView, breakdown: LatencyBreakdown) -> str:
     if r.slot is None:
         return ""
     words = [str(r.slot)]
-    if life.before is not None:
-        words.append(f"r{life.before} had it before")
-    if life.after is not None:
-        words.append(f"r{life.after} had it next")
+    if breakdown.before is not None:
+        words.append(f"r{breakdown.before} had it before")
+    if breakdown.after is not None:
+        words.append(f"r{breakdown.after} had it next")
     return ", ".join(words)
 
 
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
-    """The same requests once more, without the model."""
+    """Draw the replays."""
     legend = (
         (LINE, on.bad, "in line"),
         (SOON, on.text, "first token"),
@@ -186,16 +178,16 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
     if isinstance(found, str):
         on.pen().put(f" {shorten(found, on.width - 2)}", on.muted)
         return
-    on.axis((NAMES, aligned(("TTFT", "life", "steps in all"), TABLE)))
+    on.axis((NAMES, aligned(("TTFT", "total", "steps in all"), TABLE)))
     room = on.width - NAMES - sum(TABLE) - 4
-    longest = max(each.life for each in found) or 1.0
+    longest = max(each.total for each in found) or 1.0
     for each in found:
         ran = each.name == r.policy
         line, reading, answering = each.steps
-        figures = (span(each.ttft), span(each.life), f"{line:,}+{reading:,}+{answering:,}")
+        figures = (span(each.ttft), span(each.total), f"{line:,}+{reading:,}+{answering:,}")
         pen = on.pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", bold=ran)
         pen.put(f"{aligned(figures, TABLE)}  ", bold=ran)
-        stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.life)]
+        stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.total)]
         hue = on.p.fill(r.id)
         pen.put(LINE * stops[0], on.bad)
         pen.put(SOON * (stops[1] - stops[0]), style(hue, hue))
@@ -204,10 +196,10 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
 
 
 def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
-    """How far the replays can be compared with the real run."""
+    """How well the replays compare with the real run."""
     words = ""
     ran = next(each for each in found if each.name == r.policy)
-    times = found[0].life / ran.life if ran.life else 1.0
+    times = found[0].total / ran.total if ran.total else 1.0
     if times > 1.25:
         words += f" Other programs ran: it took {times:.1f} times as long as undisturbed."
     if is_noisy(prices(state)):
@@ -227,8 +219,7 @@ def which(text: str) -> int | str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Look into the open request; into the named one (/why 7); or into the one at a percentile of
-    first tokens (/why p95)."""
+    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why p95)."""
     state = session.state
     chosen = which(rest) if rest else None
     request = state.open
@@ -244,7 +235,7 @@ def obey(session: PageSession, rest: str) -> None:
 
 
 def look_into(state: State, request: RequestView) -> None:
-    """Open a request, and replay the busy period."""
+    """Open a request and replay its busy period."""
     state.opened = request.id
     requests = state.requests.values()
     limits = state.view.made_with
@@ -261,14 +252,14 @@ def look_into(state: State, request: RequestView) -> None:
 
 
 def lead(state: State, by: int) -> None:
-    """To the request with the next sooner first token, or the next later."""
+    """Open the next request by TTFT."""
     order = ranked(state.ended)
     if order:
         look_into(state, beside(state.open, order, by))
 
 
 def to_mark(state: State) -> None:
-    """To the first percentile beyond the request; then from the start."""
+    """Open the next percentile's request; after the last, the first."""
     order = ranked(state.ended)
     if not order:
         return
@@ -286,7 +277,7 @@ PAGE = Page(
     "why",
     "w",
     "Why",
-    "why a request waited: its life in parts, and by replay under each policy",
+    "why a request waited: its latency in parts, and by replay under each policy",
     draw,
     footer=10,
     obey=obey,

@@ -1,13 +1,4 @@
-"""A request in full: figures, steps, the reason of the end, prompt and text.
-
-The problem. A pane shows the last words of an answer. The question, the price and the end do not
-fit there.
-
-What this file keeps. Pane and page say the same of a request. The pane shows as much of it as finds
-room, and goes back in time with the cursor.
-
-Where next: `why.py`, a request's life in parts.
-"""
+"""A request in full: figures, steps, finish reason, prompt and text; as a page and as a pane."""
 
 from __future__ import annotations
 
@@ -25,7 +16,7 @@ from text.tool_parser import split_output
 
 
 def draw(state: State, on: Canvas) -> None:
-    """The open request; else the newest of the ended ones."""
+    """Draw the open request, or the newest ended one."""
     r = state.open
     if r is None:
         on.title("Requests")
@@ -44,7 +35,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_request(state: State, on: Canvas) -> None:
-    """The request in the selected slot, in a pane. `g` opens the page."""
+    """Draw the request in the selected slot as a pane. `g` opens the page."""
     r = state.owner(state.selected)
     if r is None:
         on.heading("Request")
@@ -56,7 +47,7 @@ def draw_request(state: State, on: Canvas) -> None:
 
 
 def draw_about(state: State, on: Canvas, r: RequestView, now: float) -> None:
-    """Everything known about a request at a moment."""
+    """Draw all that is known of a request at a time."""
     on.entry("figures", figures_of(r, now))
     on.entry("steps", steps_of(state, r, now))
     on.entry("from", client_of(r), on.muted)
@@ -89,8 +80,7 @@ def drafted_of(metrics: Metrics) -> str:
 
 
 def steps_of(state: State, request: RequestView, now: float) -> str:
-    """In which slot and in which steps a request was up to a moment, as far as they are
-    remembered."""
+    """The slot and the steps of a request up to a time, as far as they are remembered."""
     steps = []
     for i in state.steps_of(request):
         step = state.history[i]
@@ -104,19 +94,19 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
 
 
 def draw_parts(on: Canvas, text: str, is_thinking: bool) -> None:
-    """An answer, with thoughts and calls."""
+    """Draw an answer with reasoning and tool calls."""
     names = {"content": "text", "reasoning": "thought", "tool_call": "call"}
     for kind, part in split_output(text, is_thinking):
         on.entry(names[kind], part, hue_of(on, kind))
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """The newest of the ended requests."""
+    """Open the newest ended request."""
     session.state.opened = session.state.ended[-1].id if session.state.ended else None
 
 
 def browse(state: State, by: int) -> None:
-    """Open an earlier or a later one of the ended requests."""
+    """Open an earlier or a later ended request."""
     if state.ended:
         state.opened = beside(state.open, state.ended[::-1], by).id
 

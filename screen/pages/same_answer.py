@@ -1,20 +1,10 @@
-"""The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
+"""Batch invariance, live: one prompt alone, then hundreds of times among random neighbours.
 
-The problem. An engine answers many requests in one pass. Does an answer depend on the other
-requests there? On most engines, yes: a library multiplies eight rows in another order than one, the
-last bits differ, and sooner or later a token does. Temperature 0 does not help.
-
-The way out is to try. The experiment runs a prompt alone. Then the prompt runs again and again, some
-of the runs at a time, while neighbours of random lengths and temperatures come, go and are
-cancelled. Half of the runs compute each row of the prompt. The other half may take over rows of a
-beginning from a slot's memory, and half of the neighbours begin like the prompt. Each run
-becomes a short hash of all tokens and of the bits of all log probabilities, and hashes are
-counted.
-
-What this file keeps. The experiment only submits, cancels and reads the engine's answers. All
-random choices come from one seed. The page is a pure function, as in `panes.py`.
-
-Where next: `breakage.py`, the same question beside a failing neighbour.
+On most engines an answer depends on the other requests in its step: a library adds up eight rows in
+another order than one, so last bits differ, and sooner or later a token does; temperature 0 does not
+help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the runs
+may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits of the log
+probabilities, and the hashes are counted. All random choices come from one seed.
 """
 
 from __future__ import annotations
@@ -37,12 +27,12 @@ from screen.state import State
 from screen.workload import BURST, Ask
 
 RUNS = 200
-LONGEST = 24  # tokens of a run: 200 runs then take seconds
-WAVE = 20  # steps: then the number of runs at a time is drawn anew
-LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
-CANCELLED = 0.25  # of the neighbours
+LONGEST = 24  # tokens of a run, so that 200 take seconds
+WAVE = 20  # steps after which the number of concurrent runs is drawn again
+LIKELIEST = 5  # likeliest tokens compared at each position
+CANCELLED = 0.25  # share of the neighbours
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
-TALLEST = 6  # lines of the picture of the company
+TALLEST = 6  # lines of the picture
 TEXT_ROWS = 3  # lines of the answer's text
 BEFORE = {  # by stage: words before the first end of a run in company
     "waits": "It begins when all that runs has ended.",
@@ -55,18 +45,18 @@ BEFORE = {  # by stage: words before the first end of a run in company
 
 
 class Answered(NamedTuple):
-    """One run in company."""
+    """One run among neighbours."""
 
     digest: str
-    beside: float  # so many others at a time, on average over all steps
-    reused: int  # tokens of the prompt, with rows from a slot's memory
-    met: int  # so many others in all
+    beside: float  # mean number of other requests per step
+    reused: int  # prompt tokens whose rows were cached
+    met: int  # number of other requests in all
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of these
 
 
 class Alike(NamedTuple):
-    """Runs with the same bits."""
+    """Runs with identical bits."""
 
     answer: Bits
     count: int
@@ -74,7 +64,7 @@ class Alike(NamedTuple):
 
 
 class Company(NamedTuple):
-    """The findings of the experiment so far."""
+    """The findings so far."""
 
     ask: Ask
     wanted: int  # runs
@@ -87,13 +77,13 @@ class Company(NamedTuple):
     kinds: Sequence[Alike] = ()  # the one alone first
     came: int = 0  # neighbours
     cancelled: int = 0
-    beside: int = 0  # of others in one step, at most
+    beside: int = 0  # most others in one step
     lines: tuple[str, ...] = ()
     name: str = "same"
 
     @property
     def texts(self) -> int:
-        """How many answers there are, if only tokens count."""
+        """Number of different answers by tokens."""
         return len({kind.answer.tokens for kind in self.kinds if kind.count})
 
     @property
@@ -102,7 +92,7 @@ class Company(NamedTuple):
 
     @property
     def unlike(self) -> int:
-        """How many runs were not the run alone, bit by bit."""
+        """Number of runs that differ from the run alone."""
         return sum(kind.count for kind in self.kinds if kind.difference)
 
     @property
@@ -145,7 +135,7 @@ class Company(NamedTuple):
 
     @property
     def beginnings(self) -> str:
-        """Whether a prompt's beginning was computed or taken over."""
+        """How many runs computed the whole prompt, and how many found a cached prefix."""
         taken = [run.reused for run in self.runs if run.reused]
         computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
         if not taken:
@@ -158,21 +148,21 @@ class Company(NamedTuple):
 
 
 class UnderWay:
-    """A run under way."""
+    """A run that has not ended."""
 
     def __init__(self, handle: Handle):
         self.handle = handle
         self.steps = 0
-        self.beside = 0  # others, added up over all steps
+        self.beside = 0  # others, summed over all steps
         self.met: set[int] = set()
 
 
 class Gathering(Experiment):
-    """This prompt alone, and then in company."""
+    """Run a prompt alone, then among neighbours."""
 
     def __init__(self, ask: Ask, runs: int):
         most = min(ask.max_tokens, LONGEST)
-        # Drawn at random, the same tokens need the same seed
+        # Sampling needs the same seed for the same tokens
         seed = ask.seed if ask.seed is not None else 0
         self.ask = ask._replace(
             max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
@@ -180,7 +170,7 @@ class Gathering(Experiment):
         super().__init__(Company(self.ask, runs))
         self.dice = random.Random(0)
         self.guests: list[UnderWay] = []
-        self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
+        self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
         self.ran = 0  # steps
         self.at_once = 1  # runs
         self.neighbours = 0
@@ -218,8 +208,7 @@ class Gathering(Experiment):
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
     def _invite(self) -> None:
-        """Runs and neighbours come at random, in waves: sometimes few, sometimes more than there
-        are slots."""
+        """Submit runs and neighbours at random, sometimes few, sometimes more than there are slots."""
         dice = self.dice
         slots = self.engine.sched.slots
         if self.ran % WAVE == 0:
@@ -231,7 +220,7 @@ class Gathering(Experiment):
             ask = self.ask._replace(speculate=left % 2 == 0)
             self.guests.append(UnderWay(self.client.submit(ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
-            with suppress(ValueError):  # the prompt does not fit a slot
+            with suppress(ValueError):  # the prompt does not fit in a slot
                 handle = self.client.submit(self._neighbour(), dice.random() < 0.5)
                 stays = dice.random() >= CANCELLED
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
@@ -251,7 +240,7 @@ class Gathering(Experiment):
         )
 
     def _look_around(self) -> None:
-        """Who has run beside whom in the step behind us. Some neighbours are cancelled."""
+        """Note who ran together in the last step, and cancel some neighbours."""
         running = self.engine.sched.running.keys()
         for guest in self.guests:
             if guest.handle.id in running:
@@ -268,7 +257,7 @@ class Gathering(Experiment):
                 del self.others[handle]
 
     def _collect(self) -> None:
-        """Count the ended runs. A run that was cancelled by hand comes again."""
+        """Count ended runs. One that a user cancelled is repeated."""
         for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
             self.guests.remove(guest)
             if not check(guest.handle):
@@ -306,14 +295,14 @@ class Gathering(Experiment):
 
 
 def check(handle: Handle) -> bool:
-    """Whether an answer has come to the end. A failure ends the experiment."""
+    """Whether an answer is complete. A failure ends the experiment."""
     if handle.error:
         raise ValueError(f"a run failed: {handle.error}")
     return handle.finish_reason in ("stop", "length")
 
 
 def unlike(found: Company) -> list[Alike]:
-    """The wrong answers: first those with other tokens, then the most frequent."""
+    """Different answers: those with other tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 
@@ -322,7 +311,7 @@ def unlike(found: Company) -> list[Alike]:
 
 
 def draw(state: State, on: Canvas) -> None:
-    """How many answers there are, the company, and the differences."""
+    """Draw the number of answers, the neighbours, and the differences."""
     found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
     on.title("The same answer in company", note)
@@ -357,7 +346,7 @@ def product_of(found: Company) -> str:
 
 
 def draw_counter(state: State, on: Canvas, found: Company) -> None:
-    """How many runs there are so far, and how many answers."""
+    """Draw the number of runs and of answers."""
     words = found.so_far
     if not (runs(state.view, found) or found.stage == "over"):
         words += ", and then it was ended"
@@ -366,7 +355,7 @@ def draw_counter(state: State, on: Canvas, found: Company) -> None:
 
 
 def draw_kinds(on: Canvas, found: Company) -> None:
-    """A line for each answer: hash, runs, and the difference."""
+    """Draw a line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
     kinds = [found.kinds[0], *unlike(found)]
@@ -384,8 +373,7 @@ def draw_kinds(on: Canvas, found: Company) -> None:
 
 
 def draw_strip(state: State, on: Canvas, found: Company) -> None:
-    """A column for each run, in the order of the ends: as high as the company. Under a run that
-    is not like the run alone stands a cross."""
+    """Draw a column for each run, as high as the number of others; a cross marks a different answer."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1
@@ -411,9 +399,8 @@ how_many = partial(read_whole, "same", least=1, most=1000)
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """A prompt alone, then so many times in company: /same 200. The prompt stands behind the number
-    (/same 50 What is 3 + 4?); or a user has typed the prompt, and the selected slot has answered,
-    or one of ours. /same last shows the last."""
+    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default the
+    prompt of the selected slot, if a user typed it. /same last shows the last result."""
     is_on = runs(session.state.view, session.state.found.get("same"))
     if rest == "last" or (is_on and not rest):
         return
@@ -426,8 +413,7 @@ def obey(session: PageSession, rest: str) -> None:
 
 
 def own_prompt(state: State) -> str:
-    """The user's last prompt in the selected slot; else the longest of ours, which has a
-    beginning to share."""
+    """The user's last prompt in the selected slot, or the longest of the burst."""
     owner = state.owner(state.selected)
     ours = [prompt for prompt, _ in state.prompts]
     is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute

@@ -1,22 +1,14 @@
-"""The bill of a step: bytes, products and Python, under this machine's roof.
+"""The cost of a step: bytes, operations and Python, against this machine's roofline.
 
-The problem. Eight answers cost hardly more than one, and nobody believes it before the sum is on
-the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
-
-The way out. A step's bytes and products are counted, and held against the machine's own roof:
+A step's bytes and operations are counted (`analysis/step_costs.py`) and compared with what the
+machine can do (`analysis/roofline.py`):
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
-    keys and values  of all rows behind a token: each sequence has its own, and shares none
-    arithmetic       so much for each token, and more for each row behind the token
+    keys and values  each sequence reads its own cache and shares none
+    arithmetic       a fixed number of operations per token, and more for each cached row
     Python           the engine's own work, measured
 
-The roof is the most of this machine: bytes a second, and operations a second. Both were measured
-(`analysis/roofline.py`). No step is quicker than the roof allows.
-
-What this file keeps. A measured figure stands beside a counted one (`analysis/step_costs.py`), and the page
-names the bound of a step: one of the three, or none.
-
-Where next: `analysis/step_costs.py`, the counting.
+The page names what bounds a step: one of the three, or none of them.
 """
 
 from __future__ import annotations
@@ -40,21 +32,21 @@ from screen.view import View
 
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
-NAMES = 13  # characters of an entry's name
-NEARER = 1.2  # times as fast as memory: such weights lie in a cache
-DISTURBED = 1.5  # times as long as usual
-MOST = 2**16  # rows: no batch is larger
-ASKED = 100  # of so many steps the experts are kept
+NAMES = 13  # characters of a name
+NEARER = 1.2  # times as fast as memory: such weights are in a cache
+DISTURBED = 1.5  # times the usual duration
+MOST = 2**16  # rows of the largest batch considered
+ASKED = 100  # steps whose experts are kept
 
 
 def parts_of(column: Column) -> list[Member]:
-    """The sequences of a step, the farthest look back first."""
+    """The sequences of a step, the longest first."""
     step = column.view
     parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
     drafts = {slot: (drafted, right) for slot, drafted, right in step.drafts}
     for slot, request in step.decode:
         drafted, right = drafts.get(slot, (0, 0))
-        # Rows of ghosts and of wrong draft tokens are written and read, and counted by nobody
+        # Rows of ghosts and of wrong drafts are computed, but not counted elsewhere
         rows = column.rows[slot] + (slot in step.ghosts) + drafted - right
         parts.append(Member(request, 1 + drafted, rows))
     return sorted(parts, key=lambda part: -part.rows)
@@ -65,11 +57,8 @@ def asked_of(step: StepView) -> int:
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer: by how many tokens each expert was taken; empty if unknown.
-
-    Of a step with two passes, only the second is remembered. On a GPU, a chunk's padding takes
-    experts, too.
-    """
+    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes only
+    the second is known, and on a GPU a chunk's padding counts as well."""
     found = experts_in(state).get(column.step)
     model = state.view.engine.model
     tokens = sum(part.tokens for part in parts_of(column))
@@ -80,14 +69,14 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     return layers if sum(layers[0].values()) == model.taken * inside else ()
 
 
-def this_bill(state: State, column: Column) -> Bill:
+def step_bill(state: State, column: Column) -> Bill:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
     return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
 
 
 def usual_length(state: State) -> int:
-    """Of the decoding sequences in the step; else half a slot."""
+    """The mean length of the decoding sequences, or half a slot."""
     column = state.here
     lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
     return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
@@ -109,8 +98,8 @@ def percent(part: float, whole: float) -> str:
 
 
 def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
-    """The bound of the step, in one sentence. If none does, it says so. Of caches it
-    says nothing if other programs ran when the roof was measured."""
+    """What bounds the step, in one sentence. It does not mention caches if other programs ran while
+    the roofline was measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds
     if floors is None or not whole:
@@ -120,18 +109,18 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
     python, read, multiplied = (percent(part, whole) for part in (step.python_s, *floors))
     if most > whole:
         return (
-            f"It was quicker than the roof allows ({span(most)}): other programs ran when the roof "
-            "was measured (/bill again), or what it read lay in a nearer cache."
+            f"It was quicker than the roofline allows ({span(most)}): other programs ran when the roofline "
+            "was measured (/cost again), or what it read lay in a nearer cache."
         )
     if most < whole / 2:
         words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
         words += "The rest goes to small operations, to starting them, and to what else ran."
     elif most == step.python_s:
-        words = f"Python is most of it: {python}. The roof would allow {span(floors.longest)}."
+        words = f"Python is most of it: {python}. The roofline would allow {span(floors.longest)}."
     elif most == floors.reading:
-        words = f"Reading bounds it: under the roof that takes {read} of the time."
+        words = f"Reading bounds it: by the roofline that takes {read} of the time."
     else:
-        words = f"Arithmetic bounds it: under the roof that takes {multiplied} of the time."
+        words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
     if rate > roof.reading and not roof.others:
         words += (
             f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
@@ -140,7 +129,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
 
 
 def what_is_shared(model: ModelCost, length: int) -> str:
-    """Why eight cost hardly more than one."""
+    """Why eight rows cost hardly more than one."""
     one, eight = (of_rows(model, rows, length) for rows in (1, 8))
     shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
     keys = scaled(one.keys, "B")
@@ -151,7 +140,7 @@ def what_is_shared(model: ModelCost, length: int) -> str:
 
 
 def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
-    """With how many rows one more costs as much as the first."""
+    """From how many rows on another one costs as much as the first."""
     ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
     if outweighs is not None:
@@ -169,7 +158,7 @@ def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
 
 
 def first_count(is_so: Callable[[Bill], bool], model: ModelCost, length: int) -> int | None:
-    """With how many rows this is so for the first time. With more rows it stays so."""
+    """The lowest number of rows for which this holds; it holds for all higher ones."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
     return counts[place] if place < len(counts) else None
@@ -179,8 +168,7 @@ def first_count(is_so: Callable[[Bill], bool], model: ModelCost, length: int) ->
 
 
 def draw(state: State, on: Canvas) -> None:
-    """The bill of the step under the cursor, or of the newest one; then of steps of so many
-    rows."""
+    """Draw the cost of the step at the cursor, then of steps by number of rows."""
     on.names = NAMES
     column = state.here
     model = state.view.engine.model
@@ -190,11 +178,11 @@ def draw(state: State, on: Canvas) -> None:
     if on.width >= 100:
         step = "" if state.view.watches else "  s takes one"
         keys = f"←→ other steps{step}  Esc back"
-    on.title("The bill of a step" if lost else f"The bill of step {column.step:,}", keys)
+    on.title("The cost of a step" if lost else f"The cost of step {column.step:,}", keys)
     on.say(lost, on.muted)
     if not lost:
         draw_entries(state, on, column)
-    on.entry("roof", roof_of(state))
+    on.entry("roofline", roof_of(state))
     if not lost:
         draw_floors(state, on, column)
     draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
@@ -205,10 +193,10 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_entries(state: State, on: Canvas, column: Column) -> None:
-    """Bytes and products."""
+    """Draw bytes and operations."""
     engine = state.view.engine
     model = engine.model
-    bill = this_bill(state, column)
+    bill = step_bill(state, column)
     shared = "read once"
     if bill.tokens > 1:
         shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
@@ -227,7 +215,7 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
 
 
 def named(parts: Sequence[Member], width: int) -> str:
-    """As many of the sequences as find room, with how many rows each looks back on."""
+    """As many sequences as fit, each with its rows."""
     first, *others = parts
     words = f"{first.rows:,} rows of r{first.request}"
     if others:
@@ -242,7 +230,7 @@ def named(parts: Sequence[Member], width: int) -> str:
 
 
 def experts_of(state: State, column: Column, bill: Bill) -> str:
-    """How many experts were read, known or expected."""
+    """The number of experts read, known or expected."""
     model = state.view.engine.model
     if not model.experts:
         return ""
@@ -257,7 +245,7 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
 
 
 def windows_of(model: ModelCost, column: Column) -> str:
-    """Where attention slides, if that would matter here."""
+    """The sliding window, if a sequence is longer."""
     rows = max((part.rows for part in parts_of(column)), default=0)
     if model.window is None or rows <= model.window:
         return ""
@@ -265,7 +253,7 @@ def windows_of(model: ModelCost, column: Column) -> str:
 
 
 def roof_of(state: State) -> str:
-    """The measured roof."""
+    """The measured roofline."""
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
@@ -276,15 +264,15 @@ def roof_of(state: State) -> str:
         source = "the weights once more" if roof.others else "the model fits a cache, which yields"
         words += f"; {source} {scaled(roof.again, 'B/s')}"
     if roof.others:
-        words += f"; other programs took {roof.others:.1f} cores then: /bill again"
+        words += f"; other programs took {roof.others:.1f} cores then: /cost again"
     return words
 
 
 def draw_floors(state: State, on: Canvas, column: Column) -> None:
-    """The least time by each of the three bounds, over the real time."""
+    """Draw the least time by each bound, and the measured time."""
     step = column.view
     roof = state.view.engine.roof
-    bill = this_bill(state, column)
+    bill = step_bill(state, column)
     floors = floors_of(bill, roof)
     bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
     if floors:
@@ -301,18 +289,18 @@ def draw_floors(state: State, on: Canvas, column: Column) -> None:
 
 
 def how_usual(state: State, step: StepView) -> str:
-    """Was it disturbed?"""
+    """A note if the step took much longer than usual."""
     usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
     if usual is None or step.seconds < DISTURBED * usual:
         return ""
-    return f" Other steps of so many rows took {span(usual)}."
+    return f" Other steps with as many rows took {span(usual)}."
 
 
 FIGURES = (
     Figure("rows", 5, 0),
     Figure("bytes", 9, 3),
     Figure("arithmetic", 12, 4),
-    Figure("roof", 9, 1),
+    Figure("roofline", 9, 1),
     Figure("measured", 10, 0),
     Figure("weights", 12, 0, bar=True),
     Figure("keys", 9, 0),
@@ -321,11 +309,11 @@ FIGURES = (
 
 
 def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
-    """Steps of so many rows side by side, and the share of a token."""
+    """Draw steps by number of rows, and the share of a token."""
     model = state.view.engine.model
     room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
     has_room = room > 17
-    title = f"A step of so many rows, each {length:,} long │ and what a token pays"
+    title = f"A step by number of rows, each {length:,} long │ and what a token pays"
     on.heading(title, "▒weights █keys and values" if has_room else "")
     columns = on.columns(FIGURES)
     most = of_rows(model, 1, length).nbytes
@@ -339,7 +327,7 @@ def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) ->
 
 
 def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
-    """A line of the table. Without such a step in this run, nothing is measured."""
+    """A row of the table; measured only if this run had such a step."""
     engine = state.view.engine
     bill = of_rows(engine.model, rows, length)
     floors = floors_of(bill, engine.roof)
@@ -348,7 +336,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
         "rows": f"{rows:,}",
         "bytes": scaled(bill.nbytes, "B"),
         "arithmetic": scaled(bill.operations, "FLOP"),
-        "roof": span(floors and floors.longest),
+        "roofline": span(floors and floors.longest),
         "measured": span(seconds),
         "weights": scaled(bill.weights / rows, "B"),
         "keys": scaled(bill.keys / rows, "B"),
@@ -357,7 +345,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
 
 
 def draw_experts(state: State, on: Canvas, column: Column) -> None:
-    """Of each layer: the experts, and for each the number of tokens."""
+    """Draw the experts of each layer with their tokens."""
     many = state.view.engine.model.experts
     seen = seen_experts(state, column)
     if seen:
@@ -368,15 +356,15 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
         on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
-def bill_line(state: State) -> str:
-    """The same of the newest step, in a line of the log."""
+def cost_line(state: State) -> str:
+    """The cost of the newest step in a line of the log."""
     column = state.here
     engine = state.view.engine
     if column is None:
-        return f"no step has run yet; the roof: {roof_of(state)}"
+        return f"no step has run yet; the roofline: {roof_of(state)}"
     if column.lost:
-        return f"{column.lost} The roof: {roof_of(state)}"
-    bill = this_bill(state, column)
+        return f"{column.lost} The roofline: {roof_of(state)}"
+    bill = step_bill(state, column)
     floors = floors_of(bill, engine.roof)
     step = column.view
     words = [
@@ -385,7 +373,7 @@ def bill_line(state: State) -> str:
         f"keys and values {scaled(bill.keys, 'B')}",
         f"arithmetic {scaled(bill.operations, 'FLOP')}",
         f"took {span(step.seconds)}, of it Python {span(step.python_s)}",
-        f"roof: {roof_of(state)}",
+        f"roofline: {roof_of(state)}",
     ]
     if floors:
         words.append(
@@ -398,17 +386,19 @@ def bill_line(state: State) -> str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Of the step under the cursor. The roof is measured the first time, and once more
-    with "again"."""
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again with
+    "again"."""
     if rest not in ("", "again"):
-        raise ValueError(f"/bill {shown(rest)}: only again may stand there; it measures the roof")
+        raise ValueError(
+            f"/cost {shown(rest)}: only again may stand there; it measures the roofline"
+        )
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
         session.client.measure_roofline()
 
 
 def look(session: PageSession) -> bool:
-    """The experts of the newest step: one question at a time, and one for each step."""
+    """Ask for the experts of the newest step, once per step."""
     engine = session.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
     known = experts_in(session.state)
@@ -427,20 +417,20 @@ def take(state: State, before: View) -> None:
 
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
-    """By step: the experts. None: the question has no answer yet."""
-    return state.kept.setdefault("bill", {})
+    """The experts by step; None: asked for, not known yet."""
+    return state.kept.setdefault("cost", {})
 
 
 PAGE = Page(
-    "bill",
+    "cost",
     "B",
-    "Bill",
-    "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
+    "Step cost",
+    "the cost of a step: bytes, arithmetic and Python, under this machine's roofline",
     draw,
     obey=obey,
     example="again",
     words=("again",),
-    tell=lambda state: [bill_line(state)],
+    tell=lambda state: [cost_line(state)],
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
     take=take,
     look=look,

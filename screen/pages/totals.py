@@ -1,7 +1,4 @@
-"""The figures of each busy period, the newest first: so bursts and policies can be compared.
-
-Where next: `screen/stats.py`, the sums.
-"""
+"""The statistics of each busy period, newest first, to compare bursts and policies."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_table(state: State, on: Canvas, most: int) -> None:
-    """A line for each of the last periods, under a line of titles."""
+    """Draw a line for each of the last periods."""
     price_of = price_in(state)
     shown = on.columns(FIGURES)
     for period in [*state.periods][: -most - 1 : -1]:
@@ -49,8 +46,7 @@ def draw_table(state: State, on: Canvas, most: int) -> None:
 
 
 def farewell(state: State, width: int) -> list[str]:
-    """For the terminal, after the end: the last busy periods, and how many requests have been left
-    unfinished."""
+    """What the terminal shows after the end: the last busy periods, and unfinished requests."""
     on = Canvas(DARK, width, 0)
     draw_table(state, on, 10)
     left = state.view.engine.submitted - state.view.engine.finished
@@ -64,7 +60,7 @@ PAGE = Page(
     "totals",
     "t",
     "Totals",
-    "what each busy period came to: compare bursts and policies",
+    "the statistics of each busy period: compare bursts and policies",
     draw,
     footer=10,
 )

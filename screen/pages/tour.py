@@ -1,22 +1,11 @@
-"""The tour: a few scenes. Each asks a question, lets the engine answer, and explains the answer.
+"""The tour: each scene asks a question, lets the engine answer it, and explains the answer.
 
-The problem. A tour of mere words is skipped, and a tour over the whole screen hides its subject.
-And a person leaves a tour at any moment, wants everything back as before, and never waits.
+    set the stage -> ask -> a guess -> run -> explain -> the next scene
 
-The way out. The tour is a script over the actions of any user: pauses, prompts, steps and policies
-come by the same lines as from a keyboard (`Session.obey`), and the tour names the keys. The player
-is a generator (`Tour._play`), and so is each scene. `Tour.look` is called as often as the screen is
-looked at, goes on as far as possible, and never waits. The tour's words are a `TourText` in the
-state, and `draw` draws a strip of a few lines under the panes, so the engine's work is seen.
-
-    stage -> ask -> a guess -> run -> tell -> the next scene
-
-What this file keeps. Whatever happens, `leave` puts back all changes of the tour: policy, budget,
-pause, slow motion, settings and selection; and ends all requests of the tour. No
-part of a scene takes longer than `LONGEST`: then the scene goes on with less, or says: it did not
-come off. Each line of code is looked up in the source, so no line is stale.
-
-Where next: `scenes.py`, the scenes.
+A scene uses the same lines as a user (`Session.obey`), and the tour names the keys. The player is a
+generator (`Tour._play`), and so is each scene; `Tour.look` advances it as far as possible without
+waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and cancels
+the tour's requests. No part of a scene takes longer than `LONGEST`.
 """
 
 from __future__ import annotations
@@ -43,12 +32,12 @@ from screen.view import Fault
 from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
-HURRY = 8.0  # seconds: then a scene's run goes on at full speed
-LONGEST = 14.0  # and then it is cut short
-LEAST_SLOTS = 4  # with fewer there is nothing to see
-# The begin of every scene: nothing runs, and no slot remembers anything
+HURRY = 8.0  # seconds after which a scene runs at full speed
+LONGEST = 14.0  # seconds after which it is cut short
+LEAST_SLOTS = 4  # with fewer slots there is nothing to see
+# The beginning of every scene: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
-# Of the state, under the tour's hands
+# Fields of the state that the tour changes
 FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
 RUNS = "enter: at full speed · esc: leave"
 COMES = "the tour begins when the model is there"
@@ -63,7 +52,7 @@ FAREWELL = (
 
 @contextmanager
 def lent(session: PageSession) -> Iterator[None]:
-    """The engine and the screen are in the tour's hands. Afterwards everything is as before."""
+    """Lend the engine and the screen to the tour, and restore everything afterwards."""
     client = session.client
     state = session.state
     view = state.view
@@ -84,7 +73,7 @@ def lent(session: PageSession) -> Iterator[None]:
         client.slow(view.slow)
         client.pause(view.paused)
         session.eases = eases
-        session.stays = True  # the user is there, who has left the tour
+        session.stays = True  # the user who left the tour is there
         if is_fresh:
             state.begin_anew()
         for name, value in fields.items():
@@ -92,14 +81,14 @@ def lent(session: PageSession) -> Iterator[None]:
 
 
 def refuse(session: PageSession) -> None:
-    """A ValueError says why there can be no tour now."""
+    """Raise a ValueError if there can be no tour now."""
     view = session.state.view
     session.check_alone("tour")
-    if not session.handled:  # else stale values would be put back
-        raise ValueError("the engine has yet to hear the last keys; press T again")
+    if not session.handled:  # otherwise stale values would be restored
+        raise ValueError("the last keys have not reached the engine yet; press T again")
     if view.busy or view.load:
         raise ValueError(
-            "the tour begins when nothing runs: X cancels all requests, l ends a steady load"
+            "the tour needs an idle engine: X cancels all requests, l ends a steady load"
         )
     slots = view.engine.limits.slots if view.engine else LEAST_SLOTS
     if slots < LEAST_SLOTS:
@@ -109,10 +98,7 @@ def refuse(session: PageSession) -> None:
 
 
 class Tour:
-    """Plays scenes, one after the other. No method waits.
-
-    `now`: a clock, in seconds.
-    """
+    """Play scenes one after the other. No method waits. `now`: a clock, in seconds."""
 
     def __init__(
         self,
@@ -122,24 +108,24 @@ class Tour:
     ):
         self.session = session
         self.state = session.state
-        self.waits = False  # nothing happens before the user says something
-        self._runs = False  # a scene runs, and can hurry
+        self.waits = False  # waits for the user
+        self._runs = False  # a scene runs, and can be sped up
         self._now = now
         self._scenes = scenes
-        self._right = 0  # true guesses
+        self._right = 0  # correct guesses
         self._playing = self._play()
         self.look()
 
     # --- the user's words
 
     def guess(self, answer: int) -> None:
-        """From 1. Nothing happens if there is no such answer, or nothing was asked."""
+        """Take a guess, from 1, if something was asked and there is such an answer."""
         if self.state.tour.asks and 1 <= answer <= len(self.state.tour.answers):
             self.seen.guess = answer
             self.go_on()
 
     def go_on(self) -> None:
-        """Without a guess; or to the next scene. While a scene runs: at full speed."""
+        """Go on without a guess, or to the next scene. While a scene runs: run it at full speed."""
         if self.waits:
             self.waits = False
             self.look()
@@ -149,7 +135,7 @@ class Tour:
             self.session.obey("/resume")
 
     def leave(self) -> None:
-        """At once; everything is as before."""
+        """Leave at once, with everything as before."""
         self._playing.close()
         self.state.tour = None
 
@@ -162,7 +148,7 @@ class Tour:
             self.leave()
 
     def _play(self) -> Iterator[None]:
-        """The whole tour. Each `yield` lets the screen and the user act."""
+        """Play the whole tour. Each `yield` lets the screen and the user act."""
         refuse(self.session)
         self.state.tour = TourText(0, 0, "", "", hint=COMES)
         while self.state.view.stage != "ready":
@@ -184,7 +170,7 @@ class Tour:
             yield from self._until_a_word()
 
     def _play_scene(self) -> Iterator[None]:
-        """Obey the story's lines. If it is late, nothing is obeyed, and nothing waited for."""
+        """Run the story's lines. If it is late, skip lines and waits."""
         self._set_stage()
         yield from self._until_a_look()
         for line in self.scene.story(self.seen):
@@ -207,7 +193,7 @@ class Tour:
             yield
 
     def _until_quiet(self) -> Iterator[None]:
-        """Until the view shows the effect of all lines."""
+        """Wait until the view shows the effect of all lines."""
         while not self.seen.late:
             yield from self._until_a_look()
             if self.session.handled and not self.state.view.stepping:
@@ -253,7 +239,7 @@ class Tour:
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
         self._say(question.text, hint, answers=answers, asks=True)
         yield from self._until_a_word()
-        self._began = self._now()  # however late the stage was, the run has time of its own
+        self._began = self._now()  # the run has a time limit of its own
         self._runs = True
         self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
         yield from self._until_a_look()
@@ -269,12 +255,12 @@ class Tour:
         )
 
     def _give_up(self, why: str) -> None:
-        """The scene did not come off, but the tour goes on."""
+        """Say that the scene failed. The tour goes on."""
         late = f" within {LONGEST:g} s" if self.seen.late else ""
-        self._explain(f"This scene did not come off{late}: {clean(why)}.")
+        self._explain(f"This scene failed{late}: {clean(why)}.")
 
     def _explain(self, text: str, **more: object) -> None:
-        # Other programs make steps slow: then the figures are not only the engine's
+        # Other programs make steps slow, so say it next to figures
         others = others_of(self.state.view)
         note = f" · {others}" if others else ""
         self._say(text, f"enter: go on · esc: leave{note}", **more)
@@ -293,7 +279,7 @@ class Tour:
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
-    """The right answer, and whether the user's was the same."""
+    """The correct answer, and whether the user guessed it."""
     if not 1 <= right <= len(answers):
         return "None of the answers came true."
     said = f"{right}, {answers[right - 1]}."
@@ -305,7 +291,7 @@ def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
 def line_of(file: str, name: str) -> str:
     """Where a function begins: "sched.py:234  Scheduler._admit"."""
     begins = None
-    with suppress(OSError, UnicodeError):  # somebody is changing the file just now
+    with suppress(OSError, UnicodeError):  # the file is being changed
         text = (ROOT / file).read_text(encoding="utf-8")
         begins = re.search(rf"^ *(def|static void) {name.rpartition('.')[2]}\(", text, re.MULTILINE)
     line = f":{text.count(chr(10), 0, begins.start()) + 1}" if begins else ""
@@ -316,7 +302,7 @@ def line_of(file: str, name: str) -> str:
 
 
 def draw(state: State, on: Canvas) -> None:
-    """The tour's words: a heading, a text, and as much of the rest as there is room for."""
+    """Draw the tour: a heading, a text, and as much of the rest as fits."""
     told = state.tour
     if told is None:
         return
@@ -335,7 +321,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_answers(told: TourText, on: Canvas) -> None:
-    """As many answers in a line as find room. Each can be clicked."""
+    """Draw answers, as many per line as fit. Each can be clicked."""
     pen = None
     for number, answer in enumerate(told.answers, 1):
         text = shorten(f"{number} {answer}", on.width - 4)
@@ -364,7 +350,7 @@ def obey(session: PageSession, rest: str) -> str:
 
 
 def look(session: PageSession) -> bool:
-    """The tour goes on. A wish from before the model was there may be refused now."""
+    """Advance the tour. One that was asked for while the model loaded may be refused now."""
     state = session.state
     told = state.tour
     try:
@@ -376,7 +362,7 @@ def look(session: PageSession) -> bool:
 
 
 def press(state: State, act: Callable[[Tour], None]) -> None:
-    """A key: the tour does something."""
+    """A key of the tour."""
     act(state.kept["tour"])
 
 
@@ -392,7 +378,7 @@ PAGE = Page(
     "tour",
     "T",
     "Tour",
-    "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
+    "a tour of eight scenes: each asks what will happen next, runs it, and explains it",
     draw,
     obey=obey,
     pane=draw,
@@ -406,7 +392,7 @@ PAGE = Page(
 
 
 def run_plain_tour(session: PageSession) -> int:
-    """The tour as lines: each question, a guess from standard input, and the explanation."""
+    """Run the tour in lines: each question, a guess from standard input, the explanation."""
     tour = Tour(session)
     told: TourText | None = None
     while session.state.tour:
@@ -426,7 +412,7 @@ def run_plain_tour(session: PageSession) -> int:
 
 
 def in_lines(told: TourText) -> list[str]:
-    """The tour's words, for the plain log."""
+    """What the tour says, for the plain log."""
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
     lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []
@@ -437,7 +423,7 @@ def in_lines(told: TourText) -> list[str]:
 
 
 def answer(tour: Tour, line: str) -> None:
-    """A line of standard input: a number is a guess, q leaves, and an empty one goes on."""
+    """Take a line of standard input: a number is a guess, q leaves, an empty line goes on."""
     word = line.strip().lower()
     if word in ("q", "quit", "/quit", "esc", "\x1b"):
         tour.leave()

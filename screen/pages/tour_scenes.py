@@ -1,18 +1,9 @@
-"""The scenes of the tour: eight questions, each asked and answered by an engine that runs.
+"""The scenes of the tour: eight questions, answered by the running engine.
 
-The problem. A screen shows the work of an engine, and no reasons. On the first day, a reader does
-not know where to look in a timeline, and reads past every surprise.
-
-The way out. Each scene stops the engine, asks a question, goes on, and explains the answer by the
-figures of this very run. A scene is a story, read from top to bottom: a generator of lines that a
-user could type as well, with waits between, a `Question` in the middle, and an `Explanation` at
-the end.
-
-What this file keeps. No figure is written down here: all are read from the steps and the requests
-of the scene. Where a run lacks the scene's subject, the story raises a ValueError, and the tour
-goes on.
-
-Where next: `tour.py`, the player of the scenes.
+A scene is a story read from top to bottom: a generator of lines that a user could type, with waits
+between them, a `Question` in the middle and an `Explanation` at the end. All figures come from the
+steps and requests of the scene; if a run does not show the scene's subject, the story raises a
+ValueError and the tour goes on.
 """
 
 from __future__ import annotations
@@ -41,10 +32,10 @@ STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROE
 
 # --- the parts of a scene -----------------------------------------------------------------------
 
-# Between the lines of a story: go on when the view shows the effect of all lines
+# In a story: go on when the view shows the effect of all lines
 WAIT = "wait"
 STOP = "stop"  # the same, and pause before
-BACK = "←"  # the cursor was put on a step: no line, but the name of a key for the same
+BACK = "←"  # the cursor was put on a step; shown as a key, not run as a line
 
 
 class Question(NamedTuple):
@@ -53,8 +44,8 @@ class Question(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    right: int  # the answer that came true, from 1
-    text: str  # in two lines of a small screen
+    right: int  # the correct answer, from 1
+    text: str  # fits in two lines of a small screen
 
 
 class Sight:
@@ -62,12 +53,12 @@ class Sight:
 
     def __init__(self, state: State):
         self.state = state
-        # All steps up to this one, and all requests up to `newest`, were there before
+        # Steps up to this one and requests up to `newest` are older than the scene
         self.first = state.history[-1].step if state.history else 0
         self.newest = max(state.requests, default=0)
         self.earlier = state.view.finding
         self.guess: int | None = None  # from 1
-        self.late = False  # the run took too long, and is cut short
+        self.late = False  # the run took too long and is cut short
         self.hurries = False  # at full speed
 
     @property
@@ -81,7 +72,7 @@ class Sight:
 
     @property
     def open(self) -> int:
-        """How many of the requests have not ended."""
+        """Number of requests that have not ended."""
         return sum(request.reason is None for request in self.requests)
 
     @property
@@ -96,27 +87,27 @@ class Sight:
 
     @property
     def found(self) -> Finding | None:
-        """The findings of the newest experiment in this scene."""
+        """The findings of this scene's newest experiment."""
         experiment = self.state.view.finding
         return None if experiment is self.earlier else experiment
 
     def decodes(self, rows: int) -> list[Column]:
-        """The steps with so many decoding rows, and nothing else."""
+        """The steps that only decoded this many rows."""
         return [c for c in self.columns if len(c.view.decode) == rows and not c.view.prefill]
 
     def has_decoded(self, rows: int, steps: int) -> bool:
-        """So many steps with so many decoding rows, unless too many answers have ended before."""
+        """Whether there were enough such steps, or too few answers are left."""
         return self.open < rows or len(self.decodes(rows)) >= steps
 
     def usual(self, rows: int) -> float:
-        """The time of such a step without an interruption."""
+        """The time of such a step without interruption."""
         times = [column.view.seconds for column in self.decodes(rows)]
         if not times:
             raise ValueError("no step was seen that could be compared")
         return undisturbed(times, one_in=8)
 
     def until(self, is_ready: Callable[[], bool], each: str = WAIT) -> Iterator[str]:
-        """Wait. Meanwhile the line `each` is obeyed again and again, but not at full speed."""
+        """Wait, running the line `each` repeatedly unless at full speed."""
         yield WAIT
         while not (self.late or is_ready()):
             if each != WAIT and not self.hurries:
@@ -127,8 +118,7 @@ class Sight:
         yield from self.until(lambda: not self.state.view.busy)
 
     def back_to(self, column: Column) -> str:
-        """Put the cursor on a step, so a reader sees the subject of the text. The steps before are
-        in sight, too."""
+        """Put the cursor on the step that the text is about."""
         state = self.state
         state.zoom = 1
         state.look_at(state.index_of(column.step))
@@ -143,15 +133,15 @@ class Scene(NamedTuple):
     """A row of the table."""
 
     title: str
-    place: tuple[str, str]  # file and function of the decision
+    place: tuple[str, str]  # file and function that decides
     story: Callable[[Sight], Story]
-    prompts: Sequence[tuple[str, int]] = BURST  # for a burst, with the longest answer of each
+    prompts: Sequence[tuple[str, int]] = BURST  # of a burst, with max tokens
 
 
-# --- the price of a row more ----------------------------------------------------------------------
+# --- the cost of another row ----------------------------------------------------------------------
 
-WATCHED = 16  # steps of a kind, slowly
-TIMED = 64  # and so many in all, for the usual time
+WATCHED = 16  # steps of a kind, in slow motion
+TIMED = 64  # steps of a kind in all, for the usual time
 
 
 def tell_rows(seen: Sight) -> Story:
@@ -187,8 +177,8 @@ def tell_rows(seen: Sight) -> Story:
 
 
 def watch(seen: Sight, rows: int) -> Story:
-    """So many rows, slowly and then fast. Then the cursor stands on a step of the usual time: the
-    newest before a pause is often slower."""
+    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual time:
+    the last before a pause is often slower."""
     yield "/slow 10"
     yield "/resume"
     yield from seen.until(lambda: seen.has_decoded(rows, WATCHED))
@@ -204,7 +194,7 @@ def watch(seen: Sight, rows: int) -> Story:
 
 
 def last_in_line(seen: Sight) -> RequestView:
-    """The longest prompt of those without a slot."""
+    """The longest queued prompt."""
     waiting = seen.requests[seen.slots :]
     if not waiting:
         raise ValueError("no prompt had to wait")
@@ -212,7 +202,7 @@ def last_in_line(seen: Sight) -> RequestView:
 
 
 def faults(seen: Sight) -> tuple[float, float, float]:
-    """The line, its own prompt, its neighbours: seconds up to the first token."""
+    """Seconds to the first token: queue, own prompt, neighbours."""
     r = last_in_line(seen)
     if r.metrics.ttft_s is None:
         raise ValueError(f"r{r.id} has no first token yet")
@@ -259,15 +249,15 @@ def tell_fault(seen: Sight) -> Story:
 
 
 def drops(seen: Sight) -> list[Drop]:
-    """The elephants of this scene."""
+    """The long prompts of this scene."""
     return [drop for drop in seen.found.drops if drop.request > seen.newest] if seen.found else []
 
 
-def tell_elephant(seen: Sight) -> Story:
+def tell_long_prompt(seen: Sight) -> Story:
     yield STOP
     yield Question(
-        f"Up to {max(1, seen.slots - 2)} chats will decode, a token each in every step. Then comes an "
-        "elephant, a prompt as long as a slot. What will the chats feel while it is read?",
+        f"Up to {max(1, seen.slots - 2)} chats will decode, a token each in every step. Then comes a "
+        "prompt as long as a slot. What will the chats feel while it is read?",
         (
             "nothing comes until it is read",
             "each token comes a little later",
@@ -276,17 +266,17 @@ def tell_elephant(seen: Sight) -> Story:
     )
     yield "/slow 32"
     least, most = seen.state.view.made_with.budgets
-    yield f"/elephant {least} {most}"
+    yield f"/long {least} {most}"
     yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.experimenting)
     yield STOP
     found = drops(seen)
     if len(found) < 2:
-        raise ValueError("the elephants were not read to their end")
+        raise ValueError("the long prompts were not read to their end")
     yield explained(found)
 
 
 def explained(found: list[Drop]) -> Explanation:
-    """Each drop is compared with the gaps just before it, and the answer with the widest one."""
+    """Compare each long prompt with the gaps just before it."""
     widest = max(found, key=lambda drop: drop.widest)
     right = 2 if widest.gap > 1.1 * widest.quiet_gap else 3
     if max(drop.steps_between for drop in found) > 2:
@@ -301,7 +291,7 @@ def explained(found: list[Drop]) -> Explanation:
     short = found[0].short
     if short:
         said = f"A short prompt in its middle took {count(short.steps, 'step')}"
-        told.insert(1, f"{said}; its rest took {short.elephant_steps:,}.")
+        told.insert(1, f"{said}; its rest took {short.long_steps:,}.")
     return Explanation(right, " ".join(told))
 
 
@@ -324,7 +314,7 @@ def lone(seen: Sight) -> RequestView:
 
 
 def firsts(seen: Sight) -> dict[str, int]:
-    """By policy: the step that brings Ben's first token. One policy ran, the others are replays."""
+    """The step of Ben's first token by policy: one was run, the others are replayed."""
     r = lone(seen)
     state = seen.state
     limits = state.view.engine.limits
@@ -406,13 +396,13 @@ def tell_ghosts(seen: Sight) -> Story:
 
 
 def glasses(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
-    """By number of tokens: what was seen under glass."""
+    """What the token inspector showed, by number of tokens."""
     id = seen.requests[0].id
     return {said: glass for (request, said), glass in seen.state.glass.items() if request == id}
 
 
 def ban_in(glass: Sequence[tuple[str, float, bool]]) -> float:
-    """The chance of the likeliest other token, if this token was forbidden; else 0."""
+    """The probability of the likeliest other token if it was forbidden, otherwise 0."""
     _, chance, is_allowed = max(glass[1:], key=lambda token: token[1], default=("", 0.0, True))
     return 0.0 if is_allowed else chance
 
@@ -430,7 +420,7 @@ def tell_json(seen: Sight) -> Story:
             "before each token, what does not fit is struck out",
         ),
     )
-    # Where room is short, the answers are in sight, and with them the glass
+    # On a small screen, show the answers with the token inspector
     seen.state.lower = "streams"
     yield from seen.until(lambda: seen.requests[0].reason is not None, each="/step 1")
     yield STOP
@@ -450,9 +440,9 @@ def tell_json(seen: Sight) -> Story:
     struck = sum(ban_in(glass) > 0 for glass in under_glass.values())
     forced = sum(glass[0][1] > 0.999 for glass in under_glass.values())
     yield Explanation(
-        # Each step said one token, none was taken back, and the answer parses
+        # Each step gave one token, none was taken back, and the answer parses
         3 if tokens <= len(seen.columns) + 1 else 1,
-        f"{tokens} tokens in {len(seen.columns)} steps, {len(under_glass)} under glass: at {struck} "
+        f"{tokens} tokens in {len(seen.columns)} steps, {len(under_glass)} inspected: at {struck} "
         "the likeliest was forbidden (✗), its chance set to 0 before the choice; "
         f"{forced} times a single one was allowed. "
         f"Said: {' '.join(clean(r.text).split())}",
@@ -542,7 +532,7 @@ def tell_broken(seen: Sight) -> Story:
 SCENES = (
     Scene("what a row more costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
-    Scene("an elephant among chats", ("sched.py", "Scheduler._chunks"), tell_elephant),
+    Scene("a long prompt among chats", ("sched.py", "Scheduler._chunks"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),

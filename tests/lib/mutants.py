@@ -32,6 +32,7 @@ GRAMMAR = "tests/text/test_grammar.py"
 TRIALS = "tests/text/test_sandbox.py"
 LESSONS = "tests/screen/test_lessons.py"
 TOTALS = "tests/screen/test_totals.py"
+COLUMNS = "tests/screen/test_step_columns.py"
 
 CORE = [
     # --- sched.py
@@ -373,7 +374,7 @@ SCREEN = [
         "screen/step_columns.py",
         "return rows - prompt + 1 if rows >= prompt > 0 else 0",
         "return rows - prompt if rows >= prompt > 0 else 0",
-        "tests/screen/test_keys.py::test_back_in_time_an_answer_shows_just_the_letters_that_had_come",
+        "tests/screen/test_keys.py::test_back_in_time_an_answer_is_cut_where_it_was",
     ),
     Mutant(
         "screen/draw/style.py",
@@ -385,25 +386,25 @@ SCREEN = [
         "screen/draw/charts.py",
         "dear}, and yield {many / few / cost:.2f}",
         "dear}, and yield {many / few * cost:.2f}",
-        f"{LESSONS}::test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words",
+        f"{LESSONS}::test_why_batching_pays_by_rows",
     ),
     Mutant(
         "screen/recording.py",
         "step=step.step - first + 1",
         "step=step.step - first",
-        "tests/screen/test_recording.py::test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers",
+        "tests/screen/test_recording.py::test_a_race_is_recorded_as_two_runs",
     ),
     Mutant(
         "screen/chat_history.py",
         "if not (turn.is_dropped or turn.request.error):",
         "if not turn.request.error:",
-        "tests/screen/test_conversation_page.py::test_what_does_not_fit_waits_and_drop_or_new_makes_room",
+        "tests/screen/test_conversation_page.py::test_a_question_that_does_not_fit_waits_for_drop_or_new",
     ),
     Mutant(
         "screen/remote_client.py",
-        "                self._life += 1\n",
+        "                self._epoch += 1\n",
         "",
-        "tests/screen/test_watch.py::test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next",
+        "tests/screen/test_watch.py::test_a_lost_server_is_shown_and_reconnected",
     ),
     Mutant(
         "tui.py",
@@ -415,7 +416,37 @@ SCREEN = [
         "tui.py",
         "    cli.say(state.view.error or state.printed)\n    return 2",
         "    cli.say(state.view.error or state.printed)\n    return 1",
-        "tests/screen/test_keys.py::test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2",
+        "tests/screen/test_keys.py::test_a_model_that_cannot_be_loaded_gives_exit_code_2",
+    ),
+    Mutant(
+        "screen/step_columns.py",
+        "rows[slot] += not is_ghost",
+        "rows[slot] += 1",
+        f"{COLUMNS}::test_a_ghost_fills_no_row",
+    ),
+    Mutant(
+        "screen/stats.py",
+        "tokens = len(step.view.decode) - len(step.view.ghosts)",
+        "tokens = len(step.view.decode)",
+        f"{COLUMNS}::test_a_ghost_is_no_gap_between_two_tokens",
+    ),
+    Mutant(
+        "screen/state.py",
+        "later = sum(r.ended > moment for r in self.ended)",
+        "later = sum(r.ended >= moment for r in self.ended)",
+        f"{COLUMNS}::test_back_in_time_only_earlier_ends_count",
+    ),
+    Mutant(
+        "screen/state.py",
+        "self.selected %= len(self.view.engine.slots)",
+        "self.selected = min(slot, len(self.view.engine.slots) - 1)",
+        f"{COLUMNS}::test_after_the_last_slot_the_first_is_selected",
+    ),
+    Mutant(
+        "screen/draw/charts.py",
+        "    few = min(costs)\n",
+        "    few = next(iter(costs))\n",
+        f"{COLUMNS}::test_the_cost_of_a_row_in_words",
     ),
 ]
 MUTANTS = [*CORE, *SERVER, *PLAIN_TEXT, *SCREEN]

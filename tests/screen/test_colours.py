@@ -51,7 +51,7 @@ def test_thoughts_are_dim_and_calls_stand_out():
     assert colours == [Color.parse(colour).hex.lower() for colour in (p.muted, p.text, p.accent)]
 
 
-def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
+def test_a_thought_opened_by_the_prompt_is_dim():
     """It became dim at its end, when the mark came."""
     p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
     for is_thinking, colour in ((True, p.muted), (False, p.text)):
@@ -75,7 +75,7 @@ def test_prefill_can_be_seen_on_light_and_on_dark():
             )
 
 
-def test_d_changes_between_dark_and_light_and_everything_follows():
+def test_d_toggles_dark_and_light():
     async def scenario(it):
         dark = it.app.palette
         await it.press("d")

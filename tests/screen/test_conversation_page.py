@@ -55,7 +55,7 @@ def seen(it: Show) -> str:
     return " ".join(it.text().split())
 
 
-def test_typing_leads_to_the_conversation_and_a_question_goes_on_with_what_was_said():
+def test_typing_opens_the_conversation():
     """Told a name and asked for it, the model said another."""
 
     async def scenario(it):
@@ -69,7 +69,7 @@ def test_typing_leads_to_the_conversation_and_a_question_goes_on_with_what_was_s
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_on_the_panes_and_without_a_template_each_prompt_stands_alone():
+def test_prompts_are_independent_on_the_panes_or_without_a_template():
     async def scenario(it):
         await it.press("i", *"one", "enter", *"two", "enter", turns=2)
         assert len(it.stage.state.chats.all) == 2 and "Slots" in it.text()
@@ -81,7 +81,7 @@ def test_on_the_panes_and_without_a_template_each_prompt_stands_alone():
     show(scenario, size=(120, 40))
 
 
-def test_a_question_waits_for_the_answer_before_and_escape_stops_that_and_gives_it_back():
+def test_a_question_waits_and_escape_returns_it():
     async def scenario(it):
         await it.press("i", *"one", "enter", turns=4)
         await it.press(*"two", "enter", turns=1)
@@ -106,7 +106,7 @@ def test_a_question_waits_for_the_answer_before_and_escape_stops_that_and_gives_
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_while_paused_escape_leaves_the_box_and_the_question_stays():
+def test_escape_while_paused_keeps_the_question():
     """The footer offered space to go on, and Esc, the way to that key, threw the question away."""
 
     async def scenario(it):
@@ -119,7 +119,7 @@ def test_while_paused_escape_leaves_the_box_and_the_question_stays():
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_several_conversations_run_at_once_and_a_key_leads_from_one_to_the_next():
+def test_several_conversations_run_at_once():
     async def scenario(it):
         await it.press("i", *"one", "enter", turns=4)
         await it.press(*"/new", "enter", *"two", "enter", turns=4)
@@ -136,7 +136,7 @@ def test_several_conversations_run_at_once_and_a_key_leads_from_one_to_the_next(
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_a_system_message_leads_and_stays_and_the_last_question_is_asked_again():
+def test_system_message_and_asking_again():
     async def scenario(it):
         await it.press("i", *"/system Be brief.", "enter", turns=0)
         await ask(it, 'Say "x".')
@@ -154,7 +154,7 @@ def test_a_system_message_leads_and_stays_and_the_last_question_is_asked_again()
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
+def test_a_question_that_does_not_fit_waits_for_drop_or_new():
     """Nothing is cut in silence, and what is forgotten is marked."""
     filler = "x" * 70
 
@@ -185,7 +185,7 @@ def test_what_does_not_fit_waits_and_drop_or_new_makes_room():
     show(scenario, Talking(max_len=256), size=(120, 40))
 
 
-def test_what_is_typed_while_the_model_loads_begins_the_conversation():
+def test_text_typed_while_loading_begins_the_conversation():
     async def scenario(it):
         await it.pilot.press("i", "ctrl+u", *"one", "enter", *"two", "enter")
         it.stage.client.load()
@@ -197,7 +197,7 @@ def test_what_is_typed_while_the_model_loads_begins_the_conversation():
 
 
 @at_every_size
-def test_a_conversation_is_drawn_large_with_a_strip_of_the_engine(size):
+def test_the_conversation_with_a_strip_of_the_engine(size):
     async def scenario(it):
         await it.press("i", turns=0)
         await ask(it, 'Say "**Three** things:\n\n1. one\n2. `two`".')
@@ -236,7 +236,7 @@ def test_thoughts_are_dim_and_folded_when_they_are_over():
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_the_conversation_goes_back_in_time_and_is_scrolled():
+def test_the_conversation_goes_back_in_time_and_scrolls():
     async def scenario(it):
         it.stage.session.obey("/set max=240")
         await it.press("i", turns=0)
@@ -287,7 +287,7 @@ def written(text: str, width: int = 60, grows: bool = False) -> list[str]:
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
-def test_no_link_of_an_answer_opens_and_no_word_of_it_is_hidden():
+def test_links_of_an_answer_do_not_open_and_nothing_is_hidden():
     seen = 0
     for text in HOSTILE:
         for line in lines_of(text, 40, style.LIGHT, style.LIGHT.text, False):
@@ -304,7 +304,7 @@ def test_no_link_of_an_answer_opens_and_no_word_of_it_is_hidden():
     assert written(HOSTILE[3]) == [" [ref]: http://hidden.example"]
 
 
-def test_an_answer_that_grows_is_drawn_as_the_whole_of_it_but_for_its_last_block():
+def test_a_growing_answer_is_drawn_like_the_whole():
     text = "# Head\n\nTwo\nlines.\n\n* a\n* b\n\n  more of b\n\n```python\nx = 1\n\ny = 2\n```\n\n1. one\n\n2. two"
     whole = written(text)
     assert [line.strip() for line in whole if line.strip()] == (

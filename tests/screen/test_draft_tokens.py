@@ -23,7 +23,7 @@ def drafting(seed: int = 3) -> Stage:
     return stage.finish()
 
 
-def test_cells_with_draft_tokens_say_how_many_tokens_came_and_how_many_rows_were_wasted():
+def test_cells_show_the_tokens_of_draft_steps():
     stage = drafting()
     state = stage.state
     known = [column for column in state.history if column.view.drafts]

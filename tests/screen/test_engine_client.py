@@ -18,7 +18,7 @@ from screen.remote_client import RemoteEngineClient
 
 
 @pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
-def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_steps(wish):
+def test_prompts_are_tokenized_in_the_callers_thread(wish):
     """A template that took long held up the steps of all."""
     stage, read = Stage().load(), []
     ask = stage.engine.text.ask
@@ -32,7 +32,7 @@ def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_s
     assert stage.state.requests and read == before
 
 
-def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_prefill():
+def test_panes_agree_while_paused_and_stepping():
     """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
     prefill."""
     stage = Stage().load()
@@ -59,7 +59,7 @@ def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_
     assert min(seen["prefill"], seen["decode"], seen["held"]) > 10
 
 
-def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
+def test_a_pause_reads_the_step_in_flight_first():
     """That step has taken its time, too."""
     stage = Stage().load()
     stage.session.obey("/burst 4")
@@ -75,7 +75,7 @@ def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
     assert stage.state.view.engine.now == newest.ended
 
 
-def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake():
+def test_a_steady_load_lets_a_paused_loop_sleep():
     """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
     stage = Stage().load()
     stage.session.obey("/load 5")
@@ -92,7 +92,7 @@ def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake
     assert 0 < stage.client.loop.turn() <= 0.25
 
 
-def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_ones_do_not():
+def test_only_the_first_burst_of_the_demo_runs_slowly():
     async def scenario(it):
         it.stage.session.eases = True
         await it.press("b", turns=2)
@@ -121,7 +121,7 @@ def test_the_first_bursts_slow_motion_can_be_left(leave):
 
 
 @at_every_size
-def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
+def test_minus_and_plus_change_the_speed(size):
     async def scenario(it):
         await it.press("minus")
         assert it.stage.state.view.slow == 16
@@ -140,7 +140,7 @@ def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
     show(scenario, size=size)
 
 
-def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then():
+def test_the_footer_in_slow_motion():
     """Pause, View and Slower gave way to Policy, Compare and Race."""
     stage = Stage().load()
     stage.session.obey("/slow 16")
@@ -166,7 +166,7 @@ def test_a_steady_load_comes_at_its_rate_and_stops():
     assert stage.engine.sched.submitted == count and count > 0
 
 
-def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
+def test_a_refused_prompt_comes_back_into_the_box():
     async def scenario(it):
         await it.press("i", *"xyz", turns=0)
         it.app.prompt.put("x" * 2600)
@@ -224,7 +224,7 @@ class Tried(Experiment):
         self.run = run
 
 
-def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_none():
+def test_an_experiment_advances_between_steps():
     stage, asks = Stage().load(), stage_asks(3)
 
     def experiment(client):
@@ -245,7 +245,7 @@ def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_no
 
 
 @pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
-def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
+def test_an_experiment_that_is_cut_short_undoes_its_changes(end, caplog):
     stage = Stage().load()
     budget = stage.engine.sched.budget
 
@@ -277,7 +277,7 @@ def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
     stage.finish()
 
 
-def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
+def test_an_experiment_is_refused_next_to_another_or_to_clients():
     stage = Stage().load()
 
     def experiment(client):
@@ -295,7 +295,7 @@ def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
             stage.session.run_experiment("experiment", Tried(experiment))
 
 
-def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
+def test_the_log_has_the_findings_of_an_experiment_only():
     stage, written = Stage().load(), []
     log = commands.PlainLog(stage.session, written.append)
     asks = [ask._replace(mute=True) for ask in stage_asks(20)]
@@ -325,7 +325,7 @@ def stage_asks(count: int) -> list[workload.Ask]:
     return [workload.Settings().ask(f"prompt {i}", 8) for i in range(count)]
 
 
-def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
+def test_a_steady_load_that_fills_the_queue_is_turned_off():
     """Each prompt that found no room was a fault of its own, for as long as the load went on."""
     stage = Stage().load()
     stage.engine.sched.max_queue = 20
@@ -341,7 +341,7 @@ def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
 
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
-def test_a_steady_load_rests_while_a_trial_runs_and_makes_up_for_nothing(order):
+def test_a_steady_load_pauses_during_an_experiment(order):
     """Some experiments were refused under a load. And behind a race came all that would have come
     meanwhile, at once."""
     stage = Stage().load()
@@ -362,7 +362,7 @@ def test_a_steady_load_rests_while_a_trial_runs_and_makes_up_for_nothing(order):
     assert stage.engine.sched.submitted - before > 4
 
 
-def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
+def test_ended_requests_are_dropped_from_our_own():
     """After each step all of them were asked, and a step took a millisecond more."""
     stage = Stage().load()
     dice = random.Random(5)
@@ -383,7 +383,7 @@ def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
     assert not stage.client.own
 
 
-def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
+def test_watchers_see_the_prompt_as_typed():
     """A server's page and a screen elsewhere were told "5 token ids"."""
     stage = Stage().load()
     stage.session.obey("Hello")
@@ -392,7 +392,7 @@ def test_those_who_watch_elsewhere_see_a_prompt_as_it_was_typed():
     assert request.prompt == "Hello"
 
 
-def test_a_race_whose_prompts_cannot_be_read_is_refused_at_once():
+def test_a_race_with_an_unreadable_prompt_is_refused():
     """It was announced, and ended before its first step."""
     stage = Stage().load()
 
@@ -415,7 +415,7 @@ def test_both_clients_have_every_method_of_the_protocol(kind):
     assert isinstance(kind.news, property)
 
 
-def test_a_remote_client_refuses_what_would_change_the_engine_for_others():
+def test_a_remote_client_refuses_engine_commands():
     client = RemoteEngineClient("http://127.0.0.1:1")
     for command, *arguments in (("pause", True), ("set_budget", None), ("switch", "")):
         with pytest.raises(ValueError, match="only watches"):

@@ -14,7 +14,7 @@ from screen.pages import error_log
 from screen.state import State
 
 
-def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
+def test_a_failed_step_is_reported_with_its_place():
     async def scenario(it):
         it.stage.session.obey("one")
         await it.turns(5)
@@ -35,7 +35,7 @@ def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
     show(scenario, size=(120, 40))
 
 
-def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
+def test_ten_thousand_faults_are_a_few_warnings():
     """Each was a toast of its own, and with some thousand of them Textual stood still."""
 
     async def scenario(it):
@@ -52,7 +52,7 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
     show(scenario, size=(120, 40))
 
 
-def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
+def test_the_newest_tracebacks_are_kept():
     """All were kept, for as long as the screen was open."""
 
     told = []
@@ -73,7 +73,7 @@ def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
     show(scenario, size=(120, 40))
 
 
-def test_without_a_failure_the_page_of_tracebacks_says_so():
+def test_the_page_of_errors_without_a_failure():
     async def scenario(it):
         it.stage.session.obey("one")
         await it.press("E")
@@ -83,7 +83,7 @@ def test_without_a_failure_the_page_of_tracebacks_says_so():
 
 
 @at_every_size
-def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monkeypatch, caplog):
+def test_a_pane_that_raises_shows_its_error(size, monkeypatch, caplog):
     def broken(state, on):
         on.pen().put("?", on.no_such_colour)
 
@@ -106,7 +106,7 @@ def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monk
     assert len(caplog.records) == 1
 
 
-def test_tracebacks_go_to_the_terminal_again_when_the_screen_is_left(caplog):
+def test_tracebacks_go_to_the_terminal_after_the_screen(caplog):
     async def scenario(it):
         await it.turns()
 
@@ -136,7 +136,7 @@ def test_a_traceback_of_any_width_fits_its_page(width):
     )
 
 
-def test_a_notice_whose_time_is_over_when_the_screen_has_gone_is_no_fault():
+def test_a_notice_that_outlives_the_screen_is_no_fault():
     """Its timer may come while the program ends: a traceback instead of a clean end."""
     apps = []
 
@@ -149,7 +149,7 @@ def test_a_notice_whose_time_is_over_when_the_screen_has_gone_is_no_fault():
     apps[0].hush(stage.state.said)
 
 
-def test_a_request_that_has_failed_without_a_traceback_is_on_the_page_of_errors():
+def test_failed_requests_are_on_the_page_of_errors():
     """After a NaN the page said that nothing had failed."""
     stage = Stage().load()
     stage.session.obey("one")

@@ -42,7 +42,7 @@ def demo() -> Stage:
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
+def test_survivors_answer_as_alone_on_a_real_model(demo, what):
     found = broken(demo, what)
     in_slots = [each for each in found.witnesses if each.where.startswith("slot")]
     ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1]}[what]
@@ -62,7 +62,7 @@ def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     assert errors == ({said[what]} if what in said else set())
 
 
-def test_nan_is_written_over_nothing_that_another_prompt_may_take_over(demo):
+def test_nan_spares_rows_that_may_be_shared(demo):
     """Rows of a prompt are given to others that begin alike: these would be NaN, too, and
     rightly."""
     found = broken(demo, "nan")
@@ -88,7 +88,7 @@ def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
 # --- with an engine of words --------------------------------------------------------------------
 
 
-def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
+def test_an_exception_ends_only_the_requests_in_its_step():
     stage = Stage().load()
     found = broken(stage, "step")
     assert len(found.witnesses) == 12
@@ -99,7 +99,7 @@ def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
     assert found.did.startswith("step ") and type(stage.engine.runner) is WordRunner
 
 
-def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
+def test_the_planted_traceback_is_on_the_page_of_errors():
     async def scenario(it):
         await it.press("K")
         assert "an exception in the next step" in it.text()
@@ -113,7 +113,7 @@ def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
     show(scenario, size=(120, 40))
 
 
-def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
+def test_a_users_requests_are_the_witnesses_if_there_are_enough():
     stage = Stage().load()
     stage.session.obey("/set max=60 temperature=0.9")
     for i in range(10):
@@ -130,7 +130,7 @@ def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
 
 
 @pytest.mark.parametrize(("wrong", "words"), [("bits", "✗ other bits"), ("token", "✗ other words")])
-def test_answers_that_change_with_their_company_are_reported(wrong, words):
+def test_changed_answers_are_reported(wrong, words):
     stage = Stage().load()
     stage.engine.is_batch_invariant = False
     turned_by_company(stage, 5, wrong)
@@ -228,7 +228,7 @@ def test_the_page_is_as_drawn(what):
     show(scenario, size=(120, 40))
 
 
-def test_before_anything_was_broken_the_page_says_what_it_does():
+def test_the_page_before_any_fault():
     async def scenario(it):
         await it.press("K")
         text = it.text()
@@ -265,7 +265,7 @@ def test_no_line_of_the_page_is_longer_than_the_page(width):
     assert seen > 200
 
 
-def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
+def test_the_log_of_a_fault_injection():
     stage, lines = Stage().load(), []
     log = commands.PlainLog(stage.session, lines.append)
     log.obey("/break client")
@@ -283,7 +283,7 @@ def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
     ]
 
 
-def test_a_failed_step_stands_in_all_lanes_of_the_timeline_and_says_so():
+def test_a_failed_step_fills_its_column():
     """The numbers went from 7 to 9, and nothing told that a step had failed between them."""
     stage = Stage().load()
     broken(stage, "step")

@@ -21,7 +21,7 @@ from screen.workload import Settings
 
 
 @at_every_size
-def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
+def test_a_prompt_may_contain_the_letters_of_keys(size):
     async def scenario(it):
         await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
         assert it.stage.prompt(1) == "quiz xbrpcq"
@@ -34,7 +34,7 @@ def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
     show(scenario, size=size)
 
 
-def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
+def test_enter_fires_the_example_or_opens_the_prompt():
     async def scenario(it):
         await it.press("enter", turns=2)
         assert it.stage.prompt(1) == workload.BURST[0][0]
@@ -50,7 +50,7 @@ def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
     show(scenario)
 
 
-def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
+def test_a_wrong_command_comes_back_with_a_message():
     async def scenario(it):
         await it.press(
             "slash",
@@ -83,7 +83,7 @@ def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
 
 
 @at_every_size
-def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
+def test_b_fires_x_cancels_one_and_X_all(size):
     async def scenario(it):
         await it.press("b", turns=5)
         assert it.stage.engine.sched.submitted == 12 and "queue 4" in it.text()
@@ -120,7 +120,7 @@ def test_space_pauses_and_s_steps(size):
 
 
 @at_every_size
-def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
+def test_policy_and_load_change_live(size):
     async def scenario(it):
         await it.press("p")
         assert it.stage.state.view.engine.policy == "static" and "static" in it.text()
@@ -136,7 +136,7 @@ def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
 
 
 @at_every_size
-def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
+def test_the_cursor_goes_back_in_time(size):
     async def scenario(it):
         await it.press("b", turns=400)
         await it.press("z", turns=0)  # one step a column
@@ -175,7 +175,7 @@ def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
     show(scenario, size=size)
 
 
-def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of_that_step():
+def test_all_panes_go_back_with_the_cursor():
     """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of
     now."""
 
@@ -246,7 +246,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
     show(scenario, size=(120, 40))
 
 
-def test_back_in_time_an_answer_shows_just_the_letters_that_had_come():
+def test_back_in_time_an_answer_is_cut_where_it_was():
     """At full speed its text was known of every look only, ten times a second: "Of al…", of what
     had been "Of all the".
 
@@ -322,7 +322,7 @@ def test_the_charts_cover_the_same_time():
     assert f"mean {work / stage.state.history[-1].ended:.1f} of 8 slots" in batch[0]
 
 
-def test_the_mean_of_first_tokens_says_how_many_still_wait():
+def test_the_mean_ttft_says_how_many_still_wait():
     """Under overload the mean told of those that had got one, and looked good."""
     stage = Stage(slots=2, policy="serial").load()
     stage.session.obey("/burst 12")
@@ -335,7 +335,7 @@ def test_the_mean_of_first_tokens_says_how_many_still_wait():
 
 
 @at_every_size
-def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
+def test_g_goes_from_a_step_to_its_request_and_back(size):
     """A step named a request that could not be opened from there, and a request did not say when it
     had run."""
 
@@ -368,7 +368,7 @@ def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
     show(scenario, size=size)
 
 
-def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
+def test_a_cut_step_pane_can_be_opened():
     """At 80x24 the last lines of a step were missing, without a sign."""
     stage = Stage().load()
     stage.session.obey("/burst 20")
@@ -417,7 +417,7 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
     show(scenario, size=size)
 
 
-def test_words_without_room_beside_the_prompt_are_a_notice():
+def test_a_message_too_long_for_the_prompt_is_a_notice():
     """At 120 columns "a step's budget: at most so many" was cut behind 38 letters."""
 
     async def scenario(it):
@@ -432,7 +432,7 @@ def test_words_without_room_beside_the_prompt_are_a_notice():
     show(scenario, size=(120, 40))
 
 
-def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
+def test_a_race_that_has_not_begun_has_no_scale():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()
     race.shown_in(stage.state).contest = runs.Contest("Race", [], race.RACE_WAITS)
@@ -440,7 +440,7 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     assert "Esc back" in heading and [line.strip() for line in lines] == [race.RACE_WAITS]
 
 
-def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
+def test_a_requested_race_is_shown_at_once():
     """The race before was shown until then; and where nothing ran, the new one was said to wait for
     what runs."""
     stage = Stage().load()
@@ -476,7 +476,7 @@ def test_a_number_and_its_unit_stand_in_one_line():
     ]
 
 
-def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
+def test_the_printed_parts_of_a_step_add_up():
     """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been
     0.01."""
     stage = Stage().load()
@@ -502,7 +502,7 @@ def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
         assert not any(line.endswith(("+", "device", "wait")) for line in lines), lines
 
 
-def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
+def test_the_labels_of_a_steps_time():
     """The bar said "pbui": a word that was cut."""
     stage = Stage().load()
     stage.session.obey("/burst 12")
@@ -556,7 +556,7 @@ def test_help_names_every_key_and_the_words(size):
 
 
 @pytest.mark.parametrize("page", ["question_mark", "t", "h", "f", "r"])
-def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
+def test_i_and_slash_open_the_prompt_from_every_page(page):
     """The box behind the page took all keys from then on, and Esc did not lead back."""
 
     async def scenario(it):
@@ -575,7 +575,7 @@ def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
     show(scenario)
 
 
-def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes_it():
+def test_keys_switch_and_close_pages():
     """It only led back to the main screen, so every key had to be pressed twice."""
 
     async def scenario(it):
@@ -602,7 +602,7 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
     show(scenario)
 
 
-def test_a_pane_that_comes_back_shows_nothing_of_another_time():
+def test_a_pane_that_comes_back_is_fresh():
     """The lines of the page before were seen until the new page was painted."""
 
     async def scenario(it):
@@ -627,7 +627,7 @@ def test_a_picture_of_a_long_page_shows_its_beginning():
     show(scenario)
 
 
-def test_a_page_that_a_command_has_opened_leads_back_to_the_prompt_box():
+def test_a_page_opened_by_a_command_returns_to_the_box():
     async def scenario(it):
         await it.press("slash", *"help", "enter", turns=0)
         assert it.app.page and it.app.focused is None
@@ -659,7 +659,7 @@ def test_a_pause_behind_a_page_is_said_on_the_page():
     show(scenario)
 
 
-def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
+def test_footer_keys_can_be_clicked_while_typing():
     async def scenario(it):
         for typing in (False, True):
             if typing:
@@ -680,7 +680,7 @@ def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
     show(scenario, size=(120, 40))
 
 
-def test_slots_and_columns_can_be_clicked_and_the_wheel_scrolls():
+def test_mouse_clicks_and_wheel():
     async def scenario(it):
         await it.press("b", turns=60)
         await it.pilot.click("#slots", offset=(5, 2 + 4))
@@ -710,7 +710,7 @@ def test_every_action_is_in_the_command_palette():
 
 
 @pytest.mark.parametrize("size", [(120, 40), (10, 3), (1, 1)])
-def test_the_palette_takes_its_keys_at_once_and_in_a_window_without_room(size):
+def test_the_palette_takes_keys_in_a_tiny_window(size):
     """PageUp before it was laid out was a KeyError, and ended the screen."""
 
     async def scenario(it):
@@ -726,7 +726,7 @@ def test_the_palette_takes_its_keys_at_once_and_in_a_window_without_room(size):
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2(broken, capsys):
+def test_a_model_that_cannot_be_loaded_gives_exit_code_2(broken, capsys):
     """The exit code was 0."""
     view = state.View(stage="failed", error="x is cut off") if broken else state.View(stage="ready")
     assert tui.failed(State(view=view)) == (2 if broken else 0)
@@ -760,7 +760,7 @@ def test_the_screen_can_be_left_in_every_state(key, state):
     show(scenario, load=state != "loading")
 
 
-def test_a_paste_of_several_lines_is_one_prompt_of_several_lines():
+def test_a_multiline_paste_is_one_prompt():
     """All lines but the first were lost."""
 
     async def scenario(it):
@@ -819,7 +819,7 @@ def test_set_alone_prints_the_settings():
     )
 
 
-def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
+def test_max_is_cut_to_the_slot():
     """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what
     sampling takes."""
     stage = Stage().load()
@@ -828,7 +828,7 @@ def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
     assert stage.session.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
 
 
-def test_a_key_saves_any_page_with_a_caption_where_the_screen_was_started(tmp_path, monkeypatch):
+def test_P_saves_a_picture_of_any_page(tmp_path, monkeypatch):
     """The palette's picture failed where there was no folder for downloads, and said of no page
     what it shows."""
     monkeypatch.chdir(tmp_path)
@@ -845,7 +845,7 @@ def test_a_key_saves_any_page_with_a_caption_where_the_screen_was_started(tmp_pa
     show(scenario, size=(120, 40))
 
 
-def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
+def test_escape_clears_a_command_but_not_a_prompt():
     """`/set …` stayed in the box."""
 
     async def scenario(it):
@@ -859,7 +859,7 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
     show(scenario)
 
 
-def test_figures_have_commas_and_things_their_plural_everywhere():
+def test_commas_and_plurals():
     """2,552 had a comma here and none there, and there were "1 prompts"."""
     stage = Stage(slots=2, max_len=4096).load()
     assert stage.session.obey("/burst 1") == "1 prompt fired"
@@ -884,7 +884,7 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     )
 
 
-def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
+def test_an_exported_picture_keeps_its_blanks():
     """Runs of non-breaking spaces were misplaced by some viewers, and leading spaces lost by
     others."""
 
@@ -926,7 +926,7 @@ def test_on_a_fresh_screen_the_keys_of_pages_open_them(key):
     show(scenario)
 
 
-def test_tab_completes_commands_and_what_may_stand_behind_them():
+def test_tab_completes_commands_and_arguments():
     async def scenario(it):
         for typed, becomes in (
             ("/po", "/policy "),
@@ -968,7 +968,7 @@ def test_the_help_names_every_command():
             stage.session.obey(f"/{name} {rest}".strip())
 
 
-def test_a_page_of_help_down_is_as_many_lines_as_are_in_sight():
+def test_page_down_scrolls_the_help_by_a_page():
     async def scenario(it):
         await it.press("question_mark")
         last = it.text().splitlines()[-2]
@@ -982,7 +982,7 @@ def test_a_page_of_help_down_is_as_many_lines_as_are_in_sight():
     show(scenario)
 
 
-def test_a_small_screen_shows_what_was_asked_for_until_the_user_chooses():
+def test_a_small_screen_shows_the_requested_pane():
     """At 80x24 there was no answer and no plan in sight before `v` was found."""
 
     async def scenario(it):
@@ -1008,9 +1008,7 @@ def test_the_demo_says_how_far_it_adds():
 
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
-def test_json_begins_paused_where_a_user_looks_on_and_nothing_else_runs(
-    looks_on, runs, monkeypatch
-):
+def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
     """It was over in a quarter of a second, before `s` could follow. A log would wait for ever."""
     stage = Stage().load()
     asked = []

@@ -16,7 +16,7 @@ from screen.draw import step as steps
 from screen.draw.style import PREFILL
 
 
-def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
+def test_the_timeline_shows_each_kind_of_work():
     stage = Stage(slots=3).load()
     # A chunk is 16 tokens, and a step's budget is 32
     for letter, length in (("a", 48), ("b", 64), ("c", 16)):
@@ -25,10 +25,10 @@ def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "┈▒▒▒▒▒█", "▒██████"]
     lines = plain(drawn(timeline.draw_timeline, stage.state, 73, 5))
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ┈2▒▒▒▒█", "  2 ▒3█████"]
-    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
+    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·free ──"), lines
 
 
-def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():
+def test_request_numbers_hide_no_prefill():
     """A prefill of one step has one cell; and "18" beside "19" would be read as 1819."""
     stage = Stage(slots=1).load()
     for _ in range(30):
@@ -71,7 +71,7 @@ def test_why_requests_wait_is_told():
     assert "free slots are shut (static)" in lines[-1] and any("blocked" in line for line in lines)
 
 
-def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
+def test_a_slots_bar_shows_each_kind_of_rows():
     stage = Stage(slots=1, max_len=256).load()
     stage.session.obey("/set max=60")
     stage.session.obey("a" * 64)
@@ -88,7 +88,7 @@ def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
     assert stage.state.owner(0).metrics.cached_tokens == 64
 
 
-def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apart():
+def test_the_ttft_histogram():
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.finish()
@@ -102,7 +102,7 @@ def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apa
     assert "█ continuous" in lines[1] and "▒ static" in lines[1]
 
 
-def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
+def test_why_batching_pays_by_rows():
     """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
     stage = Stage(slots=4).load()
     lines = plain(drawn(charts.draw_cost, stage.state, 60, 12))
@@ -173,7 +173,7 @@ def test_the_rate_is_what_the_steps_delivered():
     assert delivered(began, middle) == pytest.approx(sum(totals) / 2)
 
 
-def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_has_not_seen():
+def test_missed_steps_and_ends_are_counted():
     stage = Stage(slots=1).load()
     for _ in range(700):
         stage.engine.submit([1]).cancel()
@@ -189,7 +189,7 @@ def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_
     assert len(stage.state.faults) == 2 and len(stage.state.ended) == 500
 
 
-def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted():
+def test_missed_steps_are_drawn_as_a_gap():
     """The timeline went on as if nothing had been between, and tokens/s left out what had come
     meanwhile."""
     stage = Stage(slots=2).load()
@@ -223,7 +223,7 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     assert 0 < step_columns.useful_of(history) <= 100
 
 
-def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second():
+def test_no_step_is_missed_at_full_speed():
     """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its
     painting."""
     stage = Stage()
@@ -242,7 +242,7 @@ def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second
     assert len(stage.state.ended) == 90 and not stage.state.faults
 
 
-def test_the_screen_takes_a_tenth_of_a_core_at_most_and_looks_twice_a_second_at_least(monkeypatch):
+def test_the_screens_share_of_a_core_is_bounded(monkeypatch):
     """A picture of 20 ms, ten times a second, is a fifth of a core that the engine needs, too."""
     now, used, looks = Clock(), Clock(), []
     monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))

@@ -60,7 +60,7 @@ def test_a_script_may_be_written_in_capitals(capsys):
         ("bogus", "'bogus' is not a command; there are continuous static"),
     ],
 )
-def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, words, capsys):
+def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
     """`burst-3` and `burst 5` fired 24 prompts; a wrong word did not say which there are."""
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
@@ -87,7 +87,7 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
 
 
-def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
+def test_the_help_names_the_words_of_a_script(capsys):
     """It gave an example, and no more."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--help"])
@@ -117,9 +117,7 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
     ],
     ids=range(4),
 )
-def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(
-    arguments, words, capsys
-):
+def test_an_unusable_file_is_named_with_its_option(arguments, words, capsys):
     """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
@@ -135,7 +133,7 @@ def is_plain(text: str) -> bool:
     return clean(text) == text and "\n" not in text
 
 
-def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
+def test_a_plain_log_has_no_control_characters():
     """A path over HTTP is percent-decoded, and stood in the log as it was."""
     stage = Stage(slots=2).load()
     call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
@@ -209,7 +207,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     )
 
 
-def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
+def test_an_interrupted_log_is_complete():
     stage = Stage().load()
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
@@ -224,7 +222,7 @@ def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
     )
 
 
-def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
+def test_the_log_times_a_policy_switch_by_its_first_step():
     """It was stamped when somebody looked."""
     stage = Stage(slots=2)
     stage.load()
@@ -262,7 +260,7 @@ def test_only_what_has_changed_is_painted():
     show(scenario)
 
 
-def test_no_page_in_a_log_names_a_key_that_a_log_does_not_have():
+def test_pages_in_a_log_name_no_keys():
     """ "Esc back" and "↑↓ scroll" stood in its headings."""
     stage = Stage().load()
     stage.session.obey("/burst 3")
@@ -272,3 +270,9 @@ def test_no_page_in_a_log_names_a_key_that_a_log_does_not_have():
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
     stage.state.view = stage.state.view._replace(door=ServerView("", False, 0, 0, (), (), 0, 0))
     assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]
+
+
+def test_old_names_of_commands_still_work():
+    """Scripts from 0.5 say bill and elephant."""
+    assert commands.orders_of("bill elephant40", logged=True) == [("cost", ""), ("long", "40")]
+    assert keys.split_command("/bill again") == ("cost", "again")

@@ -1,4 +1,4 @@
-"""The budget that is turned while the engine runs, and the elephant that shows what it trades."""
+"""The budget that is turned while the engine runs, and the long prompt that shows what it trades."""
 
 import pytest
 from rich.cells import cell_len
@@ -18,7 +18,7 @@ def costs(stage: Stage, first: int) -> list[int]:
 
 
 @pytest.mark.parametrize("budget", [24, 40, 100])
-def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_then_on(budget):
+def test_a_changed_budget_bounds_the_next_steps(budget):
     stage = Stage().load()
     stage.session.obey("/burst 8")
     stage.turns(2)
@@ -36,7 +36,7 @@ def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_th
     assert stage.state.view.engine.limits == stage.state.view.made_with
 
 
-def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_limits():
+def test_an_impossible_budget_is_refused_with_the_limits():
     stage = Stage().load()
     least, most = stage.state.view.made_with.budgets
     assert (least, most) == (8 + NARROWEST, 8 + WIDEST * 16)
@@ -49,7 +49,7 @@ def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_
         stage.session.obey("/budget many")
 
 
-def test_the_keys_halve_and_double_the_chunk_and_lead_back_to_the_engines_own_budget():
+def test_keys_halve_and_double_the_chunk():
     async def scenario(it):
         engine = it.stage.engine
         engine.sched.chunk, engine.sched.budget = 64, 104
@@ -81,7 +81,7 @@ def turned_run(turn: str) -> Stage:
     return stage.finish()
 
 
-def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
+def test_a_run_with_a_changed_budget_is_not_replayed():
     stage = turned_run("meanwhile")
     step = stage.state.view.turns[-1][0]
     words = f"the budget was turned to 130 in step {step:,}: a replay has only one"
@@ -91,7 +91,7 @@ def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
     assert stage.state.kept["why"][1] == words
 
 
-def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_now():
+def test_a_replay_uses_the_budget_of_its_run():
     """With today's limits the replay had other steps than what ran."""
     replays = {}
     for turn in ("before", "never"):
@@ -112,7 +112,7 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
     assert replays["before", "/budget off"] != replays["never", "/budget off"]
 
 
-def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turned_with_none():
+def test_the_totals_price_each_period_with_its_own_budget():
     """The makespan of an earlier period changed when the budget was turned after it."""
     stage = like_a_cpu(Stage().load())
 
@@ -147,8 +147,8 @@ def test_a_race_and_clients_keep_their_budget():
         stage.state.view = others
         with pytest.raises(ValueError, match=r"no other budget .* clients would suffer"):
             stage.session.obey("/budget 100")
-        with pytest.raises(ValueError, match=r"no elephant .* clients would suffer"):
-            stage.session.obey("/elephant")
+        with pytest.raises(ValueError, match=r"no long prompt .* clients would suffer"):
+            stage.session.obey("/long")
 
 
 def like_a_cpu(stage: Stage) -> Stage:
@@ -198,7 +198,7 @@ def computed(stage: Stage, drop: long_prompt.Drop) -> int:
 
 
 def widest_read(stage: Stage, drop: long_prompt.Drop) -> int:
-    """The most tokens of prompts in a step that reads the elephant."""
+    """The most tokens of prompts in a step that reads the long prompt."""
     steps = [column.view for column in stage.state.history]
     reads = [step for step in steps if long_prompt.read_of(step, drop.request)]
     return max(step.cost - len(step.decode) for step in reads)
@@ -210,10 +210,10 @@ def chats(stage: Stage, drop: long_prompt.Drop) -> int:
     return len(next(step for step in steps if long_prompt.read_of(step, drop.request)).decode)
 
 
-def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_came():
+def test_a_long_prompt_reports_gaps_and_first_token():
     """16 tokens in a step: 1.6 ms more for each chat, and 33 steps until the first token."""
     stage = like_a_cpu(Stage().load())
-    stage.session.obey("/elephant 24 104 520")
+    stage.session.obey("/long 24 104 520")
     finish(stage)
     found = drops(stage)
     assert [drop.budget for drop in found] == ["24", "104", "520"]
@@ -231,20 +231,20 @@ def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_
 
 
 @pytest.mark.parametrize("first", ["shortest", "oldest"])
-def test_the_steps_of_a_short_prompt_next_to_the_elephant_are_counted(first):
-    """No short prompt came while the elephant was read, so nothing showed that it does not wait."""
+def test_the_steps_of_a_short_prompt_are_counted(first):
+    """No short prompt came while the long prompt was read, so nothing showed that it does not wait."""
     stage = like_a_cpu(Stage().load())
     if first == "oldest":
         stage.engine.sched._rest = lambda request: request.id
-    stage.session.obey("/elephant 24")
+    stage.session.obey("/long 24")
     (drop,) = drops(finish(stage))
     short = drop.short
     steps = [column.view for column in stage.state.history]
     reads = [step.step for step in steps if long_prompt.read_of(step, short.request)]
     last = max(step.step for step in steps if long_prompt.read_of(step, drop.request))
-    assert len(reads) == short.steps and last - reads[0] + 1 == short.elephant_steps
+    assert len(reads) == short.steps and last - reads[0] + 1 == short.long_steps
     assert short.steps == {"shortest": 3, "oldest": 13}[first]
-    ends = f"r{drop.request}'s after {short.elephant_steps}."
+    ends = f"r{drop.request}'s after {short.long_steps}."
     said = f"its first token came after {short.steps} steps, {ends}"
     assert said in stage.state.view.finding.lines[-1] and said in " ".join(page(stage).split())
     (lane,) = [line for line in page(stage).splitlines() if line.endswith(" short")]
@@ -252,10 +252,10 @@ def test_the_steps_of_a_short_prompt_next_to_the_elephant_are_counted(first):
 
 
 @pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
-def test_where_no_short_prompt_comes_next_to_the_elephant_it_says_so(slots, budget):
-    """Two slots are for a chat and the elephant, and an elephant in one step has no middle."""
+def test_a_long_prompt_without_a_short_one_says_so(slots, budget):
+    """Two slots are for a chat and the long prompt, and a long prompt in one step has no middle."""
     stage = like_a_cpu(Stage(slots=slots).load())
-    stage.session.obey(f"/elephant {budget}")
+    stage.session.obey(f"/long {budget}")
     (drop,) = drops(finish(stage))
     assert drop.short is None
     assert f"No short prompt was counted next to r{drop.request}: " in " ".join(page(stage).split())
@@ -264,27 +264,27 @@ def test_where_no_short_prompt_comes_next_to_the_elephant_it_says_so(slots, budg
 def test_a_last_chunk_of_a_few_tokens_is_not_the_median():
     """Of two gaps, one with 460 tokens and one with the rest, the shorter one was told."""
     stage = like_a_cpu(Stage().load())
-    stage.session.obey("/elephant 468")
+    stage.session.obey("/long 468")
     (drop,) = drops(finish(stage))
     assert drop.steps == 2 and computed(stage, drop) - drop.widest < drop.widest / 5
     assert drop.gap == drop.longest == pytest.approx(0.01 + 460 * 0.0001)
 
 
-def test_no_elephant_takes_over_rows_of_another():
+def test_no_long_prompt_takes_over_rows_of_another():
     stage = like_a_cpu(Stage().load())
-    stage.session.obey("/elephant 40 40 40 40")
+    stage.session.obey("/long 40 40 40 40")
     finish(stage)
-    elephants = [stage.state.requests[drop.request] for drop in drops(stage)]
-    assert len(elephants) == 4
-    assert [request.metrics.cached_tokens for request in elephants] == [0] * 4
+    longs = [stage.state.requests[drop.request] for drop in drops(stage)]
+    assert len(longs) == 4
+    assert [request.metrics.cached_tokens for request in longs] == [0] * 4
 
 
-def test_chats_that_run_already_are_used_and_go_on_after_it():
+def test_running_chats_are_used_and_go_on():
     stage = like_a_cpu(Stage().load())
     for i in range(3):
         stage.session.obey(f"a chat of mine {i}")
     stage.turns(8)
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(60)
     assert not stage.state.view.experimenting and chats(stage, drops(stage)[0]) == 3
     assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 5
@@ -298,9 +298,9 @@ def test_where_no_slot_is_free_it_says_so_and_waits():
         stage.session.obey(f"/set max={50 + 80 * i}")
         stage.session.obey(f"a chat {i}")
     stage.turns(8)
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(5)
-    assert "3 chats decode; an elephant waits until a slot is free" in page(stage)
+    assert "3 chats decode; a long prompt waits until a slot is free" in page(stage)
     finish(stage)
     assert chats(stage, drops(stage)[0]) == 2
 
@@ -313,12 +313,12 @@ def page(stage: Stage, width: int = 120, height: int = 40) -> str:
 
 
 @pytest.mark.parametrize("end", ["cancel", "page", "itself"])
-def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_too(end):
+def test_the_budget_is_restored_and_the_chats_end(end):
     stage = like_a_cpu(Stage().load())
     own = stage.engine.sched.budget
     stage.session.obey("/budget 60")
     stage.session.stays = end != "itself"
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     until_read(stage)
     stage.session.obey("/budget 200")
     stage.turns(3)
@@ -334,9 +334,9 @@ def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_t
     assert stage.engine.sched.budget == own
 
 
-def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
+def test_a_budget_changed_in_mid_prompt_is_reported():
     stage = like_a_cpu(Stage().load())
-    stage.session.obey("/elephant 24")
+    stage.session.obey("/long 24")
     until_read(stage)
     stage.turns(5)
     stage.session.obey("/budget 264")
@@ -346,59 +346,59 @@ def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
 
 
 @pytest.mark.parametrize("policy", ["static", "serial"])
-def test_a_policy_that_lets_nothing_in_while_others_run_is_refused_in_a_line(policy):
+def test_a_policy_that_admits_nothing_is_refused(policy):
     stage = like_a_cpu(Stage(policy=policy).load())
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     finish(stage)
     assert f"{policy} keeps a free slot shut" in stage.state.faults[-1].message
-    assert not stage.engine.sched.running and "no elephant has been read yet" in page(stage)
+    assert not stage.engine.sched.running and "no long prompt has been read yet" in page(stage)
 
 
 def test_an_engine_of_one_slot_is_refused_in_a_line():
     stage = Stage(slots=1).load()
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     finish(stage)
-    assert "no room for chats beside an elephant; --slots 8" in stage.state.faults[-1].message
+    assert "no room for chats beside a long prompt; --slots 8" in stage.state.faults[-1].message
 
 
-def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_chunks():
+def test_the_sentence_compares_two_budgets():
     stage = like_a_cpu(Stage().load())
-    stage.session.obey("/elephant 24")
+    stage.session.obey("/long 24")
     finish(stage)
     first = stage.state.view.finding.lines[-1]
     assert first.startswith(
-        "budget 24 (16 of the elephant's tokens in a step): a chat's gap was 11.6 ms"
+        "budget 24 (16 of the long prompt's tokens in a step): a chat's gap was 11.6 ms"
     )
     assert "instead of 10.0 ms" in first and "and drop another" in first
-    stage.session.obey("/elephant 264")
+    stage.session.obey("/long 264")
     finish(stage)
     assert drops(stage)[0].budget == "24"  # the drop of the experiment before is kept
     second = stage.state.view.finding.lines[-1]
     for width, height in ((60, 20), (80, 24), (200, 50)):
         page(stage, width, height)
     assert second.startswith(
-        "budget 264 (256 of the elephant's tokens in a step): a chat's gap was 35.4 ms"
+        "budget 264 (256 of the long prompt's tokens in a step): a chat's gap was 35.4 ms"
     )
     assert "; with 24 (16 in a step) it was 11.6 ms" in second
 
 
-def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
+def test_the_log_has_a_line_for_each_long_prompt():
     stage, written = like_a_cpu(Stage().load()), []
     log = PlainLog(stage.session, written.append)
-    assert orders_of("elephant elephant40 budget64", logged=True)
+    assert orders_of("long long40 budget64", logged=True)
     for budget in ("24", "104"):
-        log.obey(f"/elephant {budget}")
+        log.obey(f"/long {budget}")
         for _ in range(300):
             stage.client.loop.turn()
             log.look()
     log.flush()
-    told = [line for line in written if "the elephant's first token came after" in line]
+    told = [line for line in written if "the long prompt's first token came after" in line]
     assert len(told) == 2 and "; with 24 " in told[1]
     assert not any("waits: " in line or "admitted" in line for line in written)
 
 
 @at_every_size
-def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
+def test_the_page_during_and_after_a_long_prompt(size):
     async def scenario(it):
         like_a_cpu(it.stage)
         it.stage.session.stays = True
@@ -407,12 +407,12 @@ def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
         await it.press("left_square_bracket", "left_square_bracket", "L")
         await it.turns(40)
         assert "tokens are read; budget 24, a chunk of 16 (made with 104)" in it.text()
-        like_golden(f"elephant-{size[0]}x{size[1]}", it.text())
+        like_golden(f"long-{size[0]}x{size[1]}", it.text())
         await it.turns(60)
         await it.press("right_square_bracket", "L")
         await it.turns(70)
         assert len(drops(it.stage)) == 3
-        like_golden(f"elephants-{size[0]}x{size[1]}", it.text())
+        like_golden(f"longs-{size[0]}x{size[1]}", it.text())
         await it.press("escape", turns=3)
         assert it.stage.engine.sched.budget == 104 and not it.stage.state.view.experimenting
         assert "Slots" in it.text()
@@ -420,22 +420,22 @@ def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
     show(scenario, size=size)
 
 
-def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
+def test_reopening_the_page_submits_another():
     """It was dropped into the experiment that was about to end."""
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(80)
     long_prompt.PAGE.leave(stage.session)
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(80)
     assert len(drops(stage)) == 2 and stage.state.view.experimenting
 
 
-def test_the_picture_stands_still_behind_the_newest_elephant():
+def test_the_picture_stops_after_the_newest_long_prompt():
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(130)
     before = page(stage).splitlines()[2:]
     assert any("▒▒▒▒" in line for line in before)
@@ -443,10 +443,10 @@ def test_the_picture_stands_still_behind_the_newest_elephant():
     assert page(stage).splitlines()[2:] == before
 
 
-def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others():
+def test_a_noisy_gap_is_cut_and_marked():
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     until_read(stage)
     begin = stage.engine.runner.begin
 
@@ -463,7 +463,7 @@ def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others()
     assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)
 
 
-def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
+def test_the_calmest_of_equal_drops_counts():
     """A chunk that was interrupted for a second was sold as the budget's doing."""
     stage = like_a_cpu(Stage().load())
     begin = stage.engine.runner.begin
@@ -473,12 +473,12 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
         return begin(order)
 
     stage.engine.runner.begin = interrupted
-    stage.session.obey("/elephant 520")
+    stage.session.obey("/long 520")
     stage.turns(12)
     finish(stage)
-    assert "Noisy: without the elephant, too, a gap was 1.01 s" in " ".join(page(stage).split())
+    assert "Noisy: without the long prompt, too, a gap was 1.01 s" in " ".join(page(stage).split())
     stage.engine.runner.begin = begin
-    stage.session.obey("/elephant 520 520 520")
+    stage.session.obey("/long 520 520 520")
     finish(stage)
     found = drops(stage)
     calmest = min(drop.gap for drop in found)
@@ -488,23 +488,23 @@ def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
     assert "Noisy" not in page(stage) and "; with" not in said
 
 
-def test_two_keys_before_the_engine_has_heard_one_drop_two_elephants_into_one_trial():
+def test_two_quick_keys_submit_two_long_prompts():
     """The screen guessed whether the experiment ran; now the engine's thread knows."""
     stage = like_a_cpu(Stage().load())
-    for order in ("/elephant 24", "/elephant 264"):
+    for order in ("/long 24", "/long 264"):
         stage.session.obey(order)
     finish(stage)
     assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
 
 
-def test_leaving_the_page_ends_no_other_trial():
+def test_leaving_the_page_ends_no_other_experiment():
     stage = Stage().load()
     stage.session.obey("/break client")
     stage.turns(2)
     long_prompt.PAGE.leave(stage.session)
     stage.turns(2)
     assert stage.state.view.experimenting
-    stage.session.obey("/elephant")
+    stage.session.obey("/long")
     stage.turns(2)
     assert "another experiment is running" in stage.state.faults[-1].message
     stage.session.obey("/cancel all")

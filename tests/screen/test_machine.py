@@ -37,7 +37,7 @@ class Machine:
         return self.others.look()
 
 
-def test_the_seconds_of_the_cores_that_this_process_may_use_are_added_up():
+def test_only_cores_of_this_process_count():
     assert counted(STAT, {0, 1}, 100) == Worked(3.59, 14.5)
     assert counted(STAT, {12}, 100) == Worked(5, 0)
     assert counted(STAT, {7}, 100) is None and counted("", {0}, 100) is None
@@ -53,7 +53,7 @@ def test_this_machine_is_read():
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_what_the_engine_works_itself_is_never_called_others(counts):
+def test_the_engines_own_work_is_not_others(counts):
     machine = Machine(4, counts)
     for second in range(300):
         machine.load = 4 * (1 - 0.98**second)  # all of it is this process's own
@@ -70,7 +70,7 @@ def test_other_programs_count_where_no_core_is_idle():
     assert machine.others.look() == 0.0, "between two seconds nothing is read"
 
 
-def test_without_a_count_of_the_system_its_load_average_stands_in():
+def test_the_load_average_replaces_missing_counts():
     machine = Machine(2, counts=False)
     machine.load = 3.0
     assert machine.second(own=0.5, others=0) == 2.0, "no more than there are"
@@ -79,7 +79,7 @@ def test_without_a_count_of_the_system_its_load_average_stands_in():
 
 
 @at_every_size
-def test_the_header_says_that_other_programs_take_the_cores(size):
+def test_the_header_names_other_programs(size):
     """ "219 ms = build 170" blamed the engine."""
     stage = Stage().load()
     stage.session.obey("/burst 20")

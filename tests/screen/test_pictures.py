@@ -89,7 +89,7 @@ def test_each_golden_file_is_compared_by_a_test():
     assert not [name for name in files if not any(re.fullmatch(p, name) for p in patterns)]
 
 
-def test_loading_tells_its_stages_and_what_a_library_prints():
+def test_loading_shows_stages_and_library_output():
     async def scenario(it):
         assert "starting" in it.text()
         it.stage.client._report("finding owner/name")
@@ -113,7 +113,7 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
     show(scenario, load=False)
 
 
-def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
+def test_an_engine_that_does_not_start_says_why():
     stage = Stage()
     stage.client._load = lambda report, clock: (report("finding x"), 1 / 0)
 
@@ -148,7 +148,9 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
                 found,
             )
             charted = [
-                found[name].height for name in ("rate", "batch", "ttft", "cost") if name in found
+                found[name].height
+                for name in ("rate", "batch", "ttft", "batching")
+                if name in found
             ]
             assert min(charted, default=4) >= 4, (
                 "a chart of two lines was a title and an axis, with nothing in between"
@@ -218,7 +220,7 @@ def check_lines(name: str, lines: list[style.Line], region: Region) -> None:
         assert cell_len(line) <= region.width, (name, region, line)
 
 
-def test_below_60x20_there_is_a_plain_line_and_every_size_survives():
+def test_any_size_survives_and_below_60x20_is_a_line():
     async def scenario(it):
         it.stage.session.obey("/burst 20")
         for size in (

@@ -19,7 +19,7 @@ from screen.draw.style import DECODE
 from screen.pages import race
 
 
-def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
+def test_a_comparison_counts_cancelled_requests():
     """Under the other policy they go at the same moment, some of them before their first token."""
     stage = Stage(slots=2).load()
     stage.session.obey("/burst 10")
@@ -90,7 +90,7 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     assert sum(column.tokens for column in own.columns) == 5 + 9 + 14 + 20 + 26 + 31
 
 
-def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
+def test_a_comparison_simulates_both_policies():
     """A verdict that divided a measured time by a simulated one would tell of the simulation's
     faults."""
     stage = Stage().load()
@@ -121,7 +121,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     assert "What really ran (continuous) took" in text and "Not over" not in text
 
 
-def test_a_comparison_in_mid_burst_says_how_far_it_counts():
+def test_a_comparison_in_mid_burst():
     """Half of a burst was compared as if it were the whole."""
     stage = Stage().load()
     stage.session.obey("/burst 20")
@@ -144,7 +144,7 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
-def test_if_there_are_no_more_requests_than_slots_it_says_why_the_policies_are_alike(order):
+def test_policies_are_alike_without_a_queue(order):
     """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
     stage = Stage().load()
     stage.session.obey("/burst 8")
@@ -169,7 +169,7 @@ def test_a_run_that_changed_its_policy_says_so():
     assert "What really ran (continuous, then static) took" in stage.state.kept["compare"].note
 
 
-def test_after_a_race_its_second_leg_is_compared_and_not_both():
+def test_a_comparison_after_a_race_takes_the_last_leg():
     stage = Stage().load()
     stage.session.obey("/burst 12")
     stage.turns(30)
@@ -180,7 +180,7 @@ def test_after_a_race_its_second_leg_is_compared_and_not_both():
     assert stage.state.kept["compare"].title == "Compare: continuous and static, 12 requests"
 
 
-def test_there_is_nothing_to_compare_before_two_requests_ran_together():
+def test_a_comparison_needs_two_requests():
     stage = Stage().load()
     with pytest.raises(ValueError, match="nothing has run yet"):
         stage.session.obey("/compare")
@@ -190,7 +190,7 @@ def test_there_is_nothing_to_compare_before_two_requests_ran_together():
         stage.session.obey("/compare")
 
 
-def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything():
+def test_a_race_runs_both_policies_and_restores():
     stage = Stage(policy="serial").load()
     stage.session.obey("a request that is served first")
     stage.session.obey("/race 20")
@@ -212,7 +212,7 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
     )
 
 
-def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
+def test_a_race_ends_a_pause():
     stage = Stage().load()
     stage.session.obey("/burst 12")
     stage.turns(20)
@@ -229,7 +229,7 @@ def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
 
 
-def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
+def test_a_cancelled_race_has_no_winner():
     """A race that had been cancelled said "running …" for ever."""
     stage = Stage().load()
     stage.session.obey("/race 20")
@@ -244,7 +244,7 @@ def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
     ] and not race.verdict(race.shown_in(stage.state).last.runs)
 
 
-def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_named():
+def test_races_agree_on_a_busy_machine():
     """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
     processor meanwhile."""
     stage = Stage().load()
@@ -274,7 +274,7 @@ def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
-def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(policy):
+def test_a_replay_agrees_on_a_busy_machine(policy):
     """Compare's cost of a chunk came out as 1.9 to 249 ms."""
     stage = Stage(policy=policy).load()
     stage.engine.prefix_cache = False
@@ -298,7 +298,7 @@ def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(poli
     assert "of it interruptions" in stage.state.kept["compare"].note
 
 
-def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were():
+def test_unseen_steps_are_priced_by_extrapolation():
     """A class of few steps had no price that could be trusted, and a policy that never ran had none
     at all."""
 
@@ -392,7 +392,7 @@ def raced(size: int = 20) -> Stage:
     return stage.finish()
 
 
-def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock():
+def test_both_legs_are_animated_on_one_clock():
     """Nothing of the second moved until the first had ended."""
     stage = raced()
     race.shown_in(stage.state).contest = race.shown_in(stage.state).last
@@ -418,7 +418,7 @@ def decoded(lines: list[str]) -> list[int]:
     return [sum(line.count(style.GLYPHS[DECODE]) for line in part) for part in parts]
 
 
-def test_beside_the_legs_stand_the_answers_as_far_as_they_had_come():
+def test_the_answers_of_both_legs():
     stage = raced(3)
     for run in race.shown_in(stage.state).last.runs:
         whole = run.requests[1]
@@ -443,7 +443,7 @@ def test_while_the_first_leg_runs_nothing_is_blank():
     assert "answers, static" in text and len(lines) > 22
 
 
-def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
+def test_a_comparison_right_after_a_race_stays():
     """The screen looks ten times a second. Escape and c came between two looks, and the race took
     the place of the comparison."""
 
@@ -492,7 +492,7 @@ def test_a_race_that_was_cut_short_has_no_film():
     show(scenario)
 
 
-def test_a_picture_of_a_race_is_taken_when_both_legs_have_been_shown():
+def test_a_screenshot_of_a_race_shows_its_end():
     """It was the middle of the film, with half a leg and without a verdict."""
 
     async def scenario(it):
@@ -505,7 +505,7 @@ def test_a_picture_of_a_race_is_taken_when_both_legs_have_been_shown():
     show(scenario, size=(120, 40))
 
 
-def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins():
+def test_a_race_refused_during_an_experiment():
     async def scenario(it):
         await it.press("K", "3", turns=3)
         await it.press("r", turns=2)
@@ -517,7 +517,7 @@ def test_a_race_that_is_refused_while_a_trial_runs_does_not_say_that_it_begins()
     show(scenario, size=(120, 40))
 
 
-def test_a_race_that_waits_names_its_own_policies_and_once_cancelled_does_not_say_that_it_begins():
+def test_a_waiting_race_names_its_policies():
     """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
     ever."""
 
@@ -536,7 +536,7 @@ def test_a_race_that_waits_names_its_own_policies_and_once_cancelled_does_not_sa
     show(scenario, size=(120, 40))
 
 
-def test_a_race_whose_prompts_do_not_fit_a_slot_does_not_say_that_it_begins():
+def test_a_race_with_prompts_that_do_not_fit():
     stage = Stage(max_len=24).load()
     stage.session.obey("/race 3")
     stage.finish()
@@ -544,7 +544,7 @@ def test_a_race_whose_prompts_do_not_fit_a_slot_does_not_say_that_it_begins():
     assert race.NO_RACE.note in " ".join(plain(drawn(race.draw, stage.state, 120, 40)))
 
 
-def test_a_comparison_of_an_engine_that_is_gone_says_that_there_is_none():
+def test_a_comparison_without_an_engine():
     """Another process had taken its place, and the page spoke of a race that begins."""
     stage = raced(3)
     stage.session.obey("/compare")

@@ -9,7 +9,7 @@ from textual import events
 from runtime.conversation import History
 
 
-def test_the_box_stays_open_after_enter_and_a_command_that_a_key_began_leaves_it():
+def test_the_box_stays_open_after_enter():
     """Each question needed `i` again, and what was typed without it was swallowed."""
 
     async def scenario(it):
@@ -23,7 +23,7 @@ def test_the_box_stays_open_after_enter_and_a_command_that_a_key_began_leaves_it
     show(scenario)
 
 
-def test_up_brings_earlier_prompts_back_and_down_what_was_being_typed():
+def test_up_and_down_recall_prompts():
     async def scenario(it):
         box = it.app.prompt
         await it.press("i", *"one", "enter", *"two", "enter", *"dra", turns=0)
@@ -46,7 +46,7 @@ def test_up_brings_earlier_prompts_back_and_down_what_was_being_typed():
 @pytest.mark.parametrize(
     "keys", [["ctrl+j"], ["shift+enter"], ["alt+enter"], ["backslash", "enter"]], ids="+".join
 )
-def test_a_key_or_a_backslash_before_enter_begins_another_line(keys):
+def test_ctrl_j_or_a_backslash_begins_another_line(keys):
     async def scenario(it):
         await it.press("i", "ctrl+u", *"one", *keys, *"two", turns=0)
         assert it.app.prompt.value == "one\ntwo"
@@ -58,7 +58,7 @@ def test_a_key_or_a_backslash_before_enter_begins_another_line(keys):
     show(scenario)
 
 
-def test_a_prompt_of_several_lines_is_typed_is_all_in_sight_and_up_first_moves_in_it():
+def test_a_multiline_prompt_is_visible_and_editable():
     async def scenario(it):
         before = it.app.prompt.region
         await it.press("i", "ctrl+u", *"first", "ctrl+j", *"second", turns=0)
@@ -76,7 +76,7 @@ def test_a_prompt_of_several_lines_is_typed_is_all_in_sight_and_up_first_moves_i
     show(scenario)
 
 
-def test_a_long_prompt_takes_a_third_of_the_screen_at_most():
+def test_the_box_takes_a_third_of_the_screen_at_most():
     async def scenario(it):
         await it.press("i", turns=0)
         it.app.prompt.put("word " * 400)
@@ -86,7 +86,7 @@ def test_a_long_prompt_takes_a_third_of_the_screen_at_most():
     show(scenario)
 
 
-def test_a_history_is_the_users_alone_and_grows_by_each_question_at_once(tmp_path):
+def test_the_history_is_private_and_saved_at_once(tmp_path):
     file = tmp_path / "state" / "history"
     one = History(file)
     other = History(file)
@@ -98,7 +98,7 @@ def test_a_history_is_the_users_alone_and_grows_by_each_question_at_once(tmp_pat
     assert [stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)] == [0o600, 0o700]
 
 
-def test_a_command_is_brought_back_today_and_is_no_question_of_tomorrow(tmp_path):
+def test_commands_are_recalled_but_not_saved(tmp_path):
     """The screen and `ask.py --chat` have one history, and neither knows the other's commands."""
     history = History(tmp_path / "history")
     for line in ("/burst 24", "Why?"):
@@ -107,7 +107,7 @@ def test_a_command_is_brought_back_today_and_is_no_question_of_tomorrow(tmp_path
     assert History(tmp_path / "history").questions == ["Why?"]
 
 
-def test_of_a_history_the_newest_thousand_are_kept_and_a_broken_one_does_no_harm(tmp_path):
+def test_the_history_is_bounded_and_may_be_broken(tmp_path):
     file = tmp_path / "history"
     file.write_bytes(b"".join(b"%d\n" % i for i in range(1500)) + b"\xff\n")
     questions = History(file).questions
@@ -117,7 +117,7 @@ def test_of_a_history_the_newest_thousand_are_kept_and_a_broken_one_does_no_harm
     History(None).add("kept nowhere")
 
 
-def test_the_prompts_of_an_earlier_day_come_back_into_the_box(tmp_path):
+def test_saved_prompts_are_recalled(tmp_path):
     stage = Stage()
     History(tmp_path / "history").add("of yesterday")
     stage.earlier = History(tmp_path / "history")

@@ -44,7 +44,7 @@ def requests_of(recording: dict, run: int = 0) -> list[dict]:
     return out
 
 
-def test_a_recording_holds_every_step_and_every_text_with_its_hash():
+def test_a_recording_has_every_step_and_text():
     stage = Stage(policy="static").load()
     stage.session.obey("/burst 12")
     stage.finish()
@@ -80,7 +80,7 @@ def test_each_token_of_an_answer_stands_in_a_plan():
     assert got == {r["id"]: r["metrics"]["output_tokens"] for r in requests_of(recording)}
 
 
-def test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answers():
+def test_a_race_is_recorded_as_two_runs():
     stage = Stage().load()
     stage.session.obey("/burst 3")
     stage.finish()
@@ -95,7 +95,7 @@ def test_a_race_is_recorded_as_two_runs_with_the_same_numbers_and_the_same_answe
     assert static["clock"][-1][1] > continuous["clock"][-1][1]
 
 
-def test_after_a_race_the_burst_that_ran_last_is_recorded():
+def test_a_burst_after_a_race_is_recorded():
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()
@@ -170,9 +170,7 @@ def test_a_recording_is_bounded(monkeypatch):
     assert max(map(len, texts)) == 30
 
 
-def test_what_a_recording_will_hold_is_said_in_the_help_and_what_it_holds_when_it_is_written(
-    capsys, tmp_path
-):
+def test_the_contents_of_a_recording_are_announced(capsys, tmp_path):
     stage = Stage().load()
     stage.session.obey("/burst 3")
     stage.finish()
@@ -187,7 +185,7 @@ def test_what_a_recording_will_hold_is_said_in_the_help_and_what_it_holds_when_i
     )
 
 
-def test_without_a_run_there_is_nothing_to_record_and_that_is_a_failure(capsys, tmp_path):
+def test_recording_nothing_is_a_failure(capsys, tmp_path):
     """The exit code was 0."""
     file = tmp_path / "run.json"
     file.write_text("an earlier one")
@@ -197,7 +195,7 @@ def test_without_a_run_there_is_nothing_to_record_and_that_is_a_failure(capsys, 
     assert file.read_text() == "an earlier one"
 
 
-def test_the_command_of_a_recording_names_no_folder_and_no_key(tmp_path):
+def test_a_recordings_command_has_no_folder_and_no_key(tmp_path):
     folder = tmp_path / "a" / "model"
     folder.mkdir(parents=True)
     options = ["--model", str(folder), "--seed", "3", "--api-key", "hush", "--script", "race12"]

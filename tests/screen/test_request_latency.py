@@ -10,7 +10,7 @@ from screen_stage import EndsAfter, Stage, draft_at_random, drawn, like_golden, 
 
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import latency_breakdown as life
+from screen import latency_breakdown as breakdown
 from screen.commands import PlainLog, orders_of
 from screen.draw import style
 from screen.pages import request_latency
@@ -57,12 +57,12 @@ def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = Fa
     return stage
 
 
-def lives(stage: Stage) -> dict[int, life.LatencyBreakdown]:
+def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
     state = stage.state
     return {r.id: breakdown_in(state, r) for r in state.requests.values()}
 
 
-def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
+def test_the_parts_add_up_for_a_thousand_random_requests():
     """Each piece begins where the one before it ends. The line is as long as the engine says, and
     only a ghost is behind the end."""
     seen = 0
@@ -85,19 +85,19 @@ def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
             parts.update(dict.fromkeys(sums, 1))
             seen += 1
         seed += 1
-    assert {*life.PARTS} - {"unseen"} == {*parts}, parts
+    assert {*breakdown.PARTS} - {"unseen"} == {*parts}, parts
     assert min(parts.values()) >= 5, parts
 
 
-def outcomes(state: State, id: int) -> list[life.Outcome]:
+def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
     requests, limits = state.requests, state.view.engine.limits
-    return life.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
+    return breakdown.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
-def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, drafts):
+def test_a_replay_under_the_same_policy_has_the_same_steps(shares, cancels, drafts):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
     not matter, since it is told before which plan each request came, and went. What was drafted is
     drafted again: without that, each answer took a step for each token."""
@@ -123,7 +123,7 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels, 
     assert (compared["accepted"] > REPLAYS) == drafts, compared
 
 
-def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
+def test_an_unread_prompt_counts_in_a_replay():
     """It was left out. So its chunks took no time, and the first token of a request that was
     cancelled beside it came 10.50 ms before the request."""
     stage = Stage(slots=4, max_len=4_000).load()
@@ -139,28 +139,28 @@ def test_a_prompt_that_is_still_being_read_counts_in_a_replay():
     measured = found["measured"]
     assert measured.steps == found["continuous"].steps
     assert found["continuous"].ttft == pytest.approx(measured.ttft, rel=0.5)
-    assert all(0 < each.ttft <= each.life for each in found.values()), found
+    assert all(0 < each.ttft <= each.total for each in found.values()), found
 
 
-def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
+def test_overtaking_and_shares_of_two_clients():
     """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
     stage = Stage(policy="fair", slots=2).load()
     for id in range(1, 10):
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=6 + id % 2), client="many")
     late = stage.engine.submit([98] * 5, SamplingParams(max_tokens=6), client="one")
     stage.finish()
-    life = lives(stage)
+    breakdown = lives(stage)
     assert late.id == 10
-    assert [id for id in life if 10 in life[id].overtakers] == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert not any(set(life[id].overtakers) - {10} for id in life)
+    assert [id for id in breakdown if 10 in breakdown[id].overtakers] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert not any(set(breakdown[id].overtakers) - {10} for id in breakdown)
     for request in stage.state.requests.values():
         seconds = request.metrics.queued_s
         # Both slots were taken, but for the steps between an end and the next admission
-        assert 1.5 * seconds <= sum(life[request.id].ahead.values()) <= 2 * seconds + 1e-9
+        assert 1.5 * seconds <= sum(breakdown[request.id].ahead.values()) <= 2 * seconds + 1e-9
         slot = stage.cells(request.slot)
         assert slot
-        if life[request.id].after is not None:
-            assert life[life[request.id].after].before == request.id
+        if breakdown[request.id].after is not None:
+            assert breakdown[breakdown[request.id].after].before == request.id
     text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text
     assert "clients many " in text and " %, one " in text
@@ -171,17 +171,17 @@ def page(stage: Stage, which: str, width: int = 80) -> list[style.Line]:
     return drawn(request_latency.draw, stage.state, width, 40)
 
 
-def test_under_static_it_says_how_long_a_free_slot_was_shut():
+def test_static_says_how_long_a_free_slot_was_blocked():
     stage = Stage(slots=2, policy="static").load()
     for most in (2, 30, 2):
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=most))
     stage.finish()
-    life = lives(stage)[3]
-    assert life.shut == pytest.approx(0.27, abs=0.03)
+    breakdown = lives(stage)[3]
+    assert breakdown.shut == pytest.approx(0.27, abs=0.03)
     assert "blocked " in "\n".join(plain(page(stage, "3")))
 
 
-def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
+def test_a_neighbours_chunks_are_counted():
     """r1 decodes, and the long prompt of r2 goes in beside it, in eight chunks of 16."""
     stage = Stage(slots=2).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=60))
@@ -195,7 +195,7 @@ def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
 
 
 @pytest.mark.parametrize("percent", [50, 95, 99])
-def test_a_percentile_leads_to_the_request_that_stands_there(percent):
+def test_a_percentile_opens_its_request(percent):
     stage = Stage().load()
     stage.session.obey("/burst 40")
     stage.finish()
@@ -218,7 +218,7 @@ def test_what_cannot_be_replayed_says_why():
     assert "not all steps of that time are remembered" in "\n".join(plain(page(stage, "2")))
 
 
-def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():
+def test_an_answer_that_fills_its_slot_is_replayed():
     """The replay planned one token more than the slot holds, and was refused."""
     stage = Stage(slots=1, max_len=40).load()
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_what_is_not_known_is_refused_in_a_line():
     assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
 
 
-def test_the_plain_log_tells_a_life_in_a_line_on_demand():
+def test_why_in_the_log():
     lines = []
     stage = Stage(slots=2).load()
     log = PlainLog(stage.session, lines.append)
@@ -265,13 +265,15 @@ def test_the_waterfall_is_as_drawn():
         it.stage.session.obey("/burst 6")
         it.stage.finish()
         await it.press("w", "tab")
-        assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
+        assert it.stage.state.open is breakdown.at_percent(
+            95, breakdown.ranked(it.stage.state.ended)
+        )
         like_golden("why-120x40", it.text())
 
     show(scenario, Stage(policy="short"), (120, 40))
 
 
-def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_others():
+def test_w_and_the_arrows():
     async def scenario(it):
         await it.press("w")
         await it.sees("no request has ended yet")
@@ -284,14 +286,14 @@ def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_othe
         assert "Slots" in it.text()
         it.stage.finish()
         await it.turns()
-        order = life.ranked(it.stage.state.ended)
+        order = breakdown.ranked(it.stage.state.ended)
         await it.press("f", "w")
         assert f"Why did r{it.stage.state.open.id} wait?" in it.text()
         seen = []
         for key in ("tab", "tab", "tab", "tab", "right", "left"):
             await it.press(key, turns=0)
             seen.append(it.stage.state.open.id)
-        marks = [life.at_percent(mark, order).id for mark in request_latency.MARKS]
+        marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
         first, second, third, again, after, before = seen
         assert {first, second, third} == {*marks} and again == first == before
         assert after == order[[r.id for r in order].index(first) + 1].id

@@ -35,7 +35,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
     return stage.state.view.finding
 
 
-def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
+def test_a_batch_invariant_engine_has_one_answer():
     stage = Stage().load()
     found = gathered(stage)
     assert found.stage == "over" and found.so_far == "30 runs, 1 answer"
@@ -44,7 +44,7 @@ def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
     assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same_answer.LONGEST
 
 
-def test_the_runs_have_company_that_comes_goes_and_is_cancelled():
+def test_neighbours_come_go_and_are_cancelled():
     stage = Stage().load()
     found = gathered(stage, "/same 100")
     assert found.came > 30 and found.cancelled > 5 and found.beside == 7
@@ -56,7 +56,7 @@ def test_the_runs_have_company_that_comes_goes_and_is_cancelled():
     assert at_work == 8
 
 
-def test_rows_of_the_prompt_are_computed_in_some_runs_and_taken_over_in_the_others():
+def test_some_runs_use_cached_rows():
     """Else prefix reuse would make the runs trivial, or what reuse does would not be tried."""
     found = gathered(Stage().load(), "/same 60")
     taken = [run.reused for run in found.runs if run.reused]
@@ -65,7 +65,7 @@ def test_rows_of_the_prompt_are_computed_in_some_runs_and_taken_over_in_the_othe
     assert f"{60 - len(taken)} runs computed all rows" in found.beginnings
 
 
-def test_half_of_the_runs_have_draft_tokens_and_the_same_answer():
+def test_half_of_the_runs_have_drafts_and_the_same_answer():
     stage = Stage().load()
     draft_at_random(stage.engine, random.Random(1))
     found = gathered(stage, "/same 40")
@@ -78,7 +78,7 @@ def test_half_of_the_runs_have_draft_tokens_and_the_same_answer():
 
 
 @pytest.mark.parametrize("many", [6, 7])
-def test_a_runner_whose_tokens_depend_on_company_is_reported_with_two_answers(many):
+def test_different_tokens_are_two_answers(many):
     stage = Stage().load()
     turned = turned_by_company(stage, many, "token")
     found = gathered(stage)
@@ -91,7 +91,7 @@ def test_a_runner_whose_tokens_depend_on_company_is_reported_with_two_answers(ma
     assert "token 6 is “ wolf”, alone it is “ was”" in found.lines[-1]
 
 
-def test_a_runner_whose_bits_alone_depend_on_company_is_reported_with_one_answer_by_tokens():
+def test_different_bits_are_one_answer_by_tokens():
     """The text is the same, so nobody would see it."""
     stage = Stage().load()
     turned = turned_by_company(stage, 4, "bits")
@@ -101,7 +101,7 @@ def test_a_runner_whose_bits_alone_depend_on_company_is_reported_with_one_answer
     assert unlike.difference == same_answer.Difference(5, 2**-20, None, ("", ""))
 
 
-def test_a_run_alone_that_is_unlike_all_others_is_told_so_too():
+def test_a_run_alone_that_differs_from_all_others():
     stage = Stage().load()
     finish = stage.engine.runner.finish
 
@@ -121,7 +121,7 @@ def answer(*words: str, by: float = 0.0) -> Bits:
     return Bits(f"{words}{by}", tuple(map(len, words)), likely, words)
 
 
-def test_a_difference_says_where_and_by_how_much_up_to_the_first_other_token():
+def test_a_difference_says_where_and_by_how_much():
     right = answer("a", "bb", "ccc", "dddd")
     assert same_answer.difference(right, right) is None
     alike = same_answer.difference(right, answer("a", "bb", "ccc", "dddd", by=0.25))
@@ -143,7 +143,7 @@ def demo_stage() -> Stage:
     return stage.load()
 
 
-def test_the_demo_gives_one_answer_down_to_the_bits_if_its_product_promises_that():
+def test_the_demo_has_one_answer():
     stage = demo_stage()
     found = gathered(stage, "/same 24 Tell me a story about a fox and a lantern. It is late.")
     assert len(found.runs) == 24 and found.exact == stage.engine.is_batch_invariant
@@ -167,7 +167,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
 # --- beginning and ending -----------------------------------------------------------------------
 
 
-def test_it_begins_when_all_that_runs_has_ended_and_is_alone_again_if_somebody_came():
+def test_the_run_alone_is_really_alone():
     stage = Stage().load()
     stage.session.obey("/burst 3")
     stage.turns(5)
@@ -186,7 +186,7 @@ def test_it_begins_when_all_that_runs_has_ended_and_is_alone_again_if_somebody_c
 
 
 @pytest.mark.parametrize("when", ["waits", "alone", "runs"])
-def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
+def test_ending_it_cancels_its_requests(when):
     stage = Stage().load()
     stage.session.obey("/burst 3")
     stage.turns(5)
@@ -202,7 +202,7 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     assert gathered(stage).so_far == "30 runs, 1 answer"
 
 
-def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
+def test_it_ends_the_slow_motion_of_a_first_burst():
     """At sixteen steps a second, 200 runs took minutes."""
     stage = Stage().load()
     stage.session.eases = True
@@ -214,7 +214,7 @@ def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
     assert stage.state.view.slow == 0 and stage.state.view.experimenting
 
 
-def test_a_trial_is_one_busy_period_of_the_totals():
+def test_an_experiment_is_one_busy_period():
     """Alone and in company, and each request that is compared: all were periods of their own."""
     stage = Stage().load()
     stage.session.obey("/burst 3")
@@ -242,7 +242,7 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
     assert stage.state.view.finding.so_far == "10 runs, 1 answer"
 
 
-def test_a_run_that_fails_ends_the_trial_with_a_reason():
+def test_a_failed_run_ends_the_experiment():
     stage = Stage().load()
     stage.session.obey(f"/same 50 {SHORT}")
     sched = stage.engine.sched
@@ -265,7 +265,7 @@ def test_a_run_that_fails_ends_the_trial_with_a_reason():
         ({"policy": "serial"}, "under serial each request runs alone"),
     ],
 )
-def test_where_there_can_be_no_company_it_is_refused_in_a_line(options, words):
+def test_one_slot_is_refused(options, words):
     stage = Stage(**options).load()
     stage.session.obey("/same 5")
     stage.turns(2)
@@ -278,7 +278,7 @@ def test_a_wrong_number_of_runs_is_refused(order):
         Stage().load().session.obey(order)
 
 
-def test_the_prompt_is_the_one_behind_the_number_or_one_that_was_typed_or_our_longest():
+def test_which_prompt_is_used():
     stage = Stage().load()
     longest = max((prompt for prompt, _ in BURST), key=len)
     asked = [gathered(stage, "/same 1").ask.prompt]
@@ -310,7 +310,7 @@ def test_the_page_is_as_drawn(wrong, others):
     show(scenario, size=(120, 40))
 
 
-def test_a_opens_the_page_comes_back_to_it_and_X_ends_the_trial_there():
+def test_a_opens_the_page_and_X_ends_the_experiment():
     async def scenario(it):
         assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
         await it.press("a", turns=30)
@@ -351,7 +351,7 @@ def test_no_line_of_the_page_is_longer_than_the_page(width):
     assert seen > 100
 
 
-def test_the_plain_log_tells_the_result_and_not_a_thousand_requests():
+def test_the_log_has_only_the_result():
     stage, lines = Stage().load(), []
     log = commands.PlainLog(stage.session, lines.append)
     turned_by_company(stage, 7, "token")

@@ -1,4 +1,4 @@
-"""The bill of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
+"""The cost of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
 
 import re
 from types import SimpleNamespace
@@ -57,13 +57,13 @@ def test_a_step_is_added_up_as_by_hand():
     assert found.attention == 4 * 55 * 3 * 4
 
 
-def test_a_chunk_that_ends_no_prompt_reads_no_head_and_looks_back_in_one_layer_less():
+def test_a_middle_chunk_reads_no_head():
     found = bill_of(MODEL, Work.of([Member(1, 5, 5)], asked=0))
     assert (found.weights, found.keys) == (1_000 + 5 * 8, 5 * 2 * 16)
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
 
 
-def test_a_tokens_share_of_the_weights_falls_with_the_rows_and_that_of_the_keys_does_not():
+def test_weights_are_shared_and_keys_are_not():
     one = of_rows(MODEL, 1, 100)
     for rows in (2, 4, 8, 16):
         many = of_rows(MODEL, rows, 100)
@@ -72,7 +72,7 @@ def test_a_tokens_share_of_the_weights_falls_with_the_rows_and_that_of_the_keys_
         assert many.operations == rows * one.operations
 
 
-def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
+def test_experts_are_counted_or_expected():
     """In the last layer only the tokens that are asked take any."""
     work = Work(tokens=3, rows=3, looks=3, asked=1)
     known = bill_of(EXPERTS, work, experts=[4, 5, 2])
@@ -83,7 +83,7 @@ def test_experts_are_as_many_as_were_read_or_else_as_many_as_are_expected():
     assert known.products == drafted.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
 
 
-def test_a_small_model_has_the_roof_of_the_cache_that_it_lies_in():
+def test_a_small_model_has_the_roofline_of_the_cache():
     step = of_rows(MODEL, 1, 100)
     assert floors_of(step, Roof()) is None
     assert floors_of(step, Roof(100.0, 200.0, 10.0)) == Floors(
@@ -128,24 +128,24 @@ class Took:
             8.0,
             1.0,
             Roof(1, 1, 1e9),
-            "Reading bounds it: under the roof that takes 75 % of the time.",
+            "Reading bounds it: by the roofline that takes 75 % of the time.",
         ),
-        (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: under the roof that takes 50 %"),
-        (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roof would allow 3.00 s."),
+        (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: by the roofline that takes 50 %"),
+        (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roofline would allow 3.00 s."),
         (
             8.0,
             1.0,
             Roof(3, 3, 2),
             "None of the three bounds it: reading is 25 %, arithmetic 25 %, Python 12 %. The",
         ),
-        (5.0, 0.1, Roof(1, 1, 1e9), "It was quicker than the roof allows (6.00 s)"),
+        (5.0, 0.1, Roof(1, 1, 1e9), "It was quicker than the roofline allows (6.00 s)"),
         (
             5.0,
             0.1,
             Roof(1, 2, 1e9),
             "It read 0.00 kB/s, more than memory yields: the weights lie in",
         ),
-        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: under the roof that takes 60 %"),
+        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: by the roofline that takes 60 %"),
         (5.0, 0.1, Roof(), ""),
     ],
 )
@@ -170,7 +170,7 @@ def test_the_bill_is_as_drawn():
         await it.turns(70)
         await it.press("B")
         await it.turns(5)
-        like_golden("bill-120x40", it.text())
+        like_golden("step-cost-120x40", it.text())
 
     stage = ready()
     show(scenario, stage, (120, 40), load=False)
@@ -180,7 +180,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     stage = ready()
     stage.session.obey("alone")
     stage.finish()
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.turns()
     stage.state.move(-3)
     text = page(stage)
@@ -192,15 +192,15 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     assert f"{stage.state.here.rows[0]:,} rows of r1" in text
     assert f"{step_cost.scaled(VIEW.body_nbytes + VIEW.tail_nbytes + 1024, 'B')} of float32" in text
     # 64 MB at 10 GB/s, and a second of ten thousandths is Python's
-    assert "Reading bounds it: under the roof that takes 67 % of the time." in text
+    assert "Reading bounds it: by the roofline that takes 67 % of the time." in text
     assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)
 
 
-def test_a_step_that_took_longer_than_others_like_it_says_so():
+def test_an_unusually_long_step_says_so():
     stage = ready()
     stage.session.obey("alone")
     stage.finish()
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     begin = stage.engine.runner.begin
 
     def slow(order):
@@ -217,7 +217,7 @@ def test_a_step_that_took_longer_than_others_like_it_says_so():
     assert "Other steps of so many rows took 10.0 ms." in page(stage)
 
 
-def test_with_more_sequences_than_find_room_the_rest_is_counted():
+def test_sequences_that_do_not_fit_are_counted():
     parts = [Member(id, 1, 500 - id) for id in range(1, 31)]
     for width in range(30, 120):
         words = step_cost.named(parts, width)
@@ -234,18 +234,18 @@ def test_the_arrows_lead_to_other_steps_and_s_takes_one():
         await it.turns(30)
         await it.press("space", "B")
         newest = it.stage.state.history[-1].step
-        assert f"The bill of step {newest:,}" in it.text()
+        assert f"The cost of step {newest:,}" in it.text()
         await it.press("left", "left")
-        assert f"The bill of step {newest - 2:,}" in it.text()
+        assert f"The cost of step {newest - 2:,}" in it.text()
         await it.press("s", turns=2)
-        assert f"The bill of step {newest + 1:,}" in it.text() and "behind" not in it.text()
+        assert f"The cost of step {newest + 1:,}" in it.text() and "behind" not in it.text()
         await it.press("B")
         assert "Slots" in it.text()
 
     show(scenario, ready(), load=False)
 
 
-def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
+def test_the_roofline_is_measured_once_off_the_clock():
     """It takes as long as a hundred steps, and a request that waits is not said to have waited so
     long. What was in flight has been read before, so its time is its own."""
     stage = ready()
@@ -261,43 +261,43 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
     stage.session.obey("/burst 9")
     stage.turns(5)
     assert stage.engine._in_flight, "the engine runs ahead"
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.turns(1)
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.finish()
     assert len(measured) == 1
     assert max(column.view.seconds for column in stage.state.history) < 0.1
     assert max(r.metrics.ttft_s for r in stage.state.ended) < 3
-    stage.session.obey("/bill again")
+    stage.session.obey("/cost again")
     stage.finish()
     assert len(measured) == 2
     with pytest.raises(ValueError, match="only again may stand there"):
-        stage.session.obey("/bill twice")
+        stage.session.obey("/cost twice")
 
 
-def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
+def test_a_roofline_measured_next_to_other_programs():
     stage = ready()
     stage.client.others.look = lambda: 1.4
     stage.client._measure_roofline = lambda others: setattr(
         stage.engine.registry, "roof", ROOF._replace(reading=5e9, others=others)
     )
     stage.session.obey("alone")
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.finish()
     stage.state.move(-3)
     text = page(stage)
     roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
-    assert f"{roof} then: /bill again" in " ".join(text.split())
+    assert f"{roof} then: /cost again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.client.others.look = lambda: 0.0
-    stage.session.obey("/bill again")
+    stage.session.obey("/cost again")
     stage.turns()
     text = page(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
     assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
 
 
-def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
+def test_shards_and_windows_are_named():
     """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
     stage = ready()
     stage.engine.registry.model = VIEW._replace(window=30, windowed=3)
@@ -310,7 +310,7 @@ def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
     assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in page(stage)
 
 
-def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
+def test_missed_steps_have_no_cost():
     stage = ready()
     stage.session.obey("/burst 4")
     stage.turns(20)
@@ -319,8 +319,8 @@ def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
     text = page(stage)
     assert "9 steps up to this one went by before the screen looked" in text and "roof" in text
     assert "in products" not in text and "measured  " not in text.replace("measured │", "")
-    assert step_cost.bill_line(stage.state).startswith(
-        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roof"
+    assert step_cost.cost_line(stage.state).startswith(
+        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roofline"
     )
 
 
@@ -358,7 +358,7 @@ async def looks(it) -> None:
         await it.turns()
 
 
-def test_which_experts_were_read_is_asked_only_while_the_page_is_open():
+def test_experts_are_asked_only_while_the_page_is_open():
     async def scenario(it):
         stage = it.stage
         stage.session.obey("/burst 3")
@@ -388,7 +388,7 @@ def test_which_experts_were_read_is_asked_only_while_the_page_is_open():
     show(scenario, expert_stage(), (120, 40), load=False)
 
 
-def test_a_question_that_fails_is_not_asked_again_for_the_same_step():
+def test_failed_questions_are_not_repeated():
     """Ten times a second it would fill the page of errors."""
 
     async def scenario(it):
@@ -407,7 +407,7 @@ def test_a_question_that_fails_is_not_asked_again_for_the_same_step():
     show(scenario, expert_stage(), (120, 40), load=False)
 
 
-def test_experts_of_a_pass_that_was_not_the_steps_only_one_are_not_taken_for_all():
+def test_experts_of_one_of_two_passes_are_not_used():
     stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
@@ -437,12 +437,12 @@ def test_only_the_newest_hundred_answers_are_kept():
 # --- elsewhere
 
 
-def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
+def test_a_watched_roofline_is_not_measured():
     stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
     stage.session.client = RemoteEngineClient("127.0.0.1:1")
-    stage.session.obey("/bill")
+    stage.session.obey("/cost")
     stage.state.view = stage.state.view._replace(watches=True)
     text = page(stage)
     assert "not measured there" in text and "bounds" not in text
@@ -450,20 +450,22 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     assert re.search(r"Python +1.00 ms", text) and "reading  " not in text
 
 
-def test_the_plain_log_tells_a_bill_in_a_line_when_the_roof_is_known():
+def test_the_log_has_the_cost_once_the_roofline_is_known():
     lines = []
     stage = ready()
     log = PlainLog(stage.session, lines.append)
-    log.obey("/bill")
+    log.obey("/cost")
     assert not any("roof" in line for line in lines), "it waits for the measurement"
     stage.client.loop.turn()
     log.look()
-    assert lines[-1:] == ["no step has run yet; the roof: memory 10.0 GB/s, arithmetic 100 GFLOP/s"]
+    assert lines[-1:] == [
+        "no step has run yet; the roofline: memory 10.0 GB/s, arithmetic 100 GFLOP/s"
+    ]
     stage.session.obey("alone")
     stage.finish()
     stage.state.move(-3)
-    log.obey("/bill")
+    log.obey("/cost")
     line = lines[-1]
     assert line.startswith("step ") and "1 token; weights 64.0 MB, read once; keys" in line
     assert "took 10.0 ms, of it Python 1.00 ms" in line and line.endswith("67 % of the time.")
-    assert orders_of("burst3 bill", logged=True) == [("burst", "3"), ("bill", "")]
+    assert orders_of("burst3 cost", logged=True) == [("burst", "3"), ("cost", "")]

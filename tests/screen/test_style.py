@@ -4,10 +4,13 @@ import sys
 import unicodedata
 
 import pytest
+from screen_stage import plain
 
+from screen.draw import style
+from screen.draw.canvas import Canvas
 from screen.draw.style import clean
 
-# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `color.py` has it from
+# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `style.py` has it from
 # categories and names; this is the table that it is held against.
 IGNORABLE = (
     (0xAD, 0xAD),
@@ -39,7 +42,7 @@ def test_what_draws_nothing_is_shown_as_such():
     assert len(codes) > 4000
 
 
-def test_all_that_stays_draws_something_and_moves_no_cursor():
+def test_kept_characters_are_visible():
     """Categories as Unicode has them: other and separators, but for blanks and what is not assigned
     yet, which may be a younger emoji."""
     kept = 0
@@ -73,6 +76,18 @@ def test_all_that_stays_draws_something_and_moves_no_cursor():
         ("\U0001fae8 \U0001fadf", "\U0001fae8 \U0001fadf"),  # younger than Python 3.11
     ],
 )
-def test_ordinary_text_looks_as_it_should_and_nothing_hides_in_it(text, drawn):
+def test_ordinary_text_stays(text, drawn):
     assert clean(text) == drawn
     assert clean(drawn) == drawn
+
+
+@pytest.mark.parametrize("rare", [(), (style.FAILED,)])
+def test_the_legend_of_the_timeline_is_whole_at_120_columns(rare):
+    """With "useful 100 %", or after a failed step, the last glyphs had no words."""
+    on = Canvas(style.DARK, 73, 10)
+    usual = (style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY)
+    kinds = (*rare, *usual)
+    on.heading("Timeline", "useful 100 %", on.legend(*kinds))
+    (line,) = plain(on.lines)
+    assert line.endswith("▒prefill █decode ╳blocked ┈held ▚ghost ·free ──")
+    assert ("✗failed" if rare else "useful 100 %") in line

@@ -25,9 +25,7 @@ def model(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("terminal"), seed=1))
 
 
-def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(
-    model, tmp_path
-):
+def test_a_session_of_a_user(model, tmp_path):
     file = tmp_path / "run.json"
     with Terminal("--model", model, "--max-len", "512", "--record", str(file)) as terminal:
         terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox an")
@@ -69,7 +67,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
     ]
 
 
-def test_the_first_frame_comes_before_mlx_and_q_leaves_even_then(model, tmp_path):
+def test_the_first_frame_comes_before_mlx(model, tmp_path):
     """Here MLX can never be imported."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("import time\ntime.sleep(600)\n")
@@ -108,7 +106,7 @@ tui.Screen.action_zoom = spoil""",
 
 
 @pytest.mark.parametrize("where", CRASHES)
-def test_a_screen_that_crashes_lets_clients_have_their_answers_and_never_ends_with_0(model, where):
+def test_a_crashed_screen_lets_clients_finish(model, where):
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
     with Terminal(*options, spoiled=CRASHES[where]) as terminal:
@@ -125,7 +123,7 @@ def test_a_screen_that_crashes_lets_clients_have_their_answers_and_never_ends_wi
             assert b"[DONE]" in answer.result()
 
 
-def test_when_the_terminal_goes_away_clients_have_their_answers_and_the_program_ends(model):
+def test_a_lost_terminal_lets_clients_finish(model):
     """Reading, or a SIGHUP, tells it: whatever comes first."""
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
@@ -141,7 +139,7 @@ def test_when_the_terminal_goes_away_clients_have_their_answers_and_the_program_
         assert terminal.process.wait(60) in (1, 129)
 
 
-def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
+def test_ctrl_z_suspends(model):
     """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an
     hour."""
 
@@ -166,7 +164,7 @@ def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
         terminal.ends(0)
 
 
-def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
+def test_a_broken_model_says_what_helps(tmp_path):
     folder = make_checkpoint(tmp_path / "broken", seed=1)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
@@ -195,7 +193,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
-def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model):
+def test_no_terminal_and_no_prompt_is_one_line(model):
     """Eight prompts of its own were answered, on any model, however slow."""
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
     nothing = subprocess.DEVNULL
@@ -209,7 +207,7 @@ def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(mode
     )
 
 
-def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
+def test_a_log_on_a_terminal_says_what_to_type(model):
     """It said nothing, and seemed to hang. What is typed before the model is there waits for it."""
     with Terminal("--model", model, "--max-len", "128", "--plain", size=(100, 40)) as terminal:
         terminal.sees("type a prompt, or a command such as /burst 8")
@@ -230,7 +228,7 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     assert "step 60" in text and "paused" in text and "blocked" in text
 
 
-def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
+def test_ask_prints_no_escape_sequence(model):
     evil = "\x1b]0;title\x07 \x9b31m red \u202e"
     options = ["--max-tokens", "200", "--ignore-eos"]
     done = run(ROOT / "ask.py", "--model", model, "--prompt", evil, *options, cwd="/")
@@ -239,7 +237,7 @@ def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
 
 
-def test_behind_textual_serve_the_screen_is_drawn_through_pipes_and_leaves_with_its_page(model):
+def test_textual_serve(model):
     """It wrote the plain log there, since pipes are no terminal; and totals behind the end are no
     packets."""
     env = os.environ | {

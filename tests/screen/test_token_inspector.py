@@ -2,9 +2,10 @@
 
 import json
 
+import pytest
 from jsonschema import validate
 from rich.style import Style
-from screen_stage import plain
+from screen_stage import Stage, plain, show
 
 from nanobatch import Engine, SamplingParams
 from runtime.snapshot import Metrics, RequestView
@@ -15,7 +16,7 @@ from screen.workload import CANDIDATES, SCHEMA
 METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 
 
-def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
+def test_forbidden_tokens_are_struck_through():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
     (line,) = answers.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
@@ -29,7 +30,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     assert answers.draw_token_inspector(request, Canvas(style.DARK, 5, 1)) == []
 
 
-def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
+def test_the_view_has_the_candidates_of_each_token():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
     with Engine.load("demo", slots=1, max_len=256, speculate=0) as engine:
         wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
@@ -48,8 +49,32 @@ def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():
         validate(json.loads(handle.text), json.loads(SCHEMA))
 
 
-def test_without_a_grammar_there_is_no_glass():
+def test_no_candidates_without_a_grammar():
     with Engine.load("demo", slots=1, max_len=64) as engine:
         handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, logprobs=3))
         engine.step()
         assert handle.view().glass == ()
+
+
+class JsonStage(Stage):
+    def __init__(self, model):
+        super().__init__()
+        self.state.model = model
+
+    def _load(self, report, clock, options):
+        return Engine.load("demo", clock=clock, slots=4, max_len=400, chunk=64)
+
+
+@pytest.mark.parametrize("model", ["demo", "words"])
+def test_the_token_inspector_stays_in_sight_on_a_small_screen(model):
+    """At 80x24 a step after j showed its plan instead, and the conversation hid the answer."""
+
+    async def scenario(it):
+        await it.press("space", "i", *"hello", "enter", "escape", "s", "s")
+        await it.press("j", turns=3)
+        for _ in range(6):
+            await it.press("s", turns=3)
+        assert it.stage.state.lower == "streams" and it.stage.state.selected == 1
+        assert "slot 1 r2" in it.text() and "✓" in it.text()
+
+    show(scenario, JsonStage(model))

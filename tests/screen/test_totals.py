@@ -15,7 +15,7 @@ from screen.draw import status, step
 from screen.pages import race, requests, totals
 
 
-def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
+def test_the_statistics_of_a_busy_period():
     """After a burst nothing was left to read."""
     stage = Stage().load()
     for policy in ("continuous", "static"):
@@ -50,7 +50,7 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
     assert second.ended - second.began < 20, "the pause is no part of it"
 
 
-def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_lost():
+def test_each_leg_of_a_race_is_a_period():
     stage = Stage().load()
     stage.session.obey("/race 10")
     stage.finish()
@@ -110,7 +110,7 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     )
 
 
-def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_others():
+def test_totals_after_a_burst():
     async def scenario(it):
         it.stage.session.obey("/resume")  # else it might be text
         await it.press("t")
@@ -134,7 +134,7 @@ def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_other
     show(scenario, size=(120, 40))
 
 
-def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
+def test_the_farewell_counts_unfinished_requests():
     """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns
     that they had not."""
     stage = Stage().load()
@@ -201,7 +201,7 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
     assert [view.prompt[0] for view in stage.state.ended] == ["x"], "the newest can be opened"
 
 
-def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
+def test_the_step_pane():
     stage = Stage(slots=4).load()
     # C gets the 7 that are left of the budget
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
@@ -230,7 +230,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert re.search(r"decode +slot \d ", text), "one slot was called slots"
 
 
-def test_the_screen_tells_of_the_ranks_that_share_the_model():
+def test_ranks_are_shown():
     """How many there are, and what each of them holds."""
     stage = Stage(slots=3).load()
     stage.session.obey("a" * 20)
@@ -245,7 +245,7 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     assert "2 ranks" in plain(drawn(status.draw_status, stage.state, 120, 1))[0]
 
 
-def test_what_stays_after_the_end_fits_a_terminal_of_any_width():
+def test_the_farewell_fits_any_width():
     """In one of a single column it was a ValueError."""
     stage = Stage().load()
     stage.session.obey("/burst 12")

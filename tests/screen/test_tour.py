@@ -32,7 +32,7 @@ from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 TITLES = [scene.title for scene in SCENES]
-ELEPHANT = TITLES.index("an elephant among chats")
+LONG_PROMPT = TITLES.index("a long prompt among chats")
 STARVES = TITLES.index("who starves")
 GHOSTS = TITLES.index("a step ahead of the tokens")
 JSON = TITLES.index("JSON that cannot break")
@@ -41,7 +41,7 @@ BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # on the engine of words, or on the demo model
     "what a row more costs": 4,
     "whose fault a slow first token is": 1,
-    "an elephant among chats": 2,
+    "a long prompt among chats": 2,
     "who starves": 3,
     "a step ahead of the tokens": 2,
     "JSON that cannot break": 3,
@@ -142,7 +142,7 @@ def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
     assert not stage.state.tour.asks
     stage.until("tell")
     told = stage.state.tour
-    assert "did not come off" not in told.text, told.text
+    assert "This scene failed" not in told.text, told.text
     said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
     assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
     assert re.search(r"\d", told.text), "figures of what ran"
@@ -195,8 +195,8 @@ def test_answers_that_depend_on_the_company_are_counted():
     )
 
 
-def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
-    stage = staged(ELEPHANT).until("ask")
+def test_the_scene_of_the_long_prompt():
+    stage = staged(LONG_PROMPT).until("ask")
     budget = stage.engine.sched.budget
     begin = stage.engine.runner.begin
 
@@ -215,14 +215,16 @@ def test_elephants_of_two_budgets_show_the_trade_and_the_budget_comes_back():
         said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {tour_scenes.span(drop.gap)}"
         assert said in told.text
     short = narrow.short
-    said = f"A short prompt in its middle took {short.steps} steps; its rest took {short.elephant_steps}"
-    assert said in told.text and short.steps < short.elephant_steps / 3
+    said = (
+        f"A short prompt in its middle took {short.steps} steps; its rest took {short.long_steps}"
+    )
+    assert said in told.text and short.steps < short.long_steps / 3
     stage.tour.leave()
     stage.turns(3)
     assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
 
 
-def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
+def test_the_scene_of_the_crash():
     stage = staged(BREAK).until("ask")
     stage.tour.guess(2)
     told = stage.until("tell").state.tour
@@ -234,7 +236,7 @@ def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
     assert {cell.kind for cell in stage.state.here.cells} == {style.FAILED}, "the cursor is there"
 
 
-def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_scale():
+def test_the_scene_of_json():
     """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
@@ -246,11 +248,11 @@ def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_sc
     then = stage.state.then(replace(r, ended=math.inf))
     assert then.glass == glass, "a pane that goes back in time shows it, too"
     seen = len(stage.state.glass)
-    assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} under glass" in told
+    assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} inspected" in told
 
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 4])
-def test_the_policy_that_was_guessed_is_the_one_that_runs(guess):
+def test_the_guessed_policy_runs(guess):
     stage = staged(STARVES).until("ask")
     stage.tour.guess(guess)
     stage.until("tell")
@@ -273,11 +275,11 @@ def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
     assert f"in slot {slot} at step {stage.state.cursor}" in stage.state.tour.text
 
 
-def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
+def test_the_scene_of_ghosts_without_a_ghost():
     stage = TourStage(stops=False).load().begin(GHOSTS).until("ask")
     stage.tour.guess(1)
     stage.until("tell")
-    assert "did not come off: no answer ended by itself" in stage.state.tour.text
+    assert "failed: no answer ended by itself" in stage.state.tour.text
 
 
 # --- leaving ------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
     [
         *((number, "run") for number in range(len(SCENES))),
         *((1, phase) for phase in ("stage", "ask", "tell", "end")),
-        *((ELEPHANT, phase) for phase in ("tell", "end")),
+        *((LONG_PROMPT, phase) for phase in ("tell", "end")),
     ],
 )
 def test_leaving_in_any_phase_puts_everything_back(number, phase):
@@ -333,7 +335,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     assert [r.policy for r in state.ended[-2:]] == ["static"] * 2
 
 
-def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
+def test_two_tours_in_a_row_restore_the_first_state():
     """T came behind Esc, before the screen knew that the policy was back: it was lost."""
     stage = TourStage().load()
     stage.session.obey("/policy static")
@@ -380,15 +382,15 @@ def test_a_pause_that_was_not_there_before_does_not_stay():
 # --- what can go wrong --------------------------------------------------------------------------
 
 
-def test_a_prompt_that_does_not_fit_is_told_and_the_tour_goes_on():
+def test_a_tour_with_a_prompt_that_does_not_fit():
     stage = TourStage(max_len=24).load()
-    # The elephant is cut to any slot, and a grammar needs a real tokenizer
+    # The long prompt is cut to any slot, and a grammar needs a real tokenizer
     bursts = [SCENES[number] for number in (0, 1, STARVES, GHOSTS)]
     stage.tour = tour.Tour(stage.session, lambda: stage.now, bursts)
     for scene in bursts:
         stage.until("tell")
         assert stage.state.tour.title == scene.title
-        assert "did not come off: not fired: " in stage.state.tour.text
+        assert "failed: not fired: " in stage.state.tour.text
         stage.tour.go_on()
     assert stage.state.tour.title == "the end"
 
@@ -407,12 +409,12 @@ def test_an_engine_that_stands_still_is_not_waited_for(number):
         stage.session.look()
         stage.tour.look()
     assert stage.now - began <= tour.LONGEST + 0.5
-    assert "did not come off" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
+    assert "This scene failed" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
     stage.tour.go_on()
     assert stage.state.tour.title == "the end"
 
 
-def test_a_stage_that_was_set_late_costs_the_run_none_of_its_time():
+def test_a_late_stage_leaves_the_run_its_time():
     """On a busy machine the scene gave up as soon as a guess was made: it had not come off
     "within 14 s", at once."""
     stage = staged(0)
@@ -420,10 +422,10 @@ def test_a_stage_that_was_set_late_costs_the_run_none_of_its_time():
         stage.turn()
     stage.now += tour.LONGEST
     stage.until("ask").tour.guess(4)
-    assert "did not come off" not in stage.until("tell").state.tour.text
+    assert "This scene failed" not in stage.until("tell").state.tour.text
 
 
-def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
+def test_enter_runs_a_scene_at_full_speed():
     stage = staged(1).until("ask")
     stage.tour.go_on()
     stage.turn()
@@ -435,7 +437,7 @@ def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
     assert "did not" not in stage.until("tell").state.tour.text
 
 
-def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_answer():
+def test_a_guess_counts_only_when_asked():
     stage = staged(0)
     stage.tour.guess(1)
     assert stage.tour.seen.guess is None
@@ -447,7 +449,7 @@ def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_an
     assert stage.tour.seen.guess == 2
 
 
-def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
+def test_the_tour_is_refused_next_to_clients():
     def refusal(stage: Stage) -> str:
         with pytest.raises(ValueError) as error:
             tour.refuse(stage.session)
@@ -456,10 +458,10 @@ def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
     stage = Stage().load()
     tour.refuse(stage.session)
     stage.session.obey("/policy static")
-    assert "has yet to hear the last keys" in refusal(stage)
+    assert "the last keys have not reached the engine" in refusal(stage)
     stage.turns()
     stage.state.view = stage.state.view._replace(door=SimpleNamespace())
-    assert "no tour while the door is open" in refusal(stage)
+    assert "no tour while a server runs" in refusal(stage)
     stage.state.view = stage.state.view._replace(door=None, watches=True)
     assert "no tour on a watched engine" in refusal(stage)
     busy = Stage().load()
@@ -575,14 +577,14 @@ def test_a_refusal_is_one_line_and_there_is_no_strip():
     async def scenario(it):
         await it.press("b", turns=2)
         await it.press("T")
-        await it.sees("the tour begins when nothing runs")
+        await it.sees("the tour needs an idle engine")
         assert it.stage.state.tour is None
 
     show(scenario, TourStage())
 
 
 @pytest.mark.parametrize("how", ["T", "escape", "b"])
-def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
+def test_the_tour_is_offered_once(how, tmp_path):
     note = tmp_path / "tour"
 
     def offered() -> bool:
@@ -604,7 +606,7 @@ def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
     assert note.exists() and not offered()
 
 
-def test_the_note_is_kept_for_the_user_and_there_is_no_offer_without_one(tmp_path, monkeypatch):
+def test_the_note_of_the_tour(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert tui.tour_note() == tmp_path / "nanobatch" / "tour"
     (tmp_path / "nanobatch").rmdir()
@@ -613,7 +615,7 @@ def test_the_note_is_kept_for_the_user_and_there_is_no_offer_without_one(tmp_pat
     assert not tui.Screen(Stage().session, note=None).session.state.offers_tour
 
 
-def test_the_offer_is_in_sight_on_a_screen_of_any_usual_size():
+def test_the_offer_of_the_tour_is_visible_at_every_size():
     async def scenario(it):
         it.stage.state.offers_tour = True
         for size in ((80, 24), (100, 30), (120, 40), (132, 43), (200, 50)):
@@ -624,7 +626,7 @@ def test_the_offer_is_in_sight_on_a_screen_of_any_usual_size():
     show(scenario, TourStage())
 
 
-def test_where_nothing_can_be_kept_the_offer_is_declined_all_the_same(tmp_path):
+def test_declining_the_tour_without_a_writable_home(tmp_path):
     async def scenario(it):
         it.app._note = tmp_path / "no" / "folder" / "tour"
         it.stage.state.offers_tour = True
@@ -654,7 +656,7 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
+def test_the_lines_of_the_tours_strip(width):
     told = TourText(3, 8, "a title", "word " * 60, ("an answer " * 3,) * 4, True, 2)
     told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
     told = told._replace(place="sched.py:123  Scheduler._room")
@@ -669,14 +671,14 @@ def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
 
 
 @pytest.mark.parametrize("other", ["--script burst8", "--serve 0", "--watch http://127.0.0.1:1"])
-def test_what_cannot_go_with_a_tour_is_refused_in_one_line(other, capsys):
+def test_options_that_do_not_go_with_the_tour(other, capsys):
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--tour", *other.split()])
     assert left.value.code == 2
     assert f"leave {other.split()[0]} out" in capsys.readouterr().err
 
 
-def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input():
+def test_the_tour_in_lines():
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--tour", "--slots", "4"]
     done = subprocess.run(command, input="\nq\n", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -689,15 +691,15 @@ def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input
     assert re.search(r"^runner\.py:\d+  Runner\._forward$", done.stdout, re.M)
 
 
-def test_without_a_screen_a_run_is_one_line_and_the_esc_key_leaves(monkeypatch, capsys):
+def test_a_run_of_the_tour_in_lines(monkeypatch, capsys):
     """Half of the log told how far a run was, line by line; and Esc with Enter went on."""
-    stage = TourStage(ELEPHANT).load()
+    stage = TourStage(LONG_PROMPT).load()
 
     def turn(seconds: float):
         stage.time.now += seconds
         stage.turns()
 
-    played = partial(tour.Tour, scenes=SCENES[ELEPHANT : ELEPHANT + 1])
+    played = partial(tour.Tour, scenes=SCENES[LONG_PROMPT : LONG_PROMPT + 1])
     monkeypatch.setattr(tour, "Tour", played)
     monkeypatch.setattr(tour, "time", SimpleNamespace(sleep=turn))
     monkeypatch.setattr(sys, "stdin", StringIO("2\n\x1b\n"))

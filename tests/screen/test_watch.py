@@ -110,7 +110,7 @@ def watched(request):
 # --- what both show -----------------------------------------------------------------------------
 
 
-def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
+def test_refused_http_requests_are_shown(watched):
     """The engine's own snapshot tells nothing of it."""
     seen = len(watched.state.calls)
     assert watched.complete(n=0).status == 400
@@ -124,7 +124,7 @@ def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
     }
 
 
-def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched):
+def test_http_requests_are_shown_with_their_client(watched):
     seen = len(watched.state.calls)
     answer = watched.complete("Once upon a time")
     call = watched.sees(lambda state: len(state.calls) > seen and state.calls[seen])
@@ -173,14 +173,14 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
 
 def test_a_race_is_refused_in_one_line(watched):
     """Clients would wait for it, and it would measure them."""
-    with pytest.raises(ValueError, match="no race while the door is open"):
+    with pytest.raises(ValueError, match="no race while a server runs"):
         watched.session.obey("/race")
 
 
 # --- a door of one's own ------------------------------------------------------------------------
 
 
-def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
+def test_quitting_ends_a_pause_for_clients(engine):
     with serving(engine) as it:
         it.sees(lambda state: state.view.stage == "ready")
         it.session.obey("/pause")
@@ -195,7 +195,7 @@ def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
             it.complete()
 
 
-def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
+def test_loading_says_that_clients_get_503():
     door = APIServer(Options(port=0)).start()
     try:
         room = LocalEngineClient(lambda report, clock: None, door)
@@ -222,7 +222,7 @@ def tui_process(*arguments: str, **options) -> subprocess.Popen:
     )
 
 
-def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
+def test_a_server_without_a_terminal_drains_on_a_signal():
     (port,) = free_ports(1)
     process = tui_process("--serve", str(port), "--plain")
     try:
@@ -269,7 +269,7 @@ def test_where_the_door_is(text, address):
 # --- a server elsewhere -------------------------------------------------------------------------
 
 
-def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(server):
+def test_a_watched_server_answers_a_prompt(server):
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         assert it.state.model.startswith("demo @ 127.0.0.1:")
@@ -285,7 +285,7 @@ def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(se
         )
 
 
-def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch):
+def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
     """The stream of a prompt could end before the frame that tells of it: a script then left
     without the answer."""
     take = RemoteEngineClient._take
@@ -299,7 +299,7 @@ def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch)
         assert it.answer("Count from 5 to 9.") == "5, 6, 7, 8, 9."
 
 
-def test_a_prompt_for_a_server_that_loads_its_model_waits_for_it(engine):
+def test_a_prompt_waits_for_a_loading_server(engine):
     """It came back, refused with 503."""
     door = APIServer(Options(port=0)).start()
     room = RemoteEngineClient(door.address)
@@ -326,7 +326,7 @@ def test_what_belongs_to_the_other_end_is_refused(server, order):
             it.session.obey(order)
 
 
-def test_a_view_of_another_process_has_every_step_and_every_end(server):
+def test_a_watched_view_is_complete(server):
     """Differences come ten a second; between two looks there may be several of them."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
@@ -343,7 +343,7 @@ def test_a_view_of_another_process_has_every_step_and_every_end(server):
         assert not it.state.faults
 
 
-def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next():
+def test_a_lost_server_is_shown_and_reconnected():
     port = str(*free_ports(1))
     with Server("--port", port) as first, watching(first) as it:
         it.sees(lambda state: state.view.stage == "ready")
@@ -402,7 +402,7 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
         yield from places_of(each, (*path, i))
 
 
-def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
+def test_hostile_frames_do_no_harm():
     """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 300
     of them, seed 1."""
     stage = Stage().load()
@@ -424,7 +424,7 @@ def test_no_frame_ends_the_screen_or_reaches_the_terminal_as_it_is():
             refused += 1
             continue
         state = State("small")
-        state.absorb(View(stage="ready", watches=True, life=1, **frame._asdict()))
+        state.absorb(View(stage="ready", watches=True, epoch=1, **frame._asdict()))
         for draw in PANES.values():
             for line in plain(drawn(draw, state, 120, 40)):
                 assert "\x1b" not in line
@@ -486,7 +486,7 @@ def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
     assert left.value.code == 2 and said.startswith("nanobatch: --watch ") and said.count("\n") == 1
 
 
-def test_where_there_is_no_server_or_another_one_it_is_one_line_and_exit_code_2(capsys):
+def test_no_server_is_one_line_and_exit_code_2(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # it does not listen
         assert tui.main(["--watch", f"127.0.0.1:{taken.getsockname()[1]}"]) == 2
@@ -593,7 +593,7 @@ def test_no_line_of_the_clients_is_longer_than_its_pane(width):
     assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
 
 
-def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
+def test_a_watching_screen_is_no_client():
     """17 were open where 16 asked."""
     door, _ = canned_door()
     watch = RequestRecord(9, 0.0, "127.0.0.1", "GET /watch", status=200)
@@ -603,9 +603,7 @@ def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
     assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
 
 
-def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
-    engine, monkeypatch
-):
+def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
@@ -631,7 +629,7 @@ def test_clients_are_counted_beyond_those_that_are_kept():
     assert len(state.calls) == State.REMEMBERED
     heading = plain(drawn(clients.draw_clients, state, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
-    state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
+    state.absorb(View(door=replace(door, ended=(), seen=0), epoch=1))  # another process
     assert (
         "0 ended · 0 refused · 0 hung up" in plain(drawn(clients.draw_clients, state, 120, 12))[0]
     )
@@ -641,7 +639,7 @@ def test_without_a_door_the_sheet_says_how_to_open_one():
     async def scenario(it: Show):
         it.stage.session.obey("/resume")  # else it might be text
         await it.press("h")
-        assert "The door is shut. --serve 8000 opens it" in it.text()
+        assert "No server runs. With --serve 8000" in it.text()
         await it.press("h")
         assert "Slots" in it.text()
 
@@ -668,7 +666,7 @@ def test_a_plain_log_tells_of_refusals(engine):
 
 
 @pytest.mark.parametrize("keys", [(), ("--api-key", "key", "--watch-key", "eye")], ids=len)
-def test_a_conversation_goes_over_the_public_routes_and_its_answers_are_seen(keys):
+def test_a_conversation_with_a_watched_server(keys):
     """With the API key alone `/watch` shows figures: the answers are those of the routes."""
     sizes = ("--model", "demo", "--slots", "2", "--max-len", "96")
     with Server(*sizes, *keys) as server, watching(server, *keys[1:2]) as watched:

@@ -82,7 +82,7 @@ def test_steps_that_are_worth_a_look_can_be_shown(opens):
         shows(tab, "[data-step-words]", f"{word}")
 
 
-def test_a_press_on_a_column_shows_its_step_and_opens_no_request(opens):
+def test_a_click_on_a_column_shows_its_step(opens):
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(0.5); nanobatch.choose(3)")
     tab.locator("[data-step-microscope]").scroll_into_view_if_needed()
@@ -129,7 +129,7 @@ def test_the_space_bar_opens_what_has_the_focus(opens):
     assert not tab.evaluate("nanobatch.player.playing")
 
 
-def test_while_it_plays_heading_and_picture_are_of_one_step(opens):
+def test_heading_and_picture_show_the_same_step(opens):
     """The words are written more seldom than a step ends, and the picture had gone on."""
     tab = opens(DEMO)
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
@@ -275,7 +275,7 @@ def test_a_published_models_answers_stay_in_their_rows(opens, told):
     assert broken > 20, "its answers have no line breaks any more"
 
 
-def test_a_published_models_answers_stay_in_their_rows_of_a_servers_page(opens, published):
+def test_long_answers_stay_in_their_rows(opens, published):
     with Server("--model", str(published), "--slots", "4", "--max-len", "512") as server:
         tab = opens(f"{server.address}/", offline=False)
         shows(tab, "[data-status]", "Nothing runs")
@@ -321,7 +321,7 @@ def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
     until(tab, "document.querySelectorAll('[data-requests] li').length === 6")
 
 
-def test_a_request_that_is_open_in_the_list_stays_open_when_its_row_goes(opens):
+def test_an_open_request_stays_open(opens):
     """Newer requests of a server took its place, and after that none could be opened any more."""
     tab = opens(DEMO, reduced_motion="reduce")
     tab.click("[data-requests] .request >> nth=1")
@@ -333,7 +333,7 @@ def test_a_request_that_is_open_in_the_list_stays_open_when_its_row_goes(opens):
     until(tab, "document.querySelector('[data-request] .chip').textContent !== '2'")
 
 
-def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
+def test_touch_targets_are_large_enough(opens):
     tab = opens(DEMO, viewport=PHONE, reduced_motion="reduce")
     until(tab, "!document.querySelector('[data-every]').hidden")
     seen = "[...document.querySelectorAll('button:not(.row button)')].filter((e) => e.offsetHeight)"
@@ -343,7 +343,7 @@ def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
     )
 
 
-def test_the_files_that_the_page_names_are_links_where_their_address_is_known(opens, tmp_path):
+def test_file_names_become_links(opens, tmp_path):
     """On GitHub Pages, in a copy of the repository, and nowhere else: there they led to nothing."""
     links = "[...document.querySelectorAll('a[data-file]')].map((link) => [link.dataset.file, link.href])"
     found = opens(DEMO).evaluate(links)
@@ -376,7 +376,7 @@ def test_the_picture_of_the_page_shows_the_finished_race(opens, tmp_path):
     assert len(drawn) > len(kept) / 2, "there is less to be seen"
 
 
-def test_without_scripts_a_sentence_says_what_would_be_there(opens):
+def test_the_page_without_scripts(opens):
     tab = opens(DEMO, java_script_enabled=False)
     assert "Scripts are off" in tab.inner_text("noscript")
     assert "What eight requests cost" in tab.inner_text("body")
@@ -433,7 +433,7 @@ def with_python_from(address: str, folder: Path) -> Path:
 @pytest.mark.skipif(
     not PYODIDE, reason="NANOBATCH_PYODIDE names no folder; see the top of this file"
 )
-def test_the_scheduler_runs_in_the_page_and_its_lines_can_be_changed(opens, files, tmp_path):
+def test_the_scheduler_runs_in_the_page(opens, files, tmp_path):
     tab = opens(with_python_from(files(PYODIDE), tmp_path), offline=False)
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "step")
@@ -455,7 +455,7 @@ def test_the_scheduler_runs_in_the_page_and_its_lines_can_be_changed(opens, file
     until(tab, "!document.querySelector('[data-lab-error]').textContent")
 
 
-def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp_path):
+def test_only_the_pinned_python_is_accepted(opens, files, tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "pyodide.mjs").write_text("alert(1)")
     tab = opens(with_python_from(files(str(tmp_path / "served")), tmp_path), offline=False)
@@ -465,7 +465,7 @@ def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp
     tab.said.clear()
 
 
-def test_without_a_network_the_page_says_that_python_needs_one(opens):
+def test_python_in_the_page_needs_a_network(opens):
     tab = opens(DEMO)
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "needs a network")
@@ -516,7 +516,7 @@ def test_a_servers_own_page_shows_what_it_does(opens):
         shows(tab, "[data-status]", "1 request answered")
 
 
-def test_a_page_from_another_port_reads_nothing_of_what_a_server_is_asked(opens, files, tmp_path):
+def test_another_origin_reads_nothing(opens, files, tmp_path):
     """It read everybody's prompts and answers."""
     (tmp_path / "page.html").write_text('<!doctype html><link rel="icon" href="data:,">')
     with Server() as server:
@@ -529,7 +529,7 @@ def test_a_page_from_another_port_reads_nothing_of_what_a_server_is_asked(opens,
         assert own.evaluate(watched, server.address)[0] == 200
 
 
-def test_a_typed_key_opens_a_servers_page_and_stays_out_of_the_address(opens):
+def test_a_typed_key_stays_out_of_the_address(opens):
     with Server("--api-key", "hush", "--watch-key", "eye") as server:
         tab = opens(f"{server.address}/", offline=False)
         until(tab, "!document.querySelector('[data-key-form]').hidden")

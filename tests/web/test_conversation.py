@@ -93,7 +93,7 @@ def facts(tab) -> str:
     return tab.inner_text(".turn:last-child .facts")
 
 
-def test_a_second_question_goes_on_with_the_first_and_only_what_is_new_is_read(talks):
+def test_a_second_question_reads_only_what_is_new(talks):
     """The page only watched: who wanted to ask needed another program, and saw nothing of the reuse."""
     tab = talks()
     until(tab, "window.nanobatch")  # it knows the slots
@@ -130,7 +130,7 @@ def test_a_conversation_begins_as_the_terminals_does(talks):
     assert free == (None, None)
 
 
-def test_the_newest_line_stays_in_sight_when_the_window_changes(talks):
+def test_the_newest_line_stays_visible(talks):
     """On a narrower window the same text is longer, and its end was below what one sees."""
     tab = talks(viewport={"width": 1280, "height": 800})
     hear(tab, "and so on " * 300)
@@ -144,7 +144,7 @@ def test_the_newest_line_stays_in_sight_when_the_window_changes(talks):
     assert tab.evaluate(BELOW) > 300
 
 
-def test_a_question_that_is_asked_meanwhile_waits_for_the_answer_above(talks, parrots):
+def test_a_question_waits_for_the_running_answer(talks, parrots):
     """Enter did nothing, and did not say so."""
     parrot = parrots()
     tab = talks(parrot)
@@ -164,7 +164,7 @@ def test_a_question_that_is_asked_meanwhile_waits_for_the_answer_above(talks, pa
     assert part(tab, "box").input_value() == "half of a"
 
 
-def test_a_reload_brings_the_conversation_back_in_its_own_tab(talks, parrots):
+def test_a_reload_restores_the_conversation(talks, parrots):
     """All was gone without a word. Texts alone are kept, and no key."""
     parrot = parrots()
     tab, other = talks(parrot), talks(parrot)
@@ -195,7 +195,7 @@ def test_a_reload_brings_the_conversation_back_in_its_own_tab(talks, parrots):
     assert other.locator(".turn").count() == 0
 
 
-def test_what_is_kept_for_a_reload_is_bounded_and_what_is_lost_is_said(talks):
+def test_what_a_reload_restores_is_bounded(talks):
     tab = talks()
     for _ in range(3):
         hear(tab, "word " * 40_000)
@@ -206,7 +206,7 @@ def test_what_is_kept_for_a_reload_is_bounded_and_what_is_lost_is_said(talks):
     assert tab.evaluate("sessionStorage[sessionStorage.key(0)].length") < 500_000
 
 
-def test_a_browser_that_keeps_nothing_has_a_conversation_all_the_same(talks):
+def test_a_browser_without_storage(talks):
     tab = talks()
     script = (
         "Object.defineProperty(window, 'sessionStorage', { get() { throw new Error('off'); } })"
@@ -220,7 +220,7 @@ def test_a_browser_that_keeps_nothing_has_a_conversation_all_the_same(talks):
     assert tab.locator(".turn").count() == 0
 
 
-def test_a_question_is_asked_again_and_a_new_conversation_knows_nothing(talks):
+def test_asking_again_and_a_new_conversation(talks):
     tab = talks()
     say(tab, "say: one")
     say(tab, "say: two")
@@ -242,7 +242,7 @@ def test_an_answer_is_copied_as_it_was_written(talks):
     assert tab.evaluate("navigator.clipboard.readText()") == "**Hello**, `Ada`."
 
 
-def test_a_question_that_is_edited_takes_the_place_of_what_followed(talks):
+def test_an_edited_question_replaces_what_followed(talks):
     tab = talks()
     for text in ("one", "two", "three"):
         say(tab, f"say: {text}")
@@ -258,7 +258,7 @@ def test_a_question_that_is_edited_takes_the_place_of_what_followed(talks):
     assert tab.locator(".turn").count() == 2 and part(tab, "note").inner_text() == ""
 
 
-def test_a_conversation_is_saved_as_the_terminal_loads_it(talks, tmp_path):
+def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
     tab = talks()
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
     assert part(tab, "save").is_hidden()
@@ -275,14 +275,14 @@ def test_a_conversation_is_saved_as_the_terminal_loads_it(talks, tmp_path):
     }
 
 
-def test_the_box_to_talk_is_in_sight_before_anything_has_run(talks):
+def test_the_chat_box_is_visible_at_first(talks):
     """It came below a timeline of nothing."""
     tab = talks()
     above = "document.querySelector('[data-chat]').compareDocumentPosition(document.querySelector('[data-race]'))"
     assert tab.evaluate(above) == 4, "the timeline follows"
 
 
-def test_while_a_long_prompt_is_read_its_turn_says_how_far(talks, parrots, monkeypatch):
+def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
     """It said "about 0 tokens" for minutes."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     parrot = parrots()
@@ -296,7 +296,7 @@ def test_while_a_long_prompt_is_read_its_turn_says_how_far(talks, parrots, monke
     until(tab, STOPPED)
 
 
-def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(talks, parrots):
+def test_a_stopped_answer_frees_its_slot(talks, parrots):
     parrot = parrots()
     tab = talks(parrot)
     say_at_length(tab, parrot)
@@ -311,7 +311,7 @@ def test_an_answer_that_is_stopped_frees_its_slot_and_stays_as_far_as_it_came(ta
     assert not parrot.engine.snapshot().requests
 
 
-def test_two_tabs_are_two_clients_and_each_knows_its_own_row(talks, parrots):
+def test_two_tabs_are_two_clients(talks, parrots):
     parrot = parrots()
     tabs = [talks(parrot), talks(parrot)]
     parrot.loop.slow = 80  # steps a second
@@ -326,7 +326,7 @@ def test_two_tabs_are_two_clients_and_each_knows_its_own_row(talks, parrots):
     parrot.loop.slow = 0.0
 
 
-def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
+def test_a_late_page_knows_the_queue(talks, parrots):
     """It was told of the first 32, and said that no more were in line."""
     parrot = parrots()
     parrot.loop.pause()
@@ -338,7 +338,7 @@ def test_a_page_that_is_opened_late_knows_how_long_the_line_is(talks, parrots):
     shows(tab, ".queue", "nobody in line")
 
 
-def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parrots):
+def test_a_late_page_counts_steps_like_the_server(talks, parrots):
     """It said "step 4,000 of 1,000". And a press on a picture without a step was an error."""
     parrot = parrots(max_len=640)
     tab = talks(parrot)
@@ -353,7 +353,7 @@ def test_a_page_that_is_opened_late_counts_steps_as_the_server_does(talks, parro
     shows(late, "[data-step-title]", f" of {steps:,}")
 
 
-def test_a_conversation_that_outgrows_its_slot_is_never_cut_in_silence(talks, parrots):
+def test_a_conversation_that_outgrows_its_slot(talks, parrots):
     tab = talks(parrots(max_len=512))
     say(tab, "say: " + "a" * 80)
     assert "are left" not in facts(tab) and not part(tab, "drop").is_visible()
@@ -382,7 +382,7 @@ def give(tab, key: str) -> None:
     tab.press("[data-key]", "Enter")
 
 
-def test_a_key_that_the_server_refused_is_never_asked_with(talks, parrots):
+def test_a_refused_key_is_not_sent_again(talks, parrots):
     """The page asked with the first key that was typed, also when the second one was right."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     until(tab, "!document.querySelector('[data-key-form]').hidden")
@@ -395,7 +395,7 @@ def test_a_key_that_the_server_refused_is_never_asked_with(talks, parrots):
     tab.said.clear()  # the browser's own lines about 401
 
 
-def test_who_has_no_key_is_asked_for_one_and_the_question_waits(talks, parrots):
+def test_a_missing_key_is_asked_for(talks, parrots):
     """There are two: the watch key shows all texts, and the API key lets one ask."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     form = "document.querySelector('[data-key-form]').hidden"
@@ -465,7 +465,7 @@ EVIL = (
 )
 
 
-def test_whatever_an_answer_holds_it_runs_nothing_fetches_nothing_and_is_read(talks):
+def test_hostile_answers_do_nothing(talks):
     tab = talks()
     for text in EVIL:
         hear(tab, text, thought=text)
@@ -544,7 +544,7 @@ def test_markdown_is_drawn_as_elements(draws):
     assert {text: draws.evaluate(DRAWN, [text]) for text in FORMS} == FORMS
 
 
-def test_an_answer_is_drawn_the_same_however_its_stream_is_cut(draws):
+def test_an_answer_is_drawn_alike_for_any_chunks(draws):
     dice = random.Random(4)
     texts = [*FORMS, *TEXTS, *EVIL, "\n\n".join(FORMS), "word " * 300 + "`x` " * 300]
     compared = 0
@@ -599,7 +599,7 @@ WORK = """([text, size]) => {
 }"""
 
 
-def test_the_work_for_a_letter_does_not_grow_with_the_answer(draws):
+def test_drawing_is_linear_in_the_answer(draws):
     """Answers of 100,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
     letter into the page a thousand times."""
     for name, text in TEXTS_OF.items():

@@ -55,14 +55,14 @@ def test_every_policy_has_played_the_hand():
 
 
 @needs_node
-def test_the_game_gives_each_request_its_tokens_and_no_slot_to_two(played):
+def test_the_game_keeps_the_schedulers_rules(played):
     tokens = sum(wish["output_tokens"] for wish in SETUP["wishes"])
     for hand in played.values():
         assert hand["answered"] == 24 and hand["tokens"] == tokens and 6 <= hand["most"] <= 8
 
 
 @needs_node
-def test_first_come_first_served_by_hand_takes_about_as_long_as_continuous(played):
+def test_first_come_first_served_in_the_game(played):
     """So the game is played by the rules that the scheduler has."""
     continuous = SETUP["runs"][0]
     assert played["asTheyCome"]["done"] == pytest.approx(continuous["done"], rel=0.03)
@@ -76,7 +76,7 @@ def test_who_reads_the_prompts_beats_every_policy(played):
 
 
 @needs_node
-def test_time_in_which_all_slots_are_free_and_requests_wait_is_drawn_as_waste(played):
+def test_idle_time_with_a_queue_is_waste(played):
     """The page promises red there, and it was blank."""
     assert [hand["open"] for hand in played.values()] == [8, 8]
 

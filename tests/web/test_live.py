@@ -14,7 +14,7 @@ from server import live_page, watch_frames
 from server.access_log import ServerView
 
 
-def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
+def test_the_servers_page_needs_no_key():
     """A browser that opens an address sends no key. So the page comes without one, and empty."""
     with Server("--api-key", "hush", "--watch-key", "eye") as server:
         server.ask("/v1/chat/completions", {}, authorization="Bearer hush")
@@ -29,7 +29,7 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_key_goes_into_a_header_and_never_into_an_address():
+def test_the_key_is_sent_in_a_header():
     """And what is said in the page stays in the tab."""
     text = "".join((live_page.FOLDER / f"{name}.js").read_text() for name in live_page.MODULES)
     assert text.count("Bearer ${key}") == 1 and 'ask("watch", { key' in text
@@ -115,7 +115,7 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
 
 
 @needs_node
-def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine):
+def test_an_open_page_forgets_old_steps(engine):
     """A request whose admission was forgotten stood in line again, and was said never to have had a slot."""
     frames, told, lines = frames_of(engine, True)
     played = play(frames, most=40, kept=15)
@@ -179,7 +179,7 @@ tell(said);
 
 
 @needs_node
-def test_the_page_says_of_a_long_prompt_what_the_screen_says():
+def test_the_page_agrees_with_the_screen_on_long_prompts():
     """The page had a hatched bar for minutes, and no word of how long it would take."""
     clock, sender = Clock(), watch_frames.Sender(False)
     nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
@@ -220,7 +220,7 @@ tell(asked.map(about));
 
 
 @needs_node
-def test_the_page_rounds_the_time_left_as_the_engine_does():
+def test_the_page_rounds_like_the_engine():
     seconds = [n / 8 for n in range(1_000)] + [60 * n / 4 for n in range(800)]
     said = in_node(ROUNDED, seconds)
     assert said == [PrefillProgress(left_s=each).left for each in seconds]

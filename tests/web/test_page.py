@@ -59,7 +59,7 @@ def test_a_hostile_text_ends_no_element_and_adds_none():
     assert any("</script>" in json.dumps(run) for run in hostile["runs"])
 
 
-def test_the_page_may_run_its_own_script_alone_and_load_nothing():
+def test_the_content_security_policy():
     text = page_program.make([recording()])
     found = Elements(text)
     rules = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
@@ -75,7 +75,7 @@ def test_the_page_may_run_its_own_script_alone_and_load_nothing():
     assert not any("style" in a or "onclick" in a for _, a in found.tags)
 
 
-def test_a_page_of_another_run_claims_nothing_of_the_demo():
+def test_a_page_of_another_run():
     """It said that our tests had run its prompts again, and named 24 of them."""
     text = page_program.make([recording()])
     body = body_of(text)
@@ -88,8 +88,8 @@ def test_a_page_of_another_run_claims_nothing_of_the_demo():
     assert 'id="data-game"' not in text and 'id="data-lab"' in text
 
 
-def test_where_a_replay_draft_tokens_as_the_run_did_the_page_says_so():
-    """The lab's runs had the recorded draft tokens under any setting, and the page did not say so. In the
+def test_a_replay_with_drafts_is_marked():
+    """The lab's runs had the recorded drafts under any setting, and the page did not say so. In the
     game the policies had them, too, and the player none."""
     run = recording(burst=24)
     names = run["fields"]["StepView"]
@@ -169,9 +169,7 @@ def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
-def test_an_address_that_is_none_of_a_repository_is_refused_in_one_line(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_wrong_repository_address_is_refused(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
     urls = '[project]\n[project.urls]\nRepository = "https://github.com/Ann"\n'
@@ -185,7 +183,7 @@ def test_an_address_that_is_none_of_a_repository_is_refused_in_one_line(
     assert "must be such as https://github.com/owner/name" in said and said.count("\n") == 1
 
 
-def test_the_picture_of_the_page_has_the_size_that_messengers_show():
+def test_the_preview_picture_has_the_right_size():
     head = (ROOT / "docs" / "card.png").read_bytes()
     assert head.startswith(b"\x89PNG\r\n\x1a\n") and 10_000 < len(head) < 150_000
     assert struct.unpack(">II", head[16:24]) == (1200, 630)
@@ -242,7 +240,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
         assert "there is no file" in said and said.count("\n") == 1
 
 
-def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
     """It was a traceback."""
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
@@ -251,7 +249,7 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
     assert said.startswith("docs/make/page.py: ") and "nowhere" in said and said.count("\n") == 1
 
 
-def test_a_page_of_two_recordings_can_be_made_anew_from_itself(tmp_path, capsys):
+def test_a_page_can_be_made_from_itself(tmp_path, capsys):
     """Also where a text holds what no file can."""
     one, two = (tmp_path / name for name in ("one.json", "two.json"))
     run = recording()
@@ -325,7 +323,7 @@ tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 
 
 @needs_node
-def test_the_page_draws_in_a_line_what_the_terminal_draws():
+def test_the_page_agrees_with_the_terminal():
     """What draws nothing, or turns what stands beside it, is seen. The page has no ␊ and no ␛, which most
     fonts of a browser draw as a box, and a terminal's do not."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]

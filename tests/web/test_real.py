@@ -63,7 +63,7 @@ def check_form(engine) -> None:
         pytest.skip(f"recorded with {recorded and recorded[1]}, and this is {here and here[1]}")
 
 
-def test_the_model_has_the_conversation_of_the_page_again(answered):
+def test_the_model_gets_the_restored_conversation(answered):
     check_form(answered[0])
     assert page.talk_demo() == TALK
     assert len(TALK) == 4 and not TALK[0]["cached"]

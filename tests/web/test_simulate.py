@@ -35,7 +35,7 @@ def asked(lines: str = "", policy: str = "continuous", rate: float = 0, run: dic
     return json.loads(simulate.answer(json.dumps(question)))
 
 
-def test_the_page_offers_every_policy_and_one_that_is_the_readers():
+def test_the_page_offers_every_policy():
     """A reader's record is known in the page's own lines, and not to the project."""
     assert json.loads(simulate.start())["policies"] == [*POLICIES, "mine"]
     assert "mine" not in POLICIES
@@ -52,8 +52,8 @@ def test_the_lines_as_they_are_change_no_plan(policy):
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
 
 
-def test_answers_that_came_several_tokens_a_step_take_as_many_steps_in_the_page():
-    """r3 decodes in three steps, with seven draft tokens in the second, five of which were right."""
+def test_drafts_in_the_pages_replay():
+    """r3 decodes in three steps, with seven drafts in the second, five of which were right."""
     steps = [[[[0, 3]], [], []], [[[0, 3]], [], [[0, 7, 5]]], [[[0, 3]], [], []]]
     played = asked(run=RUN | {"steps": steps})
     plain = asked()
@@ -90,7 +90,7 @@ def test_a_policy_that_admits_nobody_is_said_to_do_so():
     assert asked(lines)["error"] == "no slots are taken, 12 wait, and no step is planned"
 
 
-def test_a_policy_that_the_lines_do_not_have_is_said_to_be_missing():
+def test_a_missing_policy_is_named():
     lines = simulate.lines().replace('"mine"', '"gentle"')
     assert asked(lines, policy="mine")["error"] == "these lines have no policy 'mine'"
     assert "error" not in asked(lines, policy="gentle")
@@ -108,7 +108,7 @@ def test_a_load_spreads_the_arrivals_the_same_each_time():
         )
 
 
-def test_python_comes_in_one_version_and_each_file_with_its_hash():
+def test_pyodide_is_pinned_by_hash():
     pyodide = json.loads((ROOT / "web" / "pyodide.json").read_text())
     assert pyodide["at"].startswith("https://") and pyodide["at"].count("@") == 1
     assert set(pyodide["files"]) >= {"pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm"}
