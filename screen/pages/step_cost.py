@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from analysis.step_costs import Bill, Member, Work, bill_of, expected, floors_of, of_rows
+from analysis.step_costs import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
 from runtime.cli import command
 from runtime.snapshot import ExpertsView, ModelView, Roof, StepView
 from runtime.validation import shown
@@ -79,10 +79,10 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     return layers if sum(layers[0].values()) == model.taken * inside else ()
 
 
-def this_bill(state: State, column: Column) -> Bill:
+def this_bill(state: State, column: Column) -> StepCost:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
-    return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
+    return pass_cost(model, Work.of(parts_of(column), asked_of(column.view)), experts)
 
 
 def usual_length(state: State) -> int:
@@ -107,7 +107,7 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %"
 
 
-def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
+def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
     """The bound of the step, in one sentence. If none does, it says so. Of caches it
     says nothing if other programs ran when the roof was measured."""
     floors = floors_of(bill, roof)
@@ -167,7 +167,7 @@ def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
     return f"The gain ends where {', or where '.join(ends)}."
 
 
-def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) -> int | None:
+def first_count(is_so: Callable[[StepCost], bool], model: ModelView, length: int) -> int | None:
     """With how many rows this is so for the first time. With more rows it stays so."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
@@ -240,7 +240,7 @@ def named(parts: Sequence[Member], width: int) -> str:
     return words
 
 
-def experts_of(state: State, column: Column, bill: Bill) -> str:
+def experts_of(state: State, column: Column, bill: StepCost) -> str:
     """How many experts were read, known or expected."""
     model = state.view.engine.model
     if not model.experts:
@@ -433,7 +433,7 @@ def experts_in(state: State) -> dict[int, ExpertsView | None]:
 PAGE = Page(
     "bill",
     "B",
-    "Bill",
+    "StepCost",
     "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
     draw,
     obey=obey,
