@@ -1,13 +1,9 @@
-"""What an engine has answered, in all its bits, and where two answers part.
+"""Compare two answers bit by bit.
 
-The problem. Two texts may be alike although the numbers behind them are not: a token is only the
-likeliest of its place. So an answer is compared with the log probabilities of its tokens, and with
-those of the likeliest tokens beside each of them.
+Two texts may be equal although the numbers behind them are not: a token is only the likeliest at its
+position. So the log probabilities of the tokens are compared, and those of the likeliest alternatives.
 
-What this file keeps: one way to compare two answers bit by bit. The pages `a` and `K` of the screen
-and `verify.py` compare so.
-
-Where next: `screen/pages/same_answer.py`, one answer in company; `verify.py`, many in many ways.
+Where next: `screen/pages/same_answer.py`, one answer in random batches; `verify.py`, many in many ways.
 """
 
 from __future__ import annotations
@@ -21,17 +17,17 @@ from runtime.handle import Handle
 
 
 class Bits(NamedTuple):
-    """What a request answered, as exactly as its engine tells."""
+    """A request's answer, with the numbers behind it."""
 
-    digest: str  # of the next two
+    digest: str  # of `tokens` and `likely`
     tokens: tuple[int, ...]
-    # By place: the token with its log probability, then the likeliest tokens with theirs
+    # By position: the token with its log probability, then the likeliest tokens with theirs
     likely: tuple[tuple[tuple[int, float], ...], ...]
     pieces: tuple[str, ...]  # the text that came with each token
 
     @staticmethod
     def of(handle: Handle, until: int | None = None) -> Bits:
-        """`until`: only so many tokens of it."""
+        """`until`: only the first tokens."""
         tokens = tuple(handle.tokens[:until])
         likely = []
         for token, found in zip(tokens, handle.logprobs, strict=False):
@@ -45,12 +41,12 @@ class Bits(NamedTuple):
 
     @staticmethod
     def made(tokens: tuple, likely: tuple, pieces: tuple) -> Bits:
-        # Python writes a float so that no other float is written alike
+        # repr distinguishes all floats
         digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
         return Bits(digest, tokens, likely, pieces)
 
     def only(self, place: int) -> Bits:
-        """The token at one place, as if it were all."""
+        """The token at one position, as an answer of its own."""
         here = slice(place, place + 1)
         return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
 
@@ -60,11 +56,11 @@ class Bits(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """How many log probabilities the hash covers."""
+        """The number of log probabilities that the hash covers."""
         return sum(map(len, self.likely))
 
     def piece(self, place: int) -> str:
-        """A token as text. At the end of an answer there is a token without one."""
+        """A token as text. The last token of an answer may have none."""
         if place >= len(self.tokens):
             return "nothing more"
         if place >= len(self.pieces):
@@ -73,12 +69,12 @@ class Bits(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where an answer is not the one that it should be."""
+    """Where two answers differ."""
 
-    place: int  # the first place with another bit, counted from 0
-    by: float  # so far apart are two log probabilities of one token at most
-    parted: int | None  # the first place with another token
-    said: tuple[str, str]  # what stands there: as it should be, and as it is
+    place: int  # the first position with different bits, from 0
+    by: float  # the largest difference of a token's log probabilities
+    parted: int | None  # the first position with another token
+    said: tuple[str, str]  # the two tokens there: expected, found
 
     @property
     def words(self) -> str:
@@ -91,8 +87,7 @@ class Difference(NamedTuple):
 
 
 def difference(right: Bits, other: Bits) -> Difference | None:
-    """None if all bits are the same. Behind the first token that is another one, nothing can be
-    compared."""
+    """None if all bits are equal. After the first different token nothing can be compared."""
     if right.digest == other.digest:
         return None
     place = None
@@ -101,7 +96,7 @@ def difference(right: Bits, other: Bits) -> Difference | None:
         if ours != theirs and place is None:
             place = i
         for (token, value), (same, found) in product(ours, theirs):
-            if token == same and value != found:  # minus infinity twice is no difference
+            if token == same and value != found:  # so that -inf equals -inf
                 furthest = max(furthest, abs(value - found))
         if right.tokens[i] != other.tokens[i]:
             break
@@ -113,7 +108,7 @@ def difference(right: Bits, other: Bits) -> Difference | None:
 
 
 def first_other(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place with another token."""
+    """The first position with another token."""
     for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return place

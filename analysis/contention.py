@@ -1,16 +1,11 @@
-"""Whether other programs take the cores away, so that nobody blames the engine for their time.
+"""Measure whether other programs take the cores, so that nobody blames the engine for their time.
 
-The problem. Beside a busy program a step takes twice as long. All that the engine sees is a clock
-that went on, so the screen would show a slow engine.
+Next to a busy program a step takes twice as long, and a clock alone would show a slow engine. The
+system counts the seconds in which each core worked (`/proc/stat`), and those of this process; the
+difference went to other programs. It matters only while no core was idle: otherwise nobody waits.
+Where the system does not count, as on a Mac, its load average is used, less this process's share.
 
-The way out. The system counts the seconds in which each core worked, for whomever (`/proc/stat`),
-and the seconds in which this process worked. What is left was worked for others. It matters only
-where no core was idle meanwhile: as long as one is, nobody waits for it. Where the system does not
-count, as on a Mac, its load average stands in, less what this process has used of it.
-
-What this file keeps. A look reads one small file, once a second at most.
-
-Where next: `screen/engine_client.py`, which looks.
+A sample reads one small file, at most once a second.
 """
 
 from __future__ import annotations
@@ -24,21 +19,21 @@ from typing import NamedTuple
 
 from runtime.cli import my_cores
 
-EVERY = 1.0  # seconds between two looks
-MINUTE = 60.0  # over so long a load average is a mean
-LEAST = 0.25  # of all cores: less is what every system does in passing
-IDLE = 0.15  # of all cores: with more than this idle, nobody waits for a core
+EVERY = 1.0  # seconds between two samples
+MINUTE = 60.0  # the period of the load average
+LEAST = 0.25  # of all cores: less is normal background load
+IDLE = 0.15  # of all cores: above this, nobody waits for a core
 
 
 class Worked(NamedTuple):
-    """Seconds of all cores together, since the machine was started."""
+    """Seconds of all cores together, since boot."""
 
     busy: float
     idle: float
 
 
 def counted(text: str, cores: set[int], ticks: float) -> Worked | None:
-    """What `/proc/stat` says of these cores; None if it does not name them."""
+    """Parse `/proc/stat` for these cores; None if it does not list them."""
     busy = idle = 0.0
     seen = 0
     for line in text.splitlines():
@@ -61,7 +56,7 @@ def read_worked(cores: set[int]) -> Worked | None:
 
 
 class Others:
-    """So many cores' worth of time went to other programs while no core was idle; else 0."""
+    """How many cores other programs used while no core was idle; else 0."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""A hash of what the demo model answers, to compare with other people's machines.
+"""A hash of the demo model's answers, to compare between machines.
 
-Every processor with fused multiply-adds computes the same bits (`kernels/matmul.c`). So the demo's
+Every processor with fused multiply-adds computes the same bits (`kernels/matmul.c`), so the demo's
 answers are the same on any x86-64 or ARM CPU, down to the last bit of each log probability, and one
-line is enough to compare them. MLX's version belongs to the promise: positions, the logits' softmax
-and random numbers are its own.
+line is enough to compare them. It depends on MLX's version, because positions, the softmax of the
+logits and random numbers are MLX's own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from runtime.engine_protocol import AnyEngine
 from runtime.sampling_params import SamplingParams
 
 QUESTIONS = ("Count from 3 to 12.", "What is 17 + 6?", "Tell me a story about a fox and a lantern.")
-# By the version of MLX. README prints one of them
+# By MLX version. README prints one of them
 EXPECTED = {"0.32.4": "4dd3cd15a3c27a3c"}
 
 
 def fingerprint(engine: AnyEngine) -> str:
-    """Ask the demo each question twice, greedy and drawn at random."""
+    """Ask the demo each question twice: greedy, and sampled."""
     handles = []
     for question in QUESTIONS:
         for temperature in (0.0, 0.9):
@@ -34,10 +34,10 @@ def fingerprint(engine: AnyEngine) -> str:
 
 
 def compared(found: str, version: str) -> str:
-    """The hash, and what it says about this machine."""
+    """The hash, and whether it is the expected one."""
     expected = EXPECTED.get(version)
     if not expected:
-        return f"{found}, and nobody has recorded that of MLX {version}"
+        return f"{found}; none is recorded for MLX {version}"
     if found == expected:
         return f"{found}, as on every x86-64 and ARM CPU with MLX {version}"
     return f"{found}, which should be {expected} with MLX {version}"

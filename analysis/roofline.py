@@ -1,20 +1,20 @@
-"""The roof: how fast this machine reads weights and multiplies them at most.
+"""The roofline: how fast this machine reads weights and multiplies them at most.
 
-The problem. "A step takes 4 ms" says nothing as long as nobody knows what the machine could do.
-What a data sheet says is another machine's, and no program reaches it.
+The problem. "A step takes 4 ms" says nothing unless we know what the machine could do. A data sheet
+describes another machine, and no program reaches its figures.
 
-The way out. Two products are timed on the device that steps, with the product that the engine uses.
-A product with one row reads each weight and multiplies it once, so reading is all that it does.
-(It is done with weights that no cache holds, and again with as many as the model has: a small model
-stays in the processor's cache.) A product of two square matrices uses each number many times, so
-multiplying is all that it does.
+The solution. Time two products on the device that steps, with the product that the engine uses. A
+product with one row reads each weight and multiplies it once, so it is limited by memory bandwidth.
+(It is measured with weights larger than any cache, and again with as many as the model has: a small
+model stays in the processor's cache.) A product of two square matrices uses each number many times,
+so it is limited by arithmetic.
 
-What this file keeps. Each figure is the quickest of many tries, for what interrupts a try makes it
-only longer. And a try is short, so that some fall between two interruptions: the weights are read in
-pieces, one after the other, and no cache has a piece when its turn comes again. All of it takes less
-than a second, and at most a quarter of the free memory.
+Each figure is the fastest of many tries, because interruptions only make a try longer. A try is short,
+so that some fall between two interruptions: the weights are read in pieces, one after the other, and
+no cache still holds a piece when its turn comes again. In all this takes less than a second and at
+most a quarter of the free memory.
 
-Where next: `screen/pages/step_cost.py`, which holds a step against it.
+Where next: `screen/pages/step_cost.py`, which compares a step with it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from itertools import cycle
 
 from kernels.mlx import free_memory, mx
 
-WIDE = 1024  # numbers in a row of a matrix of which one row is multiplied
-PIECE = 2**24  # bytes that a try reads
-LARGE = 2**28  # bytes: most caches hold less
+WIDE = 1024  # length of a row
+PIECE = 2**24  # bytes read by a try
+LARGE = 2**28  # bytes: more than most caches hold
 LARGEST = 2**32
-LEAST_S = 0.0005  # a try that is shorter is mostly the overhead of starting it
-TRIES_S = 0.1  # so long each figure is tried
+LEAST_S = 0.0005  # a shorter try is mostly launch overhead
+TRIES_S = 0.1  # time for each figure
 
 
 def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
-    """Bytes a second, the same of `nbytes` again and again, and operations a second in `dtype`."""
+    """Bytes per second; the same for `nbytes` read again and again; operations per second in `dtype`."""
     free = free_memory()
     most = LARGE if free is None else min(LARGEST, max(2**20, free // 8))
     large = min(LARGE, most)
@@ -44,7 +44,7 @@ def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
 
 
 def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
-    """Bytes a second. As long as a try is too short and there is room, it is done with more."""
+    """Bytes per second. While a try is too short and memory allows, try with more."""
     rows = max(1, min(nbytes, piece) // (4 * WIDE))
     count = max(1, nbytes // piece)
     x = mx.ones((1, WIDE))
@@ -57,7 +57,7 @@ def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
 
 
 def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
-    """Operations a second: a product and a sum are two."""
+    """Operations per second: a multiplication and an addition are two."""
     x = mx.ones((side, side), dtype)
     weight = mx.ones((side, side), dtype)
     mx.eval(x, weight)
@@ -68,10 +68,10 @@ def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
 
 
 def quickest(pairs: Sequence[tuple[mx.array, mx.array]]) -> float:
-    """Seconds of the quickest product x W^T of all that are tried, in turn."""
+    """Seconds of the fastest product x W^T. The pairs are tried in turn."""
     turn = cycle(pairs)
     x, weight = pairs[0]
-    mx.eval(x @ weight.T)  # the first is slow
+    mx.eval(x @ weight.T)  # warm up
     tries: list[float] = []
     while sum(tries) < TRIES_S:
         x, weight = next(turn)

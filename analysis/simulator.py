@@ -1,19 +1,19 @@
-"""The scheduler without a model: lengths and prices in, steps out.
+"""The scheduler without a model: lengths and step costs in, steps out.
 
-The problem. What would this crowd have met under another policy? To ask a model again would take as
-long as the first time, and in a web page or a test there is no model.
+The problem. How would these requests have fared under another policy? Asking a model again would take
+as long as the first time, and in a web page or a test there is no model.
 
-The way out. A scheduler decides by lengths, common beginnings and a budget. `Replay` sends requests
-of known lengths through it, and turns the wheel as `Engine.step` does: plan -> run -> commit. All that
-is left of the run is how long it takes.
+The solution. A scheduler decides by lengths, common prefixes and a budget. `Replay` sends requests of
+known lengths through it, in the loop of `Engine.step`: plan -> run -> commit. All that is left of the
+run is its duration.
 
 Tokens that were drafted are drafted again, and as many of them are accepted: a replay knows lengths, and
 cannot know what another policy's steps would have drafted.
 
-What this file keeps. It decides nothing, and the standard library is enough. A run that is replayed
-under its own policy has the same steps.
+The invariant: a run that is replayed under its own policy has the same steps. Only the standard
+library is needed.
 
-Where next: `screen/latency_breakdown.py` and `web/simulate.py`, which ask.
+Where next: `screen/latency_breakdown.py` and `web/simulate.py`, which use it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ WRONG = SAID + 1  # and a draft that is wrong
 
 
 class Guest(NamedTuple):
-    """A request, and what became of it. Moments are seconds, or steps that are planned or read."""
+    """A request, and what became of it. Times are seconds, or steps that are planned or read."""
 
     request: Request
-    tokens: float  # of its answer: after so many it ends by itself
+    tokens: float  # the length of its answer
     comes: float
-    leaves: Sequence[float] = ()  # if it is cut short: before this plan, and this reading
-    # Of each step in which it decodes: how many tokens are drafted, and how many of these are accepted
+    leaves: Sequence[
+        float
+    ] = ()  # if it is cut short: before this plan, and before this step is read
+    # Of each step in which it decodes: how many tokens are drafted, and how many of these are right
     drafts: Sequence[tuple[int, int]] = ()
     begins: int = 0  # before this step it waits for rows that another prompt writes
-    behind: int = 0  # and in this step it comes behind a prompt with so many tokens left
+    behind: int = 0  # and in this step it comes after a prompt with this many tokens left
 
 
 class Ran(NamedTuple):
@@ -71,7 +73,7 @@ def drafts_in(
 
 
 class Retold(Scheduler):
-    """A scheduler that knows no text: it is told how long a request waited for common rows.
+    """A scheduler without texts: it is given how long a request waited for shared rows.
 
     The step that writes the last of these may have given them to the request, too. When the order
     of that step's chunks was decided, the request had more tokens left than a replay knows.
@@ -137,7 +139,7 @@ class Replay:
     ) -> Replay:
         """With an engine's limits, as snapshots and recordings have them: old ones lack some.
 
-        No guest is refused, however long the line is under this policy.
+        No request is refused, however long the queue is under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
         eager_first_token = made.pop("eager_first_token", False)
@@ -147,13 +149,13 @@ class Replay:
         return cls(sched, guests, *rest, eager_first_token=eager_first_token, **options)
 
     def __iter__(self) -> Iterator[Ran]:
-        """All steps, to the end. Each is handed out as soon as it has been committed."""
+        """Yield every step as soon as it has been committed."""
         sched = self.sched
         while self._coming or self._in_flight or sched.waiting or sched.running:
             yield from self.turn()
 
     def turn(self) -> Iterator[Ran]:
-        """One turn of the wheel: plan -> run -> commit."""
+        """One iteration: plan -> run -> commit."""
         sched = self.sched
         self._look(sched.steps + 1, is_read=False)
         plan = sched.plan(self.now)
@@ -191,11 +193,11 @@ class Replay:
         return any(known and known[0][0] for known in coming)
 
     def run(self, plan: Plan) -> Tokens:
-        """In place of a device: by slot, a token for each row that yields one."""
+        """Stands in for a device: by slot, a token for each row that yields one."""
         return {member.slot: [SAID] * (1 + len(member.draft)) for member in plan.emitters}
 
     def finite(self, plan: Plan) -> list[int]:
-        """In place of a device: the slots of the chunks that were seen to be finite."""
+        """Stands in for a device: the slots of the chunks that were finite."""
         return [chunk.slot for chunk in plan.chunks if not chunk.emits]
 
     def accept(self, request: Request, token: int) -> str | None:
@@ -219,7 +221,7 @@ class Replay:
         return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
     def _look(self, step: int, is_read: bool) -> None:
-        """Before a step is planned or read: who comes, and who leaves?"""
+        """Before a step is planned or read: arrivals and cancels."""
         now = step if self.by_steps else self.now
         while self._coming and self._coming[0].comes <= now:
             self._enter()

@@ -1,16 +1,16 @@
-"""What a step reads and multiplies, counted from the model's sizes, and what it takes at least.
+"""Count what a step reads and multiplies, from the model's sizes, and the time it needs at least.
 
-The problem. "3.4 ms a step" tells neither why eight answers cost hardly more than one, nor where that
-ends.
+The problem. "3.4 ms per step" explains neither why eight answers cost hardly more than one, nor where
+that ends.
 
-What this file keeps. What is counted is what the engine does, not what would be necessary: where
-attention slides, older rows are read all the same, and hidden. And a bill is what a step takes at
-least, for four things are left out. A chunk that copies rows which its own pass writes starts a
-second pass. Neighbours that share a product read as far as the longest of them. An expert is
-multiplied with each of its tokens by itself, and read anew unless a cache keeps it. The numbers
-between two products are written and read, too.
+What is counted is what the engine does, not what would be necessary: with sliding attention, older
+rows are read all the same, and masked. The cost is a lower bound, because four things are left out. A
+chunk that copies rows which its own pass writes starts a second pass. Neighbours that share a product
+read as far as the longest of them. An expert is multiplied with each of its tokens separately, and
+read again unless it is cached. The activations between two products are written and read, too.
 
-Where next: `models/param_count.py`, where the sizes come from; `screen/pages/step_cost.py`, which shows it.
+Where next: `models/param_count.py`, where the sizes come from; `screen/pages/step_cost.py`, which
+shows the costs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Member(NamedTuple):
     """One sequence in a step."""
 
     request: int | None
-    tokens: int  # that are computed for it
-    rows: int  # that each of these looks back on; the last of them is the token's own
+    tokens: int  # computed for it
+    rows: int  # attended to by each of these; the last is the token's own
 
 
-class Bill(NamedTuple):
-    """What a step reads and multiplies. Bytes, and operations: a product and a sum are two."""
+class StepCost(NamedTuple):
+    """What a step reads (bytes) and computes (operations: a multiplication and an addition are two)."""
 
     tokens: int
     weights: float
@@ -49,12 +49,12 @@ class Bill(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a step has to do. Of all its sequences together:"""
+    """The work of a step, summed over its sequences."""
 
-    tokens: int  # that are computed
-    rows: int  # that are looked back on
-    looks: int  # tokens x rows: how often a query is compared with a key
-    asked: int  # tokens that yield a next one
+    tokens: int  # computed
+    rows: int  # attended to
+    looks: int  # tokens x rows: pairs of a query and a key
+    asked: int  # tokens whose logits are computed
 
     @staticmethod
     def of(parts: Sequence[Member], asked: int) -> Work:
@@ -66,14 +66,14 @@ class Work(NamedTuple):
         )
 
 
-def bill_of(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Bill:
-    """The bill of one pass. Unless a token is asked, nothing behind the keys and values of the last
+def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> StepCost:
+    """The cost of one pass. Unless logits are needed, nothing after the keys and values of the last
     layer is computed.
 
-    `experts`: how many were taken in each layer; by default, as many as are to be expected.
+    `experts`: the number used in each layer; by default the expected number.
     """
     tokens = work.tokens
-    inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens behind each layer's attention
+    inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens after each layer's attention
     distinct = experts or [expected(model, each) for each in inside]
     weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
     products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
@@ -82,7 +82,7 @@ def bill_of(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Bill:
         weights += model.tail_nbytes
         products += work.asked * model.tail_products
         layers = model.layers
-    return Bill(
+    return StepCost(
         tokens=tokens,
         weights=weights,
         keys=work.rows * layers * model.row_nbytes,
@@ -92,14 +92,14 @@ def bill_of(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Bill:
 
 
 def expected(model: ModelCost, tokens: int) -> float:
-    """How many experts of a layer so many tokens take together, if each chooses by chance."""
+    """The expected number of distinct experts of a layer, if each token chooses at random."""
     if not model.experts:
         return 0
     return model.experts * (1 - (1 - model.taken / model.experts) ** tokens)
 
 
 class Floors(NamedTuple):
-    """Seconds that the roof leaves to a step at least."""
+    """The least seconds that the roofline allows for a step."""
 
     reading: float
     multiplying: float
@@ -109,13 +109,13 @@ class Floors(NamedTuple):
         return max(self)
 
 
-def floors_of(bill: Bill, roof: Roof) -> Floors | None:
+def floors_of(cost: StepCost, roof: Roof) -> Floors | None:
     if not roof.reading:
         return None
-    return Floors(bill.nbytes / roof.nbytes_per_s, bill.operations / roof.multiplying)
+    return Floors(cost.nbytes / roof.nbytes_per_s, cost.operations / roof.multiplying)
 
 
-def of_rows(model: ModelCost, rows: int, length: int) -> Bill:
-    """A step in which so many sequences decode, each of this length."""
+def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
+    """A step in which this many sequences decode, each of this length."""
     looks = rows * length
-    return bill_of(model, Work(rows, looks, looks, rows))
+    return pass_cost(model, Work(rows, looks, looks, rows))

@@ -6,7 +6,7 @@ and no config has it: weights may be packed, shared with the embedding, or cut a
 What this file keeps. Each array is counted where `forward` uses it, and once. An array that is in
 memory twice, in two parts of the model, is read twice.
 
-Where next: `analysis/step_costs.py`, which makes the bill of a step of it.
+Where next: `analysis/step_costs.py`, which computes the cost of a step from it.
 """
 
 from __future__ import annotations

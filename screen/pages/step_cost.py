@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from analysis.step_costs import Bill, Member, Work, bill_of, expected, floors_of, of_rows
+from analysis.step_costs import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
 from runtime.cli import command
 from runtime.model_cost import ModelCost
 from runtime.snapshot import ExpertsView, Roof, StepView
@@ -69,10 +69,10 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     return layers if sum(layers[0].values()) == model.taken * inside else ()
 
 
-def step_bill(state: State, column: Column) -> Bill:
+def step_bill(state: State, column: Column) -> StepCost:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
-    return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
+    return pass_cost(model, Work.of(parts_of(column), asked_of(column.view)), experts)
 
 
 def usual_length(state: State) -> int:
@@ -97,7 +97,7 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %"
 
 
-def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
+def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
     """What bounds the step, in one sentence. It does not mention caches if other programs ran while
     the roofline was measured."""
     floors = floors_of(bill, roof)
@@ -157,7 +157,7 @@ def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
     return f"The gain ends where {', or where '.join(ends)}."
 
 
-def first_count(is_so: Callable[[Bill], bool], model: ModelCost, length: int) -> int | None:
+def first_count(is_so: Callable[[StepCost], bool], model: ModelCost, length: int) -> int | None:
     """The lowest number of rows for which this holds; it holds for all higher ones."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
@@ -229,7 +229,7 @@ def named(parts: Sequence[Member], width: int) -> str:
     return words
 
 
-def experts_of(state: State, column: Column, bill: Bill) -> str:
+def experts_of(state: State, column: Column, bill: StepCost) -> str:
     """The number of experts read, known or expected."""
     model = state.view.engine.model
     if not model.experts:

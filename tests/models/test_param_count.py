@@ -7,7 +7,7 @@ from checkpoints import make_checkpoint
 
 import llama
 from analysis import probes, roofline
-from analysis.step_costs import Work, bill_of, expected
+from analysis.step_costs import Work, expected, pass_cost
 from distributed.group import Ranks
 from kernels import mlx as device
 from kernels.mlx import device_lock, device_stream, mx
@@ -204,7 +204,7 @@ def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
 
 def compare(model: Model, step, metered: Counter, exact: bool) -> None:
     asked = asked_of(step.view)
-    bill = bill_of(model.cost, Work.of(parts_of(step), asked))
+    bill = pass_cost(model.cost, Work.of(parts_of(step), asked))
     assert bill.products == metered["products"]
     # The last layer's attention is in the graph, and not computed if no token is asked
     layers = model.cost.layers

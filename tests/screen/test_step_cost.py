@@ -7,7 +7,7 @@ import pytest
 from screen_stage import Stage, drawn, like_golden, plain, show
 from word_engine import VIEW
 
-from analysis.step_costs import Floors, Member, Work, bill_of, floors_of, of_rows
+from analysis.step_costs import Floors, Member, Work, floors_of, of_rows, pass_cost
 from runtime.model_cost import ModelCost
 from runtime.snapshot import ExpertsView, RanksView, Roof
 from screen.commands import PlainLog, orders_of
@@ -50,7 +50,7 @@ def test_a_step_is_added_up_as_by_hand():
     """Two sequences decode, with 10 and 20 rows, and a chunk of 5 tokens ends its prompt at 5."""
     work = Work.of([Member(1, 1, 10), Member(2, 1, 20), Member(3, 5, 5)], asked=3)
     assert work == Work(tokens=7, rows=35, looks=55, asked=3)
-    found = bill_of(MODEL, work)
+    found = pass_cost(MODEL, work)
     assert found.weights == 1_000 + 400 + 7 * 8
     assert found.keys == 35 * 3 * 16
     assert found.products == 2 * (7 * 250 + 3 * 100)
@@ -58,7 +58,7 @@ def test_a_step_is_added_up_as_by_hand():
 
 
 def test_a_middle_chunk_reads_no_head():
-    found = bill_of(MODEL, Work.of([Member(1, 5, 5)], asked=0))
+    found = pass_cost(MODEL, Work.of([Member(1, 5, 5)], asked=0))
     assert (found.weights, found.keys) == (1_000 + 5 * 8, 5 * 2 * 16)
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
 
@@ -75,9 +75,9 @@ def test_weights_are_shared_and_keys_are_not():
 def test_experts_are_counted_or_expected():
     """In the last layer only the tokens that are asked take any."""
     work = Work(tokens=3, rows=3, looks=3, asked=1)
-    known = bill_of(EXPERTS, work, experts=[4, 5, 2])
+    known = pass_cost(EXPERTS, work, experts=[4, 5, 2])
     assert known.weights == 1_000 + 400 + 3 * 8 + 11 * 60
-    drafted = bill_of(EXPERTS, work)
+    drafted = pass_cost(EXPERTS, work)
     chance = 8 * (1 - 0.75**3)
     assert drafted.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
     assert known.products == drafted.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
@@ -151,7 +151,7 @@ class Took:
 )
 def test_what_bounds_a_step_is_said_in_a_sentence(seconds, python, roof, words):
     """Six bytes and four operations."""
-    step = step_cost.Bill(tokens=1, weights=5, keys=1, products=3, attention=1)
+    step = step_cost.StepCost(tokens=1, weights=5, keys=1, products=3, attention=1)
     said = step_cost.what_bounds(step, Took(seconds, python), roof)
     assert words in said and bool(words) == bool(said), said
     assert ("cache" in said) == ("quicker" in words or "more than memory" in words)
