@@ -98,15 +98,14 @@ class AnyPython(bdist_wheel):
 class Checkout(sdist):
     """All that git knows. Unpacked, an sdist has no `.git`, and has nothing else in it."""
 
-    def add_defaults(self) -> None:
-        super().add_defaults()
+    def make_distribution(self) -> None:
         if (ROOT / ".git").exists():
             said = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-            self.filelist.files = [
-                n for n in said.stdout.decode().splitlines() if Path(n).is_file()
-            ]
+            names = said.stdout.decode().splitlines()
         else:
-            self.filelist.extend(str(path) for path in Path().rglob("*") if path.is_file())
+            names = [str(path) for path in Path().rglob("*")]
+        self.filelist.files = [name for name in names if Path(name).is_file()]
+        super().make_distribution()
 
 
 def extension(form: str) -> Extension:

