@@ -23,7 +23,7 @@ from dataclasses import fields
 
 from models import hub
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
-from runtime import conversation
+from runtime import config, conversation
 from runtime.cli import say
 from runtime.files import read_some
 from runtime.sampling_params import ADVICE, GRAMMAR
@@ -76,7 +76,8 @@ def options() -> cli.CommandLine:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     # What follows is no option, whatever it says
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    args = options().parse_intermixed_args(arguments[:end])
+    parser = options()
+    args = parser.parse_intermixed_args(config.expand(parser, "ask", arguments[:end]))
     args.prompts += arguments[end + 1 :]
     return args
 

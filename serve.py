@@ -33,7 +33,7 @@ from typing import Any
 
 from kernels import blas
 from policies import POLICIES
-from runtime import errors
+from runtime import config, errors
 from runtime.idle import Idle
 from runtime.loop import Loop
 from runtime.validation import one_line, printable
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="where a line for each request goes (default: standard error)",
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.expand(parser, "serve", arguments))
     try:
         if args.unload_after and cli.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")

@@ -50,7 +50,7 @@ from pathlib import Path
 
 from course import overlay
 from policies import POLICIES
-from runtime import errors
+from runtime import config, errors
 from runtime.cli import BROWSER, about, command, on_a_terminal
 from runtime.conversation import History, history_file, state_folder
 from runtime.engine_protocol import AnyEngine
@@ -115,7 +115,7 @@ def options() -> cli.CommandLine:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2 before any screen opens."""
     parser = options()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.expand(parser, "screen", arguments))
     args.max_queue = 256
     try:
         if args.serve and args.watch:

@@ -335,6 +335,8 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--policy", default=usual, choices=policies, help=says)
         says = "guess up to N tokens of each answer a step; 0: none (default: auto, where it pays)"
         self.add_read("--guesses", read_guesses, says, metavar="N")
+        says = "take options from this file, by their names (docs/deploy.md)"
+        self.add_argument("--config", metavar="FILE.toml", help=says)
         self.add_book()
 
     def add_book(self) -> None:
