@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files import LARGEST
+from runtime.gguf_file import head_of, is_gguf
 from runtime.validation import one_line
 from text.sandbox import Allowance, BusyError, LimitError, Trials
 
@@ -75,7 +76,8 @@ class TryOut:
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
         """What is wrong with a tokenizer, in words that follow "the tokenizer"; empty if nothing
         is."""
-        whole = path.read_bytes() + "\n".join(texts).encode(errors="replace")
+        own = head_of(path) if is_gguf(path) else path.read_bytes()
+        whole = own + "\n".join(texts).encode(errors="replace")
         digest = hashlib.sha256(whole).digest()
         if digest in PASSED:
             return ""
@@ -134,7 +136,12 @@ def encode_and_decode(path: str, texts: Sequence[str]) -> None:
     where it ends one request."""
     from tokenizers import Tokenizer
 
-    tokenizer = gently(Tokenizer.from_file, path)
+    if is_gguf(Path(path)):
+        from text.gguf_tokenizer import GgufText
+
+        tokenizer = gently(lambda: GgufText(Path(path)).tokenizer())
+    else:
+        tokenizer = gently(Tokenizer.from_file, path)
     if tokenizer is None:
         return
     tokenizer.no_truncation()

@@ -151,7 +151,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(tmp_path):
     refused("no-such-model", "no-such-model", "owner/name")
     refused("./not/there", "./not/there", "folder")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "is a file")
+    refused(tmp_path / "file", "is no GGUF file")
 
 
 def test_a_hub_id_that_is_not_cached_while_the_network_is_down(tmp_path, monkeypatch):
