@@ -50,6 +50,7 @@ from kernels import mlx as device
 from models import hub
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
 from policies import DEFAULT
+from runtime.gguf_file import is_gguf, parts_of
 from runtime.validation import one_line
 from text.sandbox import BusyError
 
@@ -258,7 +259,8 @@ def hash_of(model: str) -> str:
     """Of the files that decide what a model answers."""
     folder = hub.find(model)
     digest = sha256()
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    for path in sorted(parts_of(folder) if is_gguf(folder) else files):
         with path.open("rb") as file:
             digest.update(f"{path.name} {file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -36,6 +36,7 @@ from kernels.mlx import mx
 
 FORMS = {mx.float32: matmul.FLOAT32, mx.float16: matmul.FLOAT16, mx.bfloat16: matmul.BFLOAT16}
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
+MLX_GROUPS = (32, 64, 128)  # how many numbers may share a scale in MLX's own products
 LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
 
 
@@ -95,7 +96,7 @@ class Matrix(NamedTuple):
             offsets = offsets.astype(mx.float32)
             if self.bits == 4:
                 weight = as_in_a_file(weight, scales.shape[-1] * self.group)
-        return mx.dequantize(weight, scales, offsets, self.group, self.bits)
+        return dequantized(weight, scales, offsets, self.group, self.bits)
 
     @property
     def arrays(self) -> dict[str, mx.array]:
@@ -189,6 +190,17 @@ def packed(matrix: Matrix) -> Matrix:
     claimed = view(mx.float32, 0, (K, N), (1, K))
     mx.eval(kept, claimed)
     return matrix._replace(**kept, bits=bits, claim=Claim(claimed))
+
+
+def dequantized(
+    weight: mx.array, scales: mx.array, offsets: mx.array, group: int, bits: int
+) -> mx.array:
+    """Packed numbers as what they stand for. Groups of 16 numbers, of 8 bits, are GGUF's alone."""
+    if group in MLX_GROUPS:
+        return mx.dequantize(weight, scales, offsets, group, bits)
+    assert bits == 8, bits
+    numbers = mx.unflatten(weight.view(mx.uint8), -1, (-1, group))
+    return (numbers * scales[..., None] + offsets[..., None]).flatten(-2)
 
 
 def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from models.families import FAMILIES, NORMS, Family
 from models.fields import Fields
+from models.gguf_config import described
 from models.rope import Rope
 from runtime.files import ModelError, read_json
+from runtime.gguf_file import is_gguf, read_gguf
 from runtime.validation import shown
 
 # A layer's matrices: how many numbers come out of each, and how many go in
@@ -143,10 +145,14 @@ class Config:
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
-    """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the
-    config does not."""
-    path = folder / "config.json"
-    raw = read_json(path)
+    """The config of a folder, or of a GGUF file. `has_head` (the weights hold an `lm_head`) decides
+    about tying if the config does not."""
+    if is_gguf(folder):
+        path = folder
+        raw = described(read_gguf(folder))
+    else:
+        path = folder / "config.json"
+        raw = read_json(path)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise Fields(path, raw).refuse("model_type", name, FAMILIES)
@@ -193,7 +199,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
         "whole": whole,
         "rope": _rope(fields, family, Dh, max_positions),
     }
-    return Config(**shared | family.own(fields, D, Dh, tied))
+    config = Config(**shared | family.own(fields, D, Dh, tied))
+    return replace(config, norms_add=False) if get("norms_hold_one") else config
 
 
 def _refuse(fields: Fields, family: Family) -> None:

@@ -16,25 +16,41 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kernels.mlx import readable
 from models.families import FAMILIES
+from models.gguf_config import described
+from models.gguf_places import (
+    OLLAMA,
+    blob_of,
+    chosen,
+    files_in,
+    ollama_file,
+    ollama_models,
+    type_of,
+)
 from models.load import ModelReader
 from models.weights import MissingError, weight_files
 from runtime.files import ModelError, read_json
+from runtime.gguf_file import is_gguf, parts_of, read_gguf
 from runtime.validation import one_line, printable, shown
+from text.gguf_tokenizer import GgufText
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 # What a download fetches; no other file is ever read
 FILES = ("*.json", "model*.safetensors", "*.jinja")
+GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # what is not the model's own name
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
 def find(model: str) -> Path:
-    """The folder of a model: "demo", a path, or a hub id such as
-    `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
+    """The folder of a model, or its GGUF file: "demo", a path, a hub id such as
+    `mlx-community/Llama-3.2-1B-Instruct-4bit`, or a name of Ollama's."""
+    if model.startswith(OLLAMA):
+        return ollama_file(model)
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
         exists = path.exists()
@@ -44,39 +60,40 @@ def find(model: str) -> Path:
             f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
         ) from None
     if exists:
-        refuse_gguf(path)
         if path.is_dir():
-            return path
-        raise ModelError(f"{path} is a file; name the folder that holds config.json.")
+            return whole_or_gguf(path)
+        if is_gguf(path):
+            return parts_of(path)[0]
+        raise ModelError(f"{path} is no GGUF file; name one, or the folder that holds config.json.")
     if model == "demo":
         raise ModelError(
             f"{path} is missing; the demo model comes with the checkout. Name a model of your own."
         )
+    if model.lower().endswith(".gguf"):
+        raise ModelError(f"{path} is missing; --list shows the models that are here.")
     if model.count("/") != 1 or model[0] in "./~":
-        raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
-    here = [folder for name, folder in found() if name == model]
+        raise ModelError(
+            f"{shown(model)} is no folder, no GGUF file, and no hub id of the form owner/name."
+        )
+    name, _, wanted = model.partition(":")
+    here = [folder for each, folder in found() if each == name]
     if whole := next(filter(is_whole, here), None):
         return whole
-    for place in (*here, path):
-        refuse_gguf(place)
+    for folder in here:
+        if file := chosen(folder, wanted):
+            return file
+    if wanted or "gguf" in name.lower():
+        raise ModelError(
+            f"{shown(model)} is not in the cache, and GGUF is not downloaded here: "
+            f"run `hf download {name} FILE.gguf`, then name it, or take a model such as "
+            f"mlx-community/{GGUF_NAME.sub('', name.split('/')[1])}-4bit."
+        )
     return _download(model)
 
 
-def refuse_gguf(path: Path) -> None:
-    """Name a GGUF file, folder or hub id as what it is, and a name under which its weights may be
-    found."""
-    is_one = path.suffix.lower() == ".gguf" or (not path.is_dir() and "gguf" in path.name.lower())
-    if path.is_dir() and not (path / "config.json").exists():
-        file = next(path.glob("*.gguf"), None)
-        is_one = file is not None
-        path = file or path
-    if is_one:
-        name = re.sub(r"[-._](gguf|i?q\d\w*|b?f16|f32)\b.*$", "", path.name, flags=re.IGNORECASE)
-        raise ModelError(
-            f"{path} is GGUF, which is not supported; look for the same model as MLX or safetensors, "
-            f"such as mlx-community/{name}-4bit.",
-            "GGUF, not MLX or safetensors",
-        )
+def whole_or_gguf(folder: Path) -> Path:
+    """A folder, or the GGUF file in it that is its model."""
+    return folder if (folder / "config.json").exists() else chosen(folder) or folder
 
 
 def is_whole(folder: Path) -> bool:
@@ -163,40 +180,60 @@ class Listed(NamedTuple):
 
 def listed() -> list[Listed]:
     """What is here, the demo first. Only configs and headers are read."""
-    return [_listed(name, path) for name, path in [("demo", DEMO), *found()]]
+    lines = [_listed("demo", DEMO)]
+    for name, folder in found():
+        files = [] if (folder / "config.json").exists() else files_in(folder)
+        lines += [_listed(f"{name}:{type_of(file)}", file) for file in files]
+        if not files:
+            lines.append(_listed(name, folder))
+    for name, manifest in ollama_models():
+        with suppress(ModelError):
+            lines.append(_listed(name, blob_of(manifest)))
+    return lines
 
 
-def _listed(name: str, folder: Path) -> Listed:
+def _listed(name: str, place: Path) -> Listed:
     """What its reader says of a model, or why it does not read it."""
-    raw = {}
-    parameters = bits = memory = "-"
+    family = parameters = bits = memory = "-"
     served = "yes"
     size = 0
     try:
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        refuse_gguf(folder)
-        raw = read_json(folder / "config.json")
-        reader = ModelReader(folder)
+        size = sum(path.stat().st_size for path in files_of(place))
+        family = str(raw_config(place).get("model_type", "-"))
+        reader = ModelReader(place)
         by_bits = Counter()
         for tensor, shape in reader.config.tensors().items():
-            stored = reader.weights.tensors[tensor]
-            by_bits[stored.bits or 8 * stored.dtype.size] += math.prod(shape)
+            by_bits[reader.weights.stored_as(tensor)] += math.prod(shape)
         parameters = f"{by_bits.total() / 1e6:,.0f}M"
-        bits = str(max(by_bits, key=by_bits.get))
+        bits = max(by_bits, key=by_bits.get)
         memory = readable(reader.nbytes)
         reader.check_room()
-        if not (folder / "tokenizer.json").exists():
+        if is_gguf(place):
+            GgufText(place)
+        elif not (place / "tokenizer.json").exists():
             served = "tokenizer.json is missing"
     except (ModelError, OSError) as error:
-        served = _in_five_words(folder, raw, getattr(error, "short", ""))
-    family = str(raw.get("model_type", "-"))
+        served = _in_five_words(place, family, getattr(error, "short", ""))
     line = (name, family, parameters, bits, readable(size), memory, served)
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
 
 
-def _in_five_words(folder: Path, raw: dict, short: str) -> str:
-    if raw and raw.get("model_type") not in [*FAMILIES]:
+def raw_config(place: Path) -> dict:
+    return described(read_gguf(place)) if is_gguf(place) else read_json(place / "config.json")
+
+
+def files_of(place: Path) -> list[Path]:
+    """All files of a model."""
+    if is_gguf(place):
+        return parts_of(place)
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def _in_five_words(place: Path, family: str, short: str) -> str:
+    if is_gguf(place):
+        return short or "broken: loading it says how"
+    if family not in ("-", *FAMILIES):
         return "this family is not supported"
     return short or (
-        "broken: loading it says how" if is_whole(folder) else "not all of it downloaded"
+        "broken: loading it says how" if is_whole(place) else "not all of it downloaded"
     )

@@ -23,9 +23,10 @@ from distributed.group import ALONE, Ranks
 from kernels import fused_attention
 from kernels import mlx as device
 from kernels.mlx import mx, readable
-from kernels.packed import LEAST, Matrix, joined, packed
+from kernels.packed import LEAST, MLX_GROUPS, Matrix, dequantized, joined, packed
 from models.config import read_config
 from models.embedding_support import why_not
+from models.gguf_weights import GgufWeights
 from models.layers import (
     Choices,
     Experts,
@@ -45,6 +46,7 @@ from models.sharding import Shard
 from models.weights import Weights, usual_form
 from runtime import validation
 from runtime.files import ModelError
+from runtime.gguf_file import is_gguf
 
 KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
 
@@ -82,7 +84,7 @@ class ModelReader:
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
-        self.weights = Weights(folder)
+        self.weights = GgufWeights(folder) if is_gguf(folder) else Weights(folder)
         config = read_config(folder, self.weights.has_head)
         if not (config.tied or self.weights.has_head or why_not(folder)):
             config = replace(config, tied=True, has_head=False)
@@ -279,8 +281,10 @@ class ModelReader:
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
             offsets = self.times(offsets, name)
-        if self.form == "float32" or is_cut:
-            weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
+        is_unknown = self.form == "checkpoint" and group not in MLX_GROUPS
+        if self.form == "float32" or is_cut or is_unknown:
+            weight = dequantized(weight, scales, offsets, group, bits)
+            weight = weight.astype(mx.float16) if is_unknown else weight
             return Matrix(cut_out(weight, rows, columns), bias)
         words = slice(start * bits // 32, stop * bits // 32)
         groups = slice(start // group, stop // group)

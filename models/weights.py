@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kernels import mlx as device
 from kernels.mlx import mx
-from kernels.packed import LEAST, WIDER, row_nbytes
+from kernels.packed import LEAST, MLX_GROUPS, WIDER, row_nbytes
 from models.config import Config
 from runtime.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from runtime.validation import one_line, shown
@@ -168,6 +168,8 @@ class Weights:
     """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each
     when it is taken."""
 
+    described_by = "config.json"
+
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors: dict[str, Tensor] = {}
@@ -187,6 +189,11 @@ class Weights:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
         self._arrays: dict[Path, dict[str, mx.array]] = {}  # that have not been taken yet
         self._may_be_zero = (".bias", ".biases")
+
+    def stored_as(self, name: str) -> str:
+        """How a tensor's numbers are written: their bits."""
+        tensor = self.tensors[name]
+        return str(tensor.bits or 8 * tensor.dtype.size)
 
     @property
     def has_head(self) -> bool:
@@ -223,6 +230,8 @@ class Weights:
         size = self.tensors[f"{name.removesuffix('.weight')}.scales"].dtype.size
         if form == "packed" and is_multiplied:
             size = 4
+        if form == "checkpoint" and tensor.group not in MLX_GROUPS:
+            return 2 * count
         if width % tensor.group:
             return (4 if form == "packed" else size) * count
         factors = 2 * size * (count // tensor.group)
@@ -301,7 +310,7 @@ class Weights:
                 self.tensors[name] = tensor._replace(bits=bits, group=group)
             elif tensor.shape != shape:
                 raise ModelError(
-                    f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies {shape}; "
+                    f"{tensor.path}: {name} has the shape {tensor.shape}, but {self.described_by} implies {shape}; "
                     "the two do not belong together; download both again."
                 )
             elif tensor.dtype == mx.uint32:
@@ -315,8 +324,8 @@ class Weights:
             if part == "inv_freq" or (config.tied and module == "lm_head"):
                 continue  # old checkpoints have rope tables, and tied ones may hold the head twice
             raise ModelError(
-                f"{self.tensors[name].path}: {name} has no place in a {config.model_type} model of this "
-                "config.json; use the one that came with it."
+                f"{self.tensors[name].path}: {name} has no place in a {config.model_type} model by "
+                f"{self.described_by}; download both again."
             )
 
     def _lacks(self, name: str) -> ModelError:

@@ -146,18 +146,25 @@ def is_folder(model: str) -> bool:
     return bool(model) and os.path.isdir(os.path.expanduser(model))
 
 
+def is_gguf_file(model: str) -> bool:
+    """Whatever is named as a model and is a file should be GGUF."""
+    return os.path.isfile(os.path.expanduser(model))
+
+
 def read_model(model: str) -> str:
     """What `--model` takes. Better one line now than one from the hub, after a while."""
-    if model != "demo" and not is_folder(model) and (model.count("/") != 1 or model[0] in "./~"):
+    is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
+    is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
+    if not is_here and not is_name:
         raise ValueError(
-            f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name"
+            f"--model {shown(model)} is no folder, no GGUF file, and no hub id of the form owner/name"
         )
     return model
 
 
 def name_of(model: str) -> str:
     """As clients and the screen know it. A folder of the hub's cache is named by a hash."""
-    if not is_folder(model):
+    if not is_folder(model) and not is_gguf_file(model):
         return model
     path = os.path.abspath(os.path.expanduser(model))
     hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$", path)
@@ -329,7 +336,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read(name, lambda text: read_whole(name, text, least, most), says, **how)
 
     def add_model(self) -> None:
-        says = "a model folder, a hub id such as owner/name, or 'demo'"
+        says = "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'"
         self.add_read("--model", read_model, says, default="demo")
 
     def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:

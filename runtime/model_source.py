@@ -24,6 +24,7 @@ from models.layers import Model
 from models.load import ModelReader
 from models.memory import Sizes, described
 from runtime.files import ModelError
+from runtime.gguf_file import is_gguf, parts_of
 from text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]  # is told what is done
@@ -67,8 +68,9 @@ class Source(NamedTuple):
 
 
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of each file in a model folder."""
-    states = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+    """Size and time of change of each file in a model folder, or of a GGUF file's parts."""
+    files = parts_of(folder) if is_gguf(folder) else folder.iterdir()
+    states = {path: path.stat() for path in files if path.is_file()}
     return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
 
 

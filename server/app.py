@@ -325,7 +325,9 @@ class APIServer:
 
     async def _models(self, request: HTTPRequest) -> Reply:
         own, default, *more = self.served.names
-        told = partial(openai.model, created=self._born, max_len=self.served.engine.sched.max_len)
+        engine = self.served.engine
+        facts = {"max_len": engine.sched.max_len, "quantization": engine.model.cost.form}
+        told = partial(openai.model, created=self._born, **facts)
         name = request.path[len(MODELS) + 1 :]
         if name:
             check_model(name, self.served.names)

@@ -412,11 +412,12 @@ def written(usage: Usage) -> dict:
     }
 
 
-def model(name: str, created: int, max_len: int) -> dict:
+def model(name: str, created: int, max_len: int, quantization: str) -> dict:
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "nanobatch",
         "max_model_len": max_len,
+        "quantization": quantization,
     }

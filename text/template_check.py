@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files import LARGEST
+from runtime.gguf_file import head_of, is_gguf
 from runtime.validation import one_line
 from text.sandbox import BusyError, LimitError, Sandbox, SandboxLimits
 
@@ -69,7 +70,8 @@ class TemplateChecker:
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
         """What is wrong with a tokenizer, in words that follow "the tokenizer"; empty if nothing
         is."""
-        whole = path.read_bytes() + "\n".join(texts).encode(errors="replace")
+        own = head_of(path) if is_gguf(path) else path.read_bytes()
+        whole = own + "\n".join(texts).encode(errors="replace")
         digest = hashlib.sha256(whole).digest()
         if digest in PASSED:
             return ""
@@ -128,7 +130,12 @@ def encode_and_decode(path: str, texts: Sequence[str]) -> None:
     it ends one request."""
     from tokenizers import Tokenizer
 
-    tokenizer = try_call(Tokenizer.from_file, path)
+    if is_gguf(Path(path)):
+        from text.gguf_tokenizer import GgufText
+
+        tokenizer = try_call(lambda: GgufText(Path(path)).tokenizer())
+    else:
+        tokenizer = try_call(Tokenizer.from_file, path)
     if tokenizer is None:
         return
     tokenizer.no_truncation()

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from runtime.files import ModelError, check_plain, check_size, read_json_if_any, read_text
+from runtime.gguf_file import is_gguf
 from runtime.sampling_params import advised
 from runtime.validation import one_line, shown
 from text.detokenizer import StreamingDetokenizer, special_ids, without_panics
+from text.gguf_tokenizer import GgufText
 from text.grammar import Grammar, Grammars
 from text.tool_formats import MARKS, PROBE, TOOLS, OutputFormat
 from text.tool_parser import detect_format
@@ -62,19 +64,27 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, vocabulary: int):
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise ModelError(
-                f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json)."
-            )
-        check_plain(path)
-        check_size(path)
         self.folder = folder
-        older = read_json_if_any(folder / "special_tokens_map.json")
-        self.config = older | read_json_if_any(folder / "tokenizer_config.json")
+        gguf = GgufText(folder) if is_gguf(folder) else None
+        if gguf:
+            path = folder
+            self.config = gguf.config
+        else:
+            path = folder / "tokenizer.json"
+            if not path.exists():
+                raise ModelError(
+                    f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json)."
+                )
+            check_plain(path)
+            check_size(path)
+            older = read_json_if_any(folder / "special_tokens_map.json")
+            self.config = older | read_json_if_any(folder / "tokenizer_config.json")
         self._source, self.unfit = self._try_out(path)
         try:
-            self.tokenizer = without_panics(tokenizers.Tokenizer.from_file, str(path))
+            if gguf:
+                self.tokenizer = without_panics(gguf.tokenizer)
+            else:
+                self.tokenizer = without_panics(tokenizers.Tokenizer.from_file, str(path))
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -90,7 +100,7 @@ class Tokenizer:
         self.vocabulary = vocabulary
         # Marks of tool calls and reasoning are shown, even if they are special tokens
         self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
-        self.end_tokens = self._end_tokens()
+        self.end_tokens = gguf.end_tokens if gguf else self._end_tokens()
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
 
     def _end_tokens(self) -> frozenset[int]:
@@ -286,9 +296,8 @@ class Tokenizer:
                     if not fault:
                         source = joint
                         texts += more
-            if not is_ours(path.read_bytes(), path.name) and (
-                fault := child.tokenizer(path, texts)
-            ):
+            is_known = not is_gguf(path) and is_ours(path.read_bytes(), path.name)
+            if not is_known and (fault := child.tokenizer(path, texts)):
                 raise ModelError(f"{path}: the tokenizer {fault}; take another model.")
         return source, why and f"{place}: the chat template {why}; mend it, or give plain text."
 
@@ -300,7 +309,7 @@ class Tokenizer:
         for_tools = None
         more = self.folder / "additional_chat_templates" / "tool_use.jinja"
         if not path.exists():
-            path = self.folder / "tokenizer_config.json"
+            path = self.folder if is_gguf(self.folder) else self.folder / "tokenizer_config.json"
         elif more.exists():
             for_tools = read_text(more)
         if isinstance(source, list):

@@ -3,11 +3,13 @@ reason."""
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from checkpoints import make_checkpoint
+from gguf_models import make_pair
 from huggingface_hub import constants
 
 import ask
@@ -24,6 +26,7 @@ def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(models, "LM_STUDIO", (tmp_path / "studio",))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     return tmp_path
 
 
@@ -73,13 +76,59 @@ def test_lm_studios_folder_is_looked_at_too(home):
     assert models.find("owner/name") == folder
 
 
-def test_gguf_is_named_with_a_remedy(home):
-    """It was called a folder without config.json, or downloaded without its weights."""
-    file = home / "studio" / "owner" / "Tiny-3B-GGUF" / "Tiny-3B-Q4_K_M.gguf"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"GGUF")
-    for name in (str(file), str(file.parent), "owner/Tiny-3B-GGUF", "elsewhere/Tiny-3B-GGUF"):
-        refused(name, "GGUF", "MLX or safetensors", "mlx-community/Tiny-3B-4bit")
+def in_studio(home: Path, name: str, **settings) -> Path:
+    """A small GGUF file in LM Studio's folder."""
+    file, _ = make_pair(home / "made" / name, num_hidden_layers=1, **settings)
+    place = home / "studio" / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return file.rename(place)
+
+
+def in_ollama(home: Path, name: str, tag: str, **settings) -> Path:
+    """A small GGUF file in Ollama's store."""
+    file, _ = make_pair(home / "made" / f"{name}-{tag}", num_hidden_layers=1, **settings)
+    blob = home / "ollama" / "blobs" / f"sha256-{sha256(file.read_bytes()).hexdigest()}"
+    manifest = home / "ollama" / "manifests" / "registry.ollama.ai" / name / tag
+    for path in (blob, manifest):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    digest = blob.name.replace("-", ":")
+    kind = "application/vnd.ollama.image.model"
+    layers = [{"mediaType": "other", "digest": 1}, {"mediaType": kind, "digest": digest}]
+    manifest.write_text(json.dumps({"layers": layers}))
+    return file.rename(blob)
+
+
+def test_a_gguf_file_is_found_by_its_path_its_folder_and_its_name(home):
+    file = in_studio(home, "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
+    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # of images
+    for name in (str(file), str(file.parent), "owner/Tiny-GGUF", "owner/Tiny-GGUF:q8_0"):
+        assert models.find(name) == file
+    other = in_studio(home, "owner/Tiny-GGUF/Tiny-Q4_0.gguf", kind="Q4_0")
+    assert models.find("owner/Tiny-GGUF:Q4_0") == other
+    for name in (str(file.parent), "owner/Tiny-GGUF"):
+        refused(name, "2 GGUF models", "Tiny-Q4_0.gguf", "name the file")
+    refused("owner/Tiny-GGUF:Q6_K", "'Q6_K'", "--list")
+    refused(
+        "elsewhere/Tiny-3B-GGUF", "not in the cache", "hf download", "mlx-community/Tiny-3B-4bit"
+    )
+    refused(f"{file}.gguf", "is missing")
+    refused(
+        str(home / "made" / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf" / "config.json"), "no GGUF"
+    )
+
+
+def test_ollamas_models_are_found_by_their_names(home):
+    first = in_ollama(home, "library/tiny", "latest")
+    other = in_ollama(home, "someone/tiny", "1b", kind="Q4_0")
+    assert models.find("ollama:tiny") == models.find("ollama:tiny:latest") == first
+    assert models.find("ollama:someone/tiny:1b") == other
+    refused("ollama:tiny:70b", "'ollama:tiny:70b'", "--list")
+    refused("ollama:../../etc/passwd", "--list")
+    manifest = home / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "latest"
+    manifest.write_text('{"layers": [{"mediaType": 1, "digest": "sha256:../../x"}, 2]}')
+    refused("ollama:tiny", "names no weights", "ollama pull")
+    with Engine.load("ollama:someone/tiny:1b", slots=1, max_len=64):
+        pass
 
 
 def test_mistyped_folder_is_named(home):
@@ -110,6 +159,9 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     make_checkpoint(home / "studio" / "g" / "studio", model_type="olmo2")
     (home / "studio" / "h" / "gguf").mkdir(parents=True)
     (home / "studio" / "h" / "gguf" / "x.gguf").write_bytes(b"GGUF")
+    in_studio(home, "k/gguf/Tiny-Q4_0.gguf", kind="Q4_0")
+    in_studio(home, "l/gguf/odd.gguf", fields={"tokenizer.ggml.pre": "other"})
+    in_ollama(home, "library/tiny", "latest", arch="qwen2")
     broken = make_checkpoint(home / "studio" / "i" / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-5])
     headless(make_checkpoint(home / "studio" / "j" / "vectors", tie_word_embeddings=False))
@@ -117,7 +169,8 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     said = capsys.readouterr().out
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert (
-        list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 12
+        list(lines) == ["model", "demo", *(n for n in lines if "/" in n or "ollama" in n)]
+        and len(lines) == 15
     )
     assert lines["demo"].endswith("yes") and " 16 " in lines["demo"] and " 3M " in lines["demo"]
     assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
@@ -132,7 +185,10 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     assert lines["e/strange"].endswith("not supported") and "\x1b" not in said
     assert lines["f/half"].endswith("not all of it downloaded")
     assert "olmo2" in lines["g/studio"] and lines["g/studio"].endswith("yes")
-    assert lines["h/gguf"].endswith("GGUF, not MLX or safetensors")
+    assert lines["h/gguf:x.gguf"].endswith("broken: loading it says how")
+    assert lines["k/gguf:Q4_0"].endswith("yes") and " Q4_0 " in lines["k/gguf:Q4_0"]
+    assert lines["l/gguf:odd.gguf"].endswith("tokenizer 'other' not supported")
+    assert lines["ollama:tiny:latest"].endswith("yes") and " Q8_0 " in lines["ollama:tiny:latest"]
     assert lines["i/broken"].endswith("broken: loading it says how")
     assert lines["j/vectors"].endswith("yes"), "it was called broken, though it loads"
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)

@@ -155,7 +155,7 @@ def test_bad_model_name(tmp_path):
     refused("no-such-model", "no-such-model", "owner/name")
     refused("./not/there", "./not/there", "folder")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "is a file")
+    refused(tmp_path / "file", "is no GGUF file")
 
 
 def test_uncached_hub_id_offline(tmp_path, monkeypatch):

@@ -765,6 +765,7 @@ def test_count_tokens(server):
 
 def test_model_names(server):
     (listed,) = server.ask("/v1/models").json["data"]
+    assert listed["max_model_len"] > 0 and listed["quantization"] == "float32"
     for name in (listed["id"], "default"):
         assert server.ask(f"/v1/models/{name}").json == listed
     refused(server.ask("/v1/models/gpt-5"), 404, "gpt-5")

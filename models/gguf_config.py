@@ -1,0 +1,168 @@
+"""The metadata of a GGUF file as a config.json would have it, and its tensors' names as safetensors have them.
+
+`config.py` then reads it as any other config. Only what llama.cpp decides by the architecture's name
+is decided here, too.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from models.fields import Fields
+from runtime.files import ModelError
+from runtime.gguf_file import Gguf
+from runtime.validation import shown
+
+# The architecture, and what config.json calls it
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+OPTIONAL = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
+TABLE = "token_embd.weight"
+FREQUENCIES = "rope_freqs.weight"  # by how much Llama 3.1 slows each plane down
+MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OF_A_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+GEMMA_LAYER = OF_A_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def architecture(file: Gguf) -> str:
+    name = file.fields.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: the architecture {shown(name)} is not supported as GGUF. "
+            f"Supported: {', '.join(ARCHITECTURES)}.",
+            "this family is not supported as GGUF",
+        )
+    return name
+
+
+def names(file: Gguf) -> dict[str, str]:
+    """Our name for each of GGUF's that the file may have, whatever its number of layers."""
+    layer = GEMMA_LAYER if architecture(file) == "gemma3" else OF_A_LAYER
+    return MODULES | {
+        f"blk.{{}}.{theirs}": f"model.layers.{{}}.{ours}" for theirs, ours in layer.items()
+    }
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """A tensor's name by a table of modules, in which {} is the number of a layer."""
+    module, _, kind = name.rpartition(".")
+    number = re.search(r"\.(\d{1,9})\.", module)
+    layer = number[1] if number else ""
+    form = module.replace(f".{layer}.", ".{}.", 1) if layer else module
+    return f"{names.get(form, form).replace('{}', layer, 1)}.{kind}"
+
+
+def described(file: Gguf) -> dict[str, Any]:
+    """What a config.json would say."""
+    arch = architecture(file)
+    own = {
+        name.removeprefix(f"{arch}."): value
+        for name, value in file.fields.items()
+        if name.startswith(f"{arch}.")
+    }
+    for field in FIELDS.values():
+        if field not in own:
+            raise ModelError(f"{file.path} lacks the field {arch}.{field}; download it again.")
+    raw = {name: own.get(field) for name, field in (FIELDS | OPTIONAL).items()}
+    if TABLE not in file.tensors:
+        raise ModelError(f"{file.path} lacks the tensor {TABLE}; download it again.")
+    raw["model_type"] = ARCHITECTURES[arch]
+    raw["vocab_size"] = file.tensors[TABLE].shape[0]
+    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    fields = Fields(file.path, own)
+    _refuse(fields, arch)
+    raw["rope_scaling"] = _scaling(file, fields)
+    raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if (
+        arch == "llama"
+    ):  # its queries and keys are stored with each plane's two numbers side by side
+        raw["rope_traditional"] = True
+    if arch == "qwen3moe":
+        raw["norm_topk_prob"] = True
+    if arch == "gemma3":
+        # The largest divides by another number, and no field says so
+        per_head = fields.number("embedding_length") / fields.number("attention.head_count")
+        head = fields.number("attention.key_length", 256)
+        raw["query_pre_attn_scalar"] = per_head if own["block_count"] == 62 else head
+        raw["norms_hold_one"] = True
+    return raw
+
+
+def _refuse(fields: Fields, arch: str) -> None:
+    """Refuse what would be computed in another way."""
+    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        if isinstance(fields.get(name), list):
+            raise fields.refuse(f"{arch}.{name}", fields.get(name), ("one number for all layers",))
+    if fields.get("expert_count") and arch != "qwen3moe":
+        raise fields.refuse(f"{arch}.expert_count", fields.get("expert_count"), ("0",))
+    usual = fields.number("embedding_length") // fields.number("attention.head_count")
+    head = fields.number("attention.key_length", usual)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.number(name, head) != head:
+            raise fields.refuse(
+                f"{arch}.{name}", fields.get(name), (f"{head}, the size of a head",)
+            )
+
+
+def _scaling(file: Gguf, fields: Fields) -> dict[str, Any] | None:
+    length = fields.number("context_length", 2048)
+    tensor = file.tensors.get(FREQUENCIES)
+    if tensor is not None:
+        if tensor.type.name != "F32":
+            raise ModelError(f"{file.path}: {FREQUENCIES} is {tensor.type.name}. Supported: F32.")
+        factors = [each for (each,) in struct.iter_unpack("<f", b"".join(tensor.read(2**20)))]
+        slowed = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return slowed | {"rope_type": "longrope", "original_max_position_embeddings": length}
+    kind = fields.get("rope.scaling.type") or "none"
+    factor = fields.get("rope.scaling.factor") or fields.get("rope.scale_linear")
+    if kind == "none" or (kind == "linear" and not factor):
+        return None
+    original = fields.number("rope.scaling.original_context_length", length)
+    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}

@@ -1,0 +1,85 @@
+"""GGUF files of other programs: Ollama's store, LM Studio's folder, and the hub's cache."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.files import ModelError, read_json
+from runtime.gguf_file import SPLIT
+from runtime.validation import shown
+
+OLLAMA = "ollama:"
+REGISTRY = "registry.ollama.ai"
+SERVICE = Path("/usr/share/ollama/.ollama/models")  # where Ollama keeps models as a system service
+WEIGHTS = "application/vnd.ollama.image.model"
+TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|B?F16|F32)(?=[.-])", re.IGNORECASE)  # in a file's name
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The models below a folder: of a split one its first part, and no projectors of images."""
+    found = sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+    parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
+    return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
+
+
+def type_of(path: Path) -> str:
+    """The type in a file's name, such as Q4_K_M; else the name."""
+    found = TYPE.findall(path.name)
+    return found[-1] if found else path.name
+
+
+def chosen(folder: Path, wanted: str = "") -> Path | None:
+    """The GGUF file in a folder; of several, the one of the wanted type. None if there is none."""
+    files = files_in(folder)
+    if wanted:
+        files = [
+            path for path in files if wanted.lower() in (type_of(path).lower(), path.name.lower())
+        ]
+    if len(files) > 1:
+        named = ", ".join(path.name for path in files[:8])
+        raise ModelError(f"{folder} holds {len(files)} GGUF models ({named}); name the file.")
+    if wanted and not files:
+        raise ModelError(
+            f"{folder} holds no GGUF model of the type {shown(wanted)}; --list shows what is here."
+        )
+    return files[0] if files else None
+
+
+def ollama_roots() -> list[Path]:
+    own = os.environ.get("OLLAMA_MODELS")
+    return [Path(own)] if own else [Path("~/.ollama/models").expanduser(), SERVICE]
+
+
+def ollama_models() -> Iterator[tuple[str, Path]]:
+    """The name of each of Ollama's models, as `--model` takes it, and its manifest."""
+    for root in ollama_roots():
+        for path in sorted((root / "manifests").glob("*/*/*/*")):
+            if path.is_file():
+                host, owner, name, tag = path.parts[-4:]
+                place = [] if host == REGISTRY else [host]
+                place += [] if owner == "library" and not place else [owner]
+                yield f"{OLLAMA}{'/'.join([*place, name])}:{tag}", path
+
+
+def ollama_file(model: str) -> Path:
+    """The GGUF file of one of Ollama's models."""
+    name = model if ":" in model.removeprefix(OLLAMA) else f"{model}:latest"
+    manifest = dict(ollama_models()).get(name)
+    if manifest is None:
+        where = " and ".join(map(str, ollama_roots()))
+        raise ModelError(
+            f"{shown(model)} is not among Ollama's models in {where}; --list shows them."
+        )
+    return blob_of(manifest)
+
+
+def blob_of(manifest: Path) -> Path:
+    layers = read_json(manifest).get("layers")
+    for layer in layers if isinstance(layers, list) else ():
+        digest = layer.get("digest") if isinstance(layer, dict) else None
+        if isinstance(digest, str) and layer.get("mediaType") == WEIGHTS:
+            found = re.fullmatch(r"sha256:([0-9a-f]{64})", digest)
+            if found:
+                return manifest.parents[4] / "blobs" / f"sha256-{found[1]}"
+    raise ModelError(f"{manifest} names no weights; run `ollama pull` again.")

@@ -1,0 +1,219 @@
+"""The tensors of a GGUF file, in the form of MLX's quantization: whole numbers, scales, and offsets.
+
+A weight is scale * number + offset, with a scale and an offset for each group of numbers. Each type of
+GGUF can be written so without loss, because a product of two of its factors has at most 24 digits:
+
+    type         a weight                     bits  group  scale         offset
+    Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d             -8 d, -128 d
+    Q5_0         d (q - 16)                   8     32     d             -16 d
+    Q4_1, Q5_1   d q + m                      4, 8  32     d             m
+    Q4_K, Q5_K   (d s) q - (dmin m)           4, 8  32     d s, float32  -dmin m, float32
+    Q6_K         (d s) (q - 32)               8     16     d s, float32  -32 d s, float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels.mlx import mx
+from models.gguf_config import FREQUENCIES, names, renamed
+from models.weights import Tensor, Weights
+from runtime.files import ModelError
+from runtime.gguf_file import GgufTensor, read_gguf
+
+PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+CHUNK = 2**24  # numbers that are decoded at a time
+
+Decoded = tuple[mx.array, mx.array, mx.array]  # of some blocks: numbers, scales, offsets
+
+
+# --- from blocks of bytes to numbers --------------------------------------------------------------
+
+
+def half(blocks: mx.array, at: int) -> mx.array:  # (n, bytes) -> (n, 1)
+    """The float16 number that each block has at this place."""
+    return mx.contiguous(blocks[:, at : at + 2]).view(mx.float16)
+
+
+def nibbles(bytes_: mx.array) -> mx.array:  # (..., n) -> (..., 2 n)
+    """The lower four bits of all bytes, and then the upper ones."""
+    return mx.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)
+
+
+def bits(bytes_: mx.array) -> mx.array:  # (n, k) -> (n, 8 k)
+    """Bit by bit, the lowest first."""
+    each = bytes_[..., None] >> mx.arange(8, dtype=mx.uint8) & 1
+    return each.flatten(1)
+
+
+def q4_0(blocks: mx.array) -> Decoded:
+    d = half(blocks, 0)
+    return nibbles(blocks[:, 2:]), d, -8 * d
+
+
+def q4_1(blocks: mx.array) -> Decoded:
+    return nibbles(blocks[:, 4:]), half(blocks, 0), half(blocks, 2)
+
+
+def q5_0(blocks: mx.array) -> Decoded:
+    d = half(blocks, 0)
+    return nibbles(blocks[:, 6:]) | bits(blocks[:, 2:6]) << 4, d, -16 * d
+
+
+def q5_1(blocks: mx.array) -> Decoded:
+    numbers = nibbles(blocks[:, 8:]) | bits(blocks[:, 4:8]) << 4
+    return numbers, half(blocks, 0), half(blocks, 2)
+
+
+def q8_0(blocks: mx.array) -> Decoded:
+    d = half(blocks, 0)
+    return blocks[:, 2:] ^ 128, d, -128 * d  # signed numbers plus 128
+
+
+def factors(blocks: mx.array) -> tuple[mx.array, mx.array]:  # (n, bytes) -> twice (n, 8)
+    """Scales and offsets of Q4_K and Q5_K: six bits each, the upper two of the last four apart."""
+    low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = mx.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
+    minima = mx.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
+    d, dmin = (half(blocks, at).astype(mx.float32) for at in (0, 2))
+    return d * scales, -dmin * minima
+
+
+def q4_k(blocks: mx.array) -> Decoded:
+    numbers = nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    return numbers.flatten(1), *factors(blocks)
+
+
+def q5_k(blocks: mx.array) -> Decoded:
+    numbers = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    fifth = blocks[:, None, 16:48] >> mx.arange(8, dtype=mx.uint8)[:, None] & 1
+    return (numbers | fifth << 4).flatten(1), *factors(blocks)
+
+
+def q6_k(blocks: mx.array) -> Decoded:
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64))  # (n, 2, 128)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> mx.array([[0], [2], [4], [6]], mx.uint8) & 3
+    d = half(blocks, 208).astype(mx.float32)
+    scales = d * mx.contiguous(blocks[:, 192:208]).view(mx.int8)
+    return (low | high.flatten(2) << 4).flatten(1), scales, -32 * scales
+
+
+class Form(NamedTuple):
+    decode: Callable[[mx.array], Decoded]
+    bits: int
+    group: int
+    factors: mx.Dtype = mx.float16  # of scales and offsets
+
+
+FORMS = {
+    "Q4_0": Form(q4_0, 4, 32),
+    "Q4_1": Form(q4_1, 4, 32),
+    "Q5_0": Form(q5_0, 8, 32),
+    "Q5_1": Form(q5_1, 8, 32),
+    "Q8_0": Form(q8_0, 8, 32),
+    "Q4_K": Form(q4_k, 4, 32, mx.float32),
+    "Q5_K": Form(q5_k, 8, 32, mx.float32),
+    "Q6_K": Form(q6_k, 8, 16, mx.float32),
+}
+
+
+def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
+    """As MLX packs them."""
+    if bits == 4:
+        numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
+    return mx.contiguous(numbers).view(mx.uint32)
+
+
+# --- the tensors of a file ------------------------------------------------------------------------
+
+
+class GgufWeights(Weights):
+    """As `Weights`, but a packed matrix is one tensor of the file. It is decoded when its numbers
+    are taken, and its scales and offsets wait until they are taken, too."""
+
+    described_by = "its metadata"
+
+    def __init__(self, path: Path):
+        self.file = file = read_gguf(path)
+        self.folder = path
+        self._names = names(file)
+        self._decoded: dict[str, mx.array] = {}
+        self._may_be_zero = (".bias", ".biases")
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in file.tensors.items():
+            if name != FREQUENCIES:  # the config has them
+                self.tensors |= parts(tensor, renamed(name, self._names))
+
+    def stored_as(self, name: str) -> str:
+        return self.file.tensors[self.tensors[name].name].type.name
+
+    def _lacks(self, name: str) -> ModelError:
+        theirs = {ours: theirs for theirs, ours in self._names.items()}
+        return super()._lacks(renamed(name, theirs))
+
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        stored = self.file.tensors[self.tensors[f"{module}.weight"].name]
+        if stored.shape != shape or len(shape) == 1:
+            raise ModelError(
+                f"{stored.path}: {stored.name} has the shape {stored.shape} and the type {stored.type.name}, "
+                f"but {self.described_by} implies {shape}; download it again."
+            )
+        form = FORMS[stored.type.name]
+        return form.bits, form.group
+
+    def _read(self, tensor: Tensor) -> mx.array:
+        if tensor.name not in self._decoded:
+            name = tensor.name.replace(".scales", ".weight").replace(".biases", ".weight")
+            self._decoded |= decoded(self.file.tensors[name])
+        array = self._decoded.pop(tensor.name)
+        self._check_numbers(tensor, array)
+        return array
+
+
+def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
+    """What appears in the place of a tensor of the file, by our names."""
+    kind = stored.type.name
+    if kind in PLAIN:
+        return {ours: Tensor(stored.path, stored.name, PLAIN[kind], stored.shape)}
+    form = FORMS[kind]
+    *out, width = stored.shape
+    module = ours.removesuffix(".weight")
+    base = stored.name.removesuffix(".weight")
+    shape = (*out, width // form.group)
+    return {
+        ours: Tensor(stored.path, stored.name, mx.uint32, (*out, width * form.bits // 32)),
+        f"{module}.scales": Tensor(stored.path, f"{base}.scales", form.factors, shape),
+        f"{module}.biases": Tensor(stored.path, f"{base}.biases", form.factors, shape),
+    }
+
+
+def decoded(stored: GgufTensor) -> dict[str, mx.array]:
+    """The arrays of a tensor of the file, by the names that `parts` gives them."""
+    kind = stored.type.name
+    if kind in PLAIN:
+        dtype = PLAIN[kind]
+        chunks = [mx.contiguous(chunk).view(dtype).flatten() for chunk in blocks_of(stored)]
+        return {stored.name: mx.concatenate(chunks).reshape(stored.shape)}
+    form = FORMS[kind]
+    found = []
+    for blocks in blocks_of(stored):
+        numbers, scales, offsets = form.decode(blocks)
+        arrays = (words(numbers, form.bits), scales, offsets)
+        mx.eval(arrays)
+        found.append([array.flatten() for array in arrays])
+    base = stored.name.removesuffix(".weight")
+    keys = (stored.name, f"{base}.scales", f"{base}.biases")
+    *out, _ = stored.shape
+    return {
+        key: mx.concatenate(chunks).reshape(*out, -1)
+        for key, chunks in zip(keys, zip(*found, strict=True), strict=True)
+    }
+
+
+def blocks_of(stored: GgufTensor) -> Iterator[mx.array]:  # each (n, bytes of a block)
+    block, nbytes = stored.type.block, stored.type.nbytes
+    most = CHUNK // block * nbytes
+    for data in stored.read(most):
+        yield mx.array(memoryview(data)).reshape(-1, nbytes)

@@ -1,0 +1,149 @@
+"""Small GGUF files, written by the `gguf` package, and next to each a folder with the same weights in float32.
+
+Names of tensors come from the package's own table. K-quants, which it cannot make, are random bytes.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from checkpoints import make_config, make_tokenizer, random_weights, save
+from gguf import GGMLQuantizationType as Kind
+
+from kernels.mlx import mx
+from models.config import read_config
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 128},
+    "qwen3moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "num_hidden_layers": 7,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 64,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+    },
+}
+SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has float16 numbers
+
+
+def packed(weight: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """(rows, width) in the bytes of this type."""
+    if kind.name not in HALVES:
+        return gguf.quantize(weight, kind)
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = (*weight.shape[:-1], weight.shape[-1] // block, nbytes)
+    data = rng.integers(0, 256, shape, dtype=np.uint8)
+    size = float(weight.std()) / {"Q4_K": 250, "Q5_K": 500, "Q6_K": 1300}[kind.name]
+    for at, factor in zip(
+        HALVES[kind.name], (1, {"Q4_K": 8, "Q5_K": 16}.get(kind.name)), strict=False
+    ):
+        numbers = (size * factor * (0.5 + rng.random(shape[:-1]))).astype(np.float16)
+        data[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    return data.reshape(*weight.shape[:-1], -1)
+
+
+def make_pair(
+    folder: Path,
+    kind: str = "Q8_0",
+    arch: str = "llama",
+    seed: int = 0,
+    fields: dict[str, Any] | None = None,
+    change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, data: data,
+    **changes,
+) -> tuple[Path, Path]:
+    """A file model.gguf, and a folder that holds what `gguf.dequantize` makes of its tensors.
+
+    `fields`: metadata in the place of the usual ones; None leaves one out. `change` gets the bytes of
+    each tensor that will be written; None leaves it out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = make_config(**{**SMALL, **FAMILIES[arch], **changes})
+    (folder / "config.json").write_text(json.dumps(config))
+    c = read_config(folder, True)
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, arch)
+    write_config(writer, config, c)
+    write_tokenizer(writer)
+    for name, value in (fields or {}).items():
+        writer.kv_data[0].pop(name, None)
+        if value is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    rng = np.random.default_rng(seed)
+    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.layers)
+    weights = {}
+    for name, weight in random_weights(c, seed).items():
+        theirs = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = Kind[kind] if weight.ndim > 1 and ".mlp.gate." not in name else Kind.F32
+        heads = (
+            {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2]) if arch == "llama" else None
+        )
+        if heads:
+            weight = weight.reshape(heads, 2, c.Dh // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+        stored = weight + 1 if c.norms_add and name.endswith("norm.weight") else weight
+        data = packed(stored, own, rng)
+        is_plain = own in (Kind.F32, Kind.F16)
+        written = change(theirs, data.copy())
+        if written is not None:
+            writer.add_tensor(theirs, written, raw_dtype=None if is_plain else own)
+        wide = gguf.dequantize(data, own).astype(np.float32)
+        if stored is not weight:
+            wide = weight
+        if heads:
+            wide = wide.reshape(heads, c.Dh // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+        name = name.replace(".experts.", ".switch_mlp.")
+        weights[name] = mx.array(np.ascontiguousarray(wide))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, save(folder / "wide", config, weights)
+
+
+def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:
+    writer.add_context_length(c.max_positions)
+    writer.add_block_count(c.layers)
+    writer.add_embedding_length(c.D)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(c.H)
+    writer.add_head_count_kv(c.Hkv)
+    writer.add_key_length(c.Dh)
+    writer.add_value_length(c.Dh)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_freq_base(c.rope.theta)
+    if c.window:
+        writer.add_sliding_window(c.window)
+    if c.experts:
+        writer.add_expert_count(c.experts)
+        writer.add_expert_used_count(c.taken)
+        writer.add_expert_feed_forward_length(c.hidden)
+
+
+def write_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Bytes, as `make_tokenizer` has them."""
+    vocabulary = make_tokenizer().get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    unused = 272 - len(tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens, *(f"<unused{n}>" for n in range(unused))])
+    writer.add_token_types([1] * 256 + [3] * (len(tokens) - 256) + [5] * unused)
+    writer.add_token_merges(["a b"][:0])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_add_bos_token(True)

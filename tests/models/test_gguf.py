@@ -1,0 +1,269 @@
+"""GGUF files: the same bits as with weights made float32 by the `gguf` package, whatever the type."""
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_models import FAMILIES, make_pair
+from parity import whole
+
+from kernels import mlx as device
+from models import hub
+from models.load import ModelReader, read_model
+from models.param_count import nbytes_of
+from nanobatch import Engine
+from runtime.files import ModelError
+from runtime.gguf_file import TYPES, read_gguf
+
+KINDS = [each.name for each in TYPES.values()]
+PROMPT = np.random.default_rng(0).integers(0, 250, 45).tolist()
+
+
+def alike(file, folder, tokens=PROMPT) -> bool:
+    ours, wide = read_model(file), read_model(folder, "float32")
+    return all(
+        np.array_equal(whole(ours, part), whole(wide, part)) for part in (tokens, tokens[:1])
+    )
+
+
+# How much more memory than the file's tensors they take
+MOST = {"Q4_0": 1.15, "Q4_1": 1.15, "Q8_0": 1.15, "Q5_0": 1.7, "Q5_1": 1.7}
+MOST |= {"Q4_K": 1.5, "Q5_K": 1.85, "Q6_K": 1.85}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_gives_the_bits_of_the_dequantized_weights(kind, tmp_path):
+    """And stays packed."""
+    file, wide = make_pair(tmp_path, kind, seed=len(kind))
+    assert alike(file, wide)
+    stored = sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
+    model = read_model(file)
+    assert ModelReader(file).nbytes == nbytes_of(model)
+    if device.is_batch_invariant():
+        assert nbytes_of(model) < MOST.get(kind, 1.05) * stored
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
+    """Gemma multiplies its embedding, which rounds packed numbers in another place."""
+    assert alike(*make_pair(tmp_path, "F32" if arch == "gemma3" else "Q4_K", arch))
+
+
+# --- what comes from elsewhere --------------------------------------------------------------------
+
+
+def refused(file: Path, *words: str) -> str:
+    """Loading fails with one line that names the file and holds the words."""
+    with pytest.raises(ModelError) as caught:
+        Engine.load(str(file), slots=1, max_len=64)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 600, line
+    for word in (file.name, *words):
+        assert word in line, f"{word!r} is not in: {line}"
+    return line
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def field(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, values: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + values
+
+
+def tensor(name: str = "a", shape: tuple = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return (
+        text(name)
+        + struct.pack("<I", len(shape))
+        + struct.pack(f"<{len(shape)}Q", *shape)
+        + struct.pack("<IQ", kind, offset)
+    )
+
+
+def gguf_bytes(fields=(), tensors=(), data: int = 256, version: int = 3, counts=()) -> bytes:
+    """A file with these fields and tensors, whatever they are."""
+    count, many = counts or (len(tensors), len(fields))
+    head = b"GGUF" + struct.pack("<IQQ", version, count, many) + b"".join((*fields, *tensors))
+    return head + bytes(-len(head) % 32 + data)
+
+
+HUGE = 2**63 + 1
+BROKEN = {
+    "empty": (b"", "not a GGUF file"),
+    "only its first word": (b"GGUF", "broken header"),
+    "something else": (b"PK\3\4" * 99, "not a GGUF file"),
+    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "a page": (b"<!DOCTYPE html><html>", "HTML page"),
+    "big-endian": (b"GGUF\0\0\0\3" + bytes(99), "big-endian"),
+    "version 1": (gguf_bytes(version=1), "version 1"),
+    "version 99": (gguf_bytes(version=99), "version 99", "2 and 3"),
+    "too many tensors": (gguf_bytes(counts=(HUGE, 0)), "broken header"),
+    "too many fields": (gguf_bytes(counts=(0, HUGE)), "broken header"),
+    "a long name": (gguf_bytes([struct.pack("<Q", HUGE)]), "broken header"),
+    "a long list of numbers": (gguf_bytes([field("a", 9, array(0, HUGE))]), "broken header"),
+    "a long list of texts": (gguf_bytes([field("a", 9, array(8, HUGE))]), "broken header"),
+    "a list of lists": (gguf_bytes([field("a", 9, array(9, 1, array(0, 0)))]), "type 9"),
+    "an unknown type of field": (gguf_bytes([field("a", 77, b"")]), "type 77"),
+    "a field twice": (gguf_bytes([field("a", 0, b"\1")] * 2), "'a' twice"),
+    "a name that is no text": (gguf_bytes([field(b"\xff", 0, b"\1")]), "broken header"),
+    "no dimensions": (gguf_bytes(tensors=[tensor(shape=())]), "0 dimensions"),
+    "nine dimensions": (gguf_bytes(tensors=[tensor(shape=(1,) * 9)]), "9 dimensions"),
+    "an empty tensor": (gguf_bytes(tensors=[tensor(shape=(32, 0))]), "of the shape (0, 32)"),
+    "a tensor of 2^248 numbers": (gguf_bytes(tensors=[tensor(shape=(2**62,) * 4)]), "cut off"),
+    "half a block": (gguf_bytes(tensors=[tensor(shape=(48,), kind=8)]), "no Q8_0", "(48,)"),
+    "an unknown type": (gguf_bytes(tensors=[tensor(kind=99)]), "'a' is of type 99", "Q4_K"),
+    "a type not read": (gguf_bytes(tensors=[tensor(kind=23)]), "'a' is IQ4_XS", "Q4_K_M or Q8_0"),
+    "a tensor twice": (gguf_bytes(tensors=[tensor(), tensor(offset=128)]), "there twice"),
+    "overlapping": (gguf_bytes(tensors=[tensor("a"), tensor("b", offset=96)]), "'b' begins"),
+    "unaligned": (gguf_bytes(tensors=[tensor(offset=4)]), "'a' begins at"),
+    "far away": (gguf_bytes(tensors=[tensor(offset=2**62)]), "cut off"),
+    "an odd alignment": (gguf_bytes([field("general.alignment", 4, b"\3\0\0\0")]), "power of two"),
+    "no alignment": (gguf_bytes([field("general.alignment", 8, text("32"))]), "power of two"),
+    "no architecture": (gguf_bytes(tensors=[tensor()]), "None", "llama, qwen2"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_in_one_line(name, tmp_path):
+    data, *words = BROKEN[name]
+    (tmp_path / "bad.gguf").write_bytes(data)
+    refused(tmp_path / "bad.gguf", *words)
+
+
+@pytest.mark.parametrize("part", [0.005, 0.3, 1 - 1e-6])
+def test_a_file_that_is_cut_off_is_refused(part, tmp_path, whole_file):
+    data = whole_file.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(part * len(data))])
+    refused(tmp_path / "cut.gguf", "cut off" if part > 0.01 else "broken header")
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("whole"), num_hidden_layers=1)[0]
+
+
+def without(wanted: str):
+    return lambda name, data: None if name == wanted else data
+
+
+def cut(wanted: str):
+    return lambda name, data: data[: len(data) // 2] if name == wanted else data
+
+
+def filled(wanted: str, number: float):
+    """Each block's scale becomes this number."""
+
+    def change(name: str, data: np.ndarray) -> np.ndarray:
+        if name == wanted:
+            data.reshape(-1, 34)[:, :2] = np.frombuffer(np.float16(number).tobytes(), np.uint8)
+        return data
+
+    return change
+
+
+Q = "blk.0.attn_q.weight"
+T = "tokenizer.ggml."
+UNFIT = {
+    "a tensor is missing": ({}, without(Q), f"lacks the tensor {Q}"),
+    "no embedding": ({}, without("token_embd.weight"), "lacks the tensor token_embd.weight"),
+    "a wrong shape": ({}, cut(Q), Q, "(128, 256)", "(256, 256)"),
+    "a norm's wrong shape": ({}, cut("output_norm.weight"), "(128,)", "(256,)"),
+    "NaN": ({}, filled(Q, np.nan), "blk.0.attn_q.scales holds NaN"),
+    "infinity": ({}, filled(Q, np.inf), "blk.0.attn_q.scales holds NaN or infinity"),
+    "zeros": ({}, filled(Q, 0), "blk.0.attn_q.scales is all zeros"),
+    "another architecture": ({"general.architecture": "mamba"}, None, "'mamba'", "llama, qwen2"),
+    "no number of layers": ({"llama.block_count": None}, None, "lacks the field llama.block_count"),
+    "too many layers": ({"llama.block_count": 10**6}, None, "lacks the tensor blk.999999"),
+    "layers in words": ({"llama.block_count": "two"}, None, "num_hidden_layers", "'two'"),
+    "no heads": ({"llama.attention.head_count": 0}, None, "0"),
+    "heads that differ": ({"llama.attention.head_count_kv": [1, 2]}, None, "[1, 2]", "one number"),
+    "another number of heads": ({"llama.attention.head_count": 8}, None, Q),
+    "experts": ({"llama.expert_count": 8}, None, "llama.expert_count = 8"),
+    "a part of a head turns": ({"llama.rope.dimension_count": 16}, None, "dimension_count = 16"),
+    "an unknown rope": ({"llama.rope.scaling.type": "new"}, None, "rope type = 'new'"),
+    "a factor in words": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": "two"},
+        None,
+        "factor",
+        "'two'",
+    ),
+    "a part of a model": ({"split.count": 2}, None, "-00001-of-"),
+    "another tokenizer": ({f"{T}model": "bert"}, None, "'bert'", "gpt2, llama"),
+    "an unknown pre-tokenizer": ({f"{T}pre": "tekken"}, None, "'tekken'", "qwen2"),
+    "no tokens": ({f"{T}tokens": None}, None, f"{T}tokens"),
+    "tokens that are numbers": ({f"{T}tokens": [1, 2]}, None, f"{T}tokens"),
+    "too many tokens": ({f"{T}tokens": list("abcd"), f"{T}token_type": [1]}, None, "token_type"),
+    "no scores": ({f"{T}model": "llama"}, None, f"{T}scores"),
+    "merges of nothing": ({f"{T}merges": ["xyz qrs"]}, None, "not a tokenizer"),
+    "an end beyond the tokens": (
+        {f"{T}eos_token_id": 10**6},
+        None,
+        "eos_token_id = 1000000",
+        "272",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_file_that_does_not_fit_together_is_refused_in_one_line(name, tmp_path):
+    fields, change, *words = UNFIT[name]
+    how = {"change": change} if change else {}
+    file, _ = make_pair(tmp_path, fields=fields, num_hidden_layers=1, **how)
+    refused(file, *words)
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path):
+    more = {f"{T}tokens": [f"t{n}" for n in range(300)], f"{T}token_type": [1] * 300}
+    file, _ = make_pair(tmp_path, fields=more, num_hidden_layers=1)
+    refused(file, "token id 299", "ends at 271")
+
+
+def test_a_split_model_is_found_by_any_of_its_parts(tmp_path):
+    file, wide = make_pair(tmp_path, num_hidden_layers=1)
+    parts = split(file)
+    for part in parts:
+        assert hub.find(str(part)) == parts[0]
+    assert alike(parts[0], wide)
+    middle = parts[1].read_bytes()
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=rf"{parts[1].name} is missing"):
+        Engine.load(str(parts[0]))
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ModelError, match="is in another part, too; download all again"):
+        Engine.load(str(parts[0]))
+    parts[1].write_bytes(middle)
+    alone = parts[0].rename(tmp_path / "alone.gguf")
+    refused(alone, "is a part of a model")
+
+
+def split(file: Path) -> list[Path]:
+    """The file in three, as llama.cpp splits one."""
+    stem = file.with_suffix("")
+    reader = gguf.GGUFReader(file)
+    parts = [Path(f"{stem}-0000{n + 1}-of-00003.gguf") for n in range(3)]
+    for n, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        writer.kv_data[0].clear()
+        for name, value in reader.fields.items():
+            if not name.startswith("GGUF.") and (n == 0 or name == "general.architecture"):
+                own = value.types[-1] if value.types[0] == gguf.GGUFValueType.ARRAY else None
+                if value.data:
+                    writer.add_key_value(name, value.contents(), value.types[0], own)
+        writer.add_uint16("split.no", n)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[n::3]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    file.unlink()
+    return parts

@@ -1,0 +1,112 @@
+"""The real GGUF files of two published models: the bits of their weights, and their tokenizers."""
+
+import random
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+from gguf import GGMLQuantizationType as Kind
+from parity import whole
+
+from kernels.mlx import mx
+from models import load
+from models.gguf_weights import GgufWeights
+from models.load import read_model
+from models.weights import Tensor
+from runtime.gguf_file import GgufTensor
+from text.gguf_tokenizer import GgufText
+from text.tokenizer import Tokenizer
+
+TEXTS = 2000
+
+
+class Dequantized(GgufWeights):
+    """Each tensor as `gguf.dequantize` makes it."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.tensors = {
+            name: Tensor(path, tensor.name, mx.float32, self.file.tensors[tensor.name].shape)
+            for name, tensor in self.tensors.items()
+            if not name.endswith((".scales", ".biases"))
+        }
+
+    def _read(self, tensor: Tensor) -> mx.array:
+        stored: GgufTensor = self.file.tensors[tensor.name]
+        data = np.frombuffer(b"".join(stored.read(2**24)), np.uint8)
+        kind = Kind[stored.type.name]
+        wide = gguf.dequantize(data.view(np.float32) if kind == Kind.F32 else data, kind)
+        return mx.array(wide.reshape(stored.shape))
+
+
+@pytest.fixture
+def file(published) -> Path:
+    found = published / "model.gguf"
+    if not found.exists():
+        pytest.skip(f"{found} is not there")
+    return found
+
+
+def test_a_published_file_gives_the_bits_of_its_dequantized_weights(file, monkeypatch):
+    prompt = np.random.default_rng(1).integers(0, 40_000, 24).tolist()
+    ours = read_model(file)
+    assert "bits in groups of 32" in ours.cost.form
+    ours = [whole(ours, prompt), whole(ours, prompt[:1])]
+    monkeypatch.setattr(load, "GgufWeights", Dequantized)
+    wide = read_model(file, "float32")
+    assert wide.cost.form == "float32"
+    for found, tokens in zip(ours, (prompt, prompt[:1]), strict=True):
+        assert np.array_equal(found, whole(wide, tokens))
+
+
+ALPHABETS = ((32, 127), (0xA0, 0x250), (0x300, 0x340), (0x370, 0x600), (0x900, 0x980))
+ALPHABETS += ((0x3040, 0x3100), (0x4E00, 0x5000), (0xAC00, 0xAD00), (0x1F300, 0x1F700))
+PIECES = [
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "'s",
+    "'LL",
+    "123",
+    "4567890",
+    "...",
+    "<think>",
+    "▁",
+]
+
+
+def mixed(dice: random.Random, special: list[str]) -> str:
+    """Words, numbers, signs, white space, many alphabets, and special tokens."""
+    pieces = []
+    for _ in range(dice.randrange(1, 30)):
+        first, end = dice.choice(ALPHABETS)
+        word = "".join(chr(dice.randrange(first, end)) for _ in range(dice.randrange(1, 6)))
+        pieces.append(dice.choice([word, word, dice.choice(PIECES), dice.choice(special)]))
+        pieces.append(dice.choice(["", " ", "Hello", " the", "def f(x):"]))
+    return "".join(pieces)
+
+
+def test_a_published_files_tokenizer_has_the_ids_of_hugging_faces(file):
+    own = GgufText(file).tokenizer()
+    reference = tokenizers.Tokenizer.from_file(str(file.with_name("tokenizer.json")))
+    special = [token.content for token in reference.get_added_tokens_decoder().values()]
+    dice = random.Random(0)
+    for _ in range(TEXTS):
+        text = mixed(dice, special)
+        ids = reference.encode(text).ids
+        assert own.encode(text).ids == ids, text
+        assert own.decode(ids) == reference.decode(ids)
+
+
+def test_a_published_files_chat_template_writes_what_the_folders_does(file):
+    parts = Tokenizer(file, 10**6), Tokenizer(file.parent, 10**6)
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    talk.append({"role": "user", "content": "What is 2 + 2?"})
+    own, reference = (text.encode_chat(talk) for text in parts)
+    assert own == reference
+    assert parts[0].end_tokens >= parts[1].end_tokens

@@ -1,0 +1,217 @@
+"""The tokenizer in a GGUF file's metadata, as one of the library `tokenizers`.
+
+There are two kinds. "gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which
+a text is cut into words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow
+from them. What the file calls a tokenizer is another author's data: it is tried in a child process
+(`template_check.py`) before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from runtime.files import ModelError
+from runtime.gguf_file import read_gguf
+from runtime.validation import shown
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # types of tokens
+PREFIX = "tokenizer.ggml."
+SPACE = "\u2581"  # SentencePiece's
+# Tokens by which an answer ends, although no field says so
+END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
+END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>"}
+END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a file, in code
+
+
+class Words(NamedTuple):
+    """How a text is cut into words before bytes are merged."""
+
+    pattern: str = ""  # empty: GPT-2's own
+    digits: bool = False  # each digit is a word of its own
+    composed: bool = False  # the text is brought into the form NFC first
+    whole: bool = False  # a word that is a token is not merged from its parts
+    bos: bool = False  # a text begins with BOS, unless the file says otherwise
+
+
+def pattern(number: str) -> str:
+    """Contractions, letters, numbers, signs, line ends and spaces."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + number
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+LLAMA = Words(pattern(r"\p{N}{1,3}"), whole=True, bos=True)
+WORDS = {
+    "gpt-2": Words(),
+    "smollm": Words(digits=True),
+    "qwen2": Words(pattern(r"\p{N}"), composed=True),
+    "deepseek-r1-qwen": Words(pattern(r"\p{N}")),
+    "llama-bpe": LLAMA,
+    "llama3": LLAMA,
+    "llama-v3": LLAMA,
+}
+
+
+class GgufText:
+    """What the metadata of a file say of texts."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = read_gguf(path)
+        self.fields = self.file.fields
+        kind = self.fields.get(f"{PREFIX}model")
+        if kind not in ("gpt2", "llama"):
+            raise self._refuse("model", kind, ("gpt2", "llama"))
+        self.is_bytewise = kind == "gpt2"
+        self.tokens = self._list("tokens", str)
+        self.types = self._list("token_type", int)
+        if self.is_bytewise:
+            name = self.fields.get(f"{PREFIX}pre")
+            if name not in WORDS:
+                raise self._refuse("pre", name, WORDS)
+            self.words = WORDS[name]
+        else:
+            self.scores = self._list("scores", float)
+
+    def _refuse(self, name: str, value: Any, known: Iterable[str]) -> ModelError:
+        said = f"{PREFIX}{name} = {shown(value)} is not supported. Supported: {', '.join(known)}."
+        return ModelError(f"{self.path}: {said}", f"tokenizer {shown(value)} not supported")
+
+    def _list(self, name: str, kind: type) -> list:
+        """One for each token."""
+        found = self.fields.get(f"{PREFIX}{name}")
+        is_list = isinstance(found, list) and found and all(type(each) is kind for each in found)
+        if not is_list or (name != "tokens" and len(found) != len(self.tokens)):
+            raise ModelError(
+                f"{self.path}: {PREFIX}{name} is not a list with a value for each token; "
+                "take another file of this model."
+            )
+        return found
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises whatever the library makes of broken tables."""
+        made = self._bytewise() if self.is_bytewise else self._sentencepiece()
+        kinds = list(zip(self.tokens, self.types, strict=True))
+        special = [AddedToken(text, special=True) for text, kind in kinds if kind == CONTROL]
+        made.add_special_tokens(special)
+        # SentencePiece's stand in the text after its spaces have become signs
+        own = [text for text, kind in kinds if kind == USER_DEFINED]
+        made.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
+        is_usual = self.words.bos if self.is_bytewise else True
+        bos = self._special("bos")
+        if self.fields.get(f"{PREFIX}add_bos_token", is_usual) and bos is not None:
+            name = self.tokens[bos]
+            made.post_processor = processors.TemplateProcessing(
+                single=[name, "$A"], pair=[name, "$A", name, "$B"], special_tokens=[(name, bos)]
+            )
+        return made
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def _bytewise(self) -> Tokenizer:
+        words = self.words
+        merges = [tuple(merge.split(" ", 1)) for merge in self.fields.get(f"{PREFIX}merges") or ()]
+        made = Tokenizer(models.BPE(self._numbers, merges, ignore_merges=words.whole))
+        if words.composed:
+            made.normalizer = normalizers.NFC()
+        steps = [pre_tokenizers.Digits(individual_digits=True)] * words.digits
+        if words.pattern:
+            steps.append(pre_tokenizers.Split(Regex(words.pattern), "isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.pattern))
+        made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    def _sentencepiece(self) -> Tokenizer:
+        types = self.types
+        made = Tokenizer(
+            models.BPE(
+                self._numbers,
+                merges_of(self.tokens, types, self.scores),
+                unk_token=self.tokens[types.index(UNKNOWN)] if UNKNOWN in types else None,
+                fuse_unk=True,
+                byte_fallback=BYTE in types,
+            )
+        )
+        before = [normalizers.Replace(" ", SPACE)]
+        after = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self.fields.get(f"{PREFIX}add_space_prefix", True):
+            before.insert(0, normalizers.Prepend(SPACE))
+            after.append(decoders.Strip(" ", 1, 0))
+        made.normalizer = normalizers.Sequence(before)
+        made.decoder = decoders.Sequence(after)
+        return made
+
+    def _special(self, name: str) -> int | None:
+        number = self.fields.get(f"{PREFIX}{name}_token_id")
+        if number is not None and not (type(number) is int and 0 <= number < len(self.tokens)):
+            raise ModelError(
+                f"{self.path}: {PREFIX}{name}_token_id = {shown(number)}, but there are "
+                f"{len(self.tokens)} tokens; take another file of this model."
+            )
+        return number
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Every token that ends an answer: those that the fields name, and those known by name."""
+        named = {self._special(name) for name in ("eos", "eot", "eom")}
+        known = {
+            number
+            for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind == CONTROL and token in END_OF_TURN
+        }
+        return frozenset(named - {None} | known)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Special tokens and chat templates, as a tokenizer_config.json has them."""
+        config: dict[str, Any] = {"chat_template": self.fields.get("tokenizer.chat_template")}
+        for name, theirs in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+        ):
+            number = self._special(theirs)
+            if number is not None:
+                config[f"{name}_token"] = self.tokens[number]
+        for_tools = self.fields.get("tokenizer.chat_template.tool_use")
+        if isinstance(for_tools, str):
+            named = {"default": config["chat_template"], "tool_use": for_tools}
+            config["chat_template"] = [
+                {"name": name, "template": template} for name, template in named.items()
+            ]
+        return config
+
+
+def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """All two tokens that together are a token, those of the highest score first."""
+    numbers = {
+        token: number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind == NORMAL
+    }
+    found = []
+    for token, number in numbers.items():
+        for cut in range(1, len(token)):
+            left, right = numbers.get(token[:cut]), numbers.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[number], left, right))
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
