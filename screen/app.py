@@ -149,8 +149,8 @@ class Screen(App):
         note: Path | None = None,
         earlier: History | None = None,
     ):
-        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour. `note`:
-        a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
+        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour.
+        `note`: a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
         super().__init__()
         self.session = session
         self.state = session.state
@@ -211,8 +211,8 @@ class Screen(App):
         self.run_worker(self.play(self._script))
 
     def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the event
-        loop may wait for it."""
+        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the
+        event loop may wait for it."""
 
         def leave() -> None:
             try:
@@ -311,8 +311,8 @@ class Screen(App):
             self._note = None
 
     def warn(self, messages: Sequence[str]) -> None:
-        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many, show
-        the newest and the number of the others. The tour reports faults itself."""
+        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many,
+        show the newest and the number of the others. The tour reports faults itself."""
         if self.strip:
             return
         self._untold += messages
@@ -344,7 +344,8 @@ class Screen(App):
         self.prompt.lie(self.state.typing)
 
     def say(self, message: str) -> None:
-        """Show a message for a while, next to the prompt, or as a notice if it does not fit there."""
+        """Show a message for a while, next to the prompt, or as a notice if it does not fit
+        there."""
         beside = self._places.get("settings")
         is_long = beside and cell_len(message) > beside.width - 2
         if message and (is_long or self.page):
@@ -419,7 +420,8 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Whether a letter begins a prompt although the box has no focus: letters that are no keys."""
+        """Whether a letter begins a prompt although the box has no focus: letters that are no
+        keys."""
         if self.focused or self.state.view.stage == "failed":
             return False
         is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
@@ -428,8 +430,8 @@ class Screen(App):
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns the
-        engine."""
+        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns
+        the engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
@@ -463,8 +465,8 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the running answer and take back a waiting question, or leave the box. While
-        the engine is paused, always leave: keys are needed then."""
+        """In the box: stop the running answer and take back a waiting question, or leave the box.
+        While the engine is paused, always leave: keys are needed then."""
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
@@ -502,8 +504,8 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the prompt box, or begin another line after a backslash. The box keeps the focus unless `/`
-        opened it for one command."""
+        """Run the prompt box, or begin another line after a backslash. The box keeps the focus
+        unless `/` opened it for one command."""
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()
@@ -656,8 +658,8 @@ class Screen(App):
             client.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because some
-        viewers collapse the exporter's own."""
+        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because
+        some viewers collapse the exporter's own."""
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
@@ -732,8 +734,8 @@ class Screen(App):
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted, and
-        quit."""
+        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted,
+        and quit."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":

@@ -1,7 +1,7 @@
 """Conversations of this screen: questions and their answers.
 
-A model remembers nothing, so each question is sent with the turns before it. The model is shown the same
-turns as the reader, except for dropped turns and failed answers, which the page marks.
+A model remembers nothing, so each question is sent with the turns before it. The model is shown the
+same turns as the reader, except for dropped turns and failed answers, which the page marks.
 """
 
 from __future__ import annotations

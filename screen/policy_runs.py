@@ -1,8 +1,9 @@
 """A workload under a policy, measured or replayed, on a clock without interruptions.
 
-Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A run
-is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest of
-the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that clock.
+Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
+run is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest
+of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
+clock.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """Replay requests through the scheduler under another policy, on the clock of the prices. `steps`:
-    the steps that were run, with their guesses."""
+    """Replay requests through the scheduler under another policy, on the clock of the prices.
+    `steps`: the steps that were run, with their guesses."""
     guesses = guesses_by_request(steps)
     guests = [guest_of(request, moment, guesses) for request in requests]
     columns = [*simulated(limits, guests, policy, prices)]

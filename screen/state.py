@@ -50,7 +50,8 @@ class TourText(NamedTuple):
 
 @dataclass
 class State:
-    """All that the picture depends on. `absorb` takes in a new view; other changes are the user's."""
+    """All that the picture depends on. `absorb` takes in a new view; other changes are the
+    user's."""
 
     model: str = "demo"
     book: str = ""  # the folder of `--book`; empty: ours
@@ -200,7 +201,8 @@ class State:
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """Forget the oldest ended requests if there are too many, or if their texts are too large."""
+        """Forget the oldest ended requests if there are too many, or if their texts are too
+        large."""
         taken = list(accumulate(request.size for request in reversed(self.ended)))
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
@@ -499,8 +501,8 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is what
-        comes next: after the last chunk of a prompt, decode."""
+        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is
+        what comes next: after the last chunk of a prompt, decode."""
         if self.past or not self.history or slot.request is None:
             return slot.phase
         kind, request = self.history[-1].cells[slot.slot]
@@ -533,8 +535,8 @@ def client_of(request: RequestView) -> str:
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one; None:
-    as the newest. With another budget, chunks have another size and price."""
+    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one;
+    None: as the newest. With another budget, chunks have another size and price."""
     columns = state.history[-KNOWN:]
     if state.view.turns and columns:
         limits = state.limits_at(columns[-1].step if step is None else step)

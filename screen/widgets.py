@@ -29,8 +29,8 @@ LONGEST = 0.5  # seconds without a look, at most
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """Skip looks while this thread has used more than its share of a core since the last one. So on a
-    slow machine the engine stays as fast, and the screen is drawn less often."""
+    """Skip looks while this thread has used more than its share of a core since the last one. So on
+    a slow machine the engine stays as fast, and the screen is drawn less often."""
     looked = -LONGEST
     used = 0.0
 
@@ -124,8 +124,8 @@ class Pane(Widget):
 
 
 class PromptBox(TextArea):
-    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous prompt,
-    Down in the last line the next."""
+    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous
+    prompt, Down in the last line the next."""
 
     BINDINGS = (
         ("escape", "app.escape"),

@@ -1,4 +1,5 @@
-"""The answers: each slot's text as it grows, and under a grammar the candidates of the next token."""
+"""The answers: each slot's text as it grows, and under a grammar the candidates of the next
+token."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ class Canvas:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
-        """Write the titles of the columns that fit next to `room` cells, and `more` after them. Return
-        the columns."""
+        """Write the titles of the columns that fit next to `room` cells, and `more` after them.
+        Return the columns."""
         shown = fitting(figures, self.width - room)
         titles = {each.title: each.title for each in shown}
         self.row(shown, titles, self.muted).put(more, self.muted)

@@ -56,8 +56,8 @@ def asked_of(step: StepView) -> int:
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes only
-    the second is known, and on a GPU a chunk's padding counts as well."""
+    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes
+    only the second is known, and on a GPU a chunk's padding counts as well."""
     found = experts_in(state).get(column.step)
     model = state.view.engine.model
     tokens = sum(part.tokens for part in parts_of(column))
@@ -385,8 +385,8 @@ def cost_line(state: State) -> str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Show the cost of the step at the cursor. The roofline is measured the first time, and again with
-    "again"."""
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
+    with "again"."""
     if rest not in ("", "again"):
         raise ValueError(
             f"/cost {shown(rest)}: only again may stand there; it measures the roofline"

@@ -177,8 +177,8 @@ def tell_rows(seen: Sight) -> Story:
 
 
 def watch(seen: Sight, rows: int) -> Story:
-    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual time:
-    the last before a pause is often slower."""
+    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual
+    time: the last before a pause is often slower."""
     yield "/slow 10"
     yield "/resume"
     yield from seen.until(lambda: seen.has_decoded(rows, WATCHED))

@@ -1,4 +1,5 @@
-"""A conversation on the screen: what the model is shown, what is seen of it, and what is never lost."""
+"""A conversation on the screen: what the model is shown, what is seen of it, and what is never
+lost."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for JSON."""
+"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for
+JSON."""
 
 import json
 
