@@ -92,8 +92,8 @@ OF_PANES = ("move", "nudge", "zoom", "view")
 # The actions denied to a user while the tour speaks
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 HUNG_UP = 129  # the exit code after SIGHUP
-WARNINGS = 4  # so many are shown at a time
-TRACEBACKS = 100  # so many are kept, the newest
+WARNINGS = 4  # shown at a time
+TRACEBACKS = 100  # kept, the newest
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Screen(App):
         self._note = note
         self._script = script
         self._screenshot = screenshot
-        self._places: dict[str, Region] = {}  # of the panes in sight
+        self._places: dict[str, Region] = {}  # of the visible panes
         self.picture = ""
         self._looks = 0
         self._faults = 0  # number shown
@@ -170,7 +170,7 @@ class Screen(App):
         self.prompt = PromptBox(earlier or History())
         self._returns = False  # leave the box after a command
         self.page: Page | None = None  # the open page, in place of all panes
-        self._top = 0  # number of its lines above those in sight
+        self._top = 0  # number of its lines above the visible ones
         self._was_typing = False  # the page was opened from the prompt box
 
     @property
@@ -289,7 +289,7 @@ class Screen(App):
         self._looks += 1
         if before.stage != view.stage and self.state.leads:
             self.state.chatting = self.state.typing or bool(self.state.chats.open.turns)
-        if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
+        if view.stage == "failed":  # the main screen shows the reason, and q quits
             self.turn_to(None)
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
@@ -341,7 +341,7 @@ class Screen(App):
     def note_focus(self, focused: Widget | None) -> None:
         self.state.typing = focused is not None
         self.state.has_typed |= self.state.typing
-        self.prompt.lie(self.state.typing)
+        self.prompt.fold(self.state.typing)
 
     def say(self, message: str) -> None:
         """Show a message for a while, next to the prompt, or as a notice if it does not fit
@@ -531,7 +531,7 @@ class Screen(App):
             return False
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
-        self.state.chatting &= name != "json"  # its answer stands among the panes
+        self.state.chatting &= name != "json"  # its answer is among the panes
         if not (name == "step" and self.state.inspected):  # each step shows another token
             self.bring(BRINGS.get(name, self.state.lower))
         if name in keys.PAGES:

@@ -38,7 +38,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     waiting: str = ""  # a question that waits for the running answer, or for room in the slot
     why: str = ""  # why there is no room
-    below: int = 0  # number of lines below those in sight
+    below: int = 0  # number of lines below the visible ones
 
     @property
     def runs(self) -> Turn | None:

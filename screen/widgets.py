@@ -163,9 +163,9 @@ class PromptBox(TextArea):
         """Replace the text, with the cursor at its end, so that Ctrl-U deletes all of it."""
         self.load_text(clean(text))
         self.move_cursor(self.document.end)
-        self.lie(self.soft_wrap)
+        self.fold(self.soft_wrap)
 
-    def lie(self, typing: bool) -> None:
+    def fold(self, typing: bool) -> None:
         """Show one line, the beginning of the text, while the keyboard is elsewhere."""
         self.soft_wrap = typing
         if not typing:

@@ -73,7 +73,7 @@ def draw_streams(state: State, on: Canvas) -> None:
     across = max(1, min(count, (on.width + 2) // 30))
     tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot
     slots: Sequence[int] = range(count)
-    if tall < 2:
+    if tall < (3 if state.inspected else 2):  # the token inspector needs a line
         across = 1
         tall = on.height - 1
         slots = [state.selected]

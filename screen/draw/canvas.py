@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from screen.draw import style
 from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
-BACK = "close"  # the action behind a click on a page's note
+BACK = "close"  # the action of a click on a page's note
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 

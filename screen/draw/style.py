@@ -93,7 +93,7 @@ class Palette(NamedTuple):
     accent: str
     bad: str
     back: str
-    bar: str  # behind the status line and the footer
+    bar: str  # background of the status line and the footer
 
     @staticmethod
     def of(theme: Theme) -> Palette:

@@ -107,7 +107,7 @@ class FaultInjection(NamedTuple):
 
     @property
     def receipt(self) -> str:
-        """The numbers behind "no bit changed"."""
+        """What "no bit changed" covers."""
         tokens = sum(each.tokens for each in self.compared)
         numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"

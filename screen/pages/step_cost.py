@@ -122,7 +122,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
         words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
     if rate > roof.reading and not roof.others:
         words += (
-            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
+            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights are in a cache."
         )
     return words
 
@@ -388,9 +388,7 @@ def obey(session: PageSession, rest: str) -> None:
     """Show the cost of the step at the cursor. The roofline is measured the first time, and again
     with "again"."""
     if rest not in ("", "again"):
-        raise ValueError(
-            f"/cost {shown(rest)}: only again may stand there; it measures the roofline"
-        )
+        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
         session.client.measure_roofline()
