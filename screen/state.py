@@ -28,7 +28,7 @@ from server.access_log import Call
 
 # The fields of the state that belong to one engine
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
-OF_AN_ENGINE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
+OF_AN_ENGINE += ("found", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
 OF_AN_ENGINE += ("refused", "gone", "_inspected")
 
 
@@ -81,7 +81,9 @@ class State:
     found: dict[str, Finding] = field(default_factory=dict)  # the last finding of each experiment
     kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by name
     # for the token inspector, by request and number of tokens: (text, probability, is allowed)
-    glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
+    candidates: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(
+        default_factory=dict
+    )
     chats: ChatHistory = field(default_factory=ChatHistory)
     chatting: bool = False  # the conversation is shown in place of the panes
     typing: bool = False  # the prompt box has the focus
@@ -106,7 +108,7 @@ class State:
 
     KEPT = 20_000  # steps
     REMEMBERED = 2_000  # ended requests that can be opened
-    GLASS = 1_000  # tokens for the token inspector
+    CANDIDATES = 1_000  # tokens for the token inspector
     TEXTS = 2**25  # bytes of their texts
 
     def absorb(self, view: View) -> None:
@@ -190,9 +192,9 @@ class State:
         for r in (*news.requests, *news.ended):
             self.requests[r.id] = r
             if r.glass:
-                self.glass[r.id, r.metrics.output_tokens] = r.glass
-        for old in [*self.glass][: -self.GLASS]:
-            del self.glass[old]
+                self.candidates[r.id, r.metrics.output_tokens] = r.glass
+        for old in [*self.candidates][: -self.CANDIDATES]:
+            del self.candidates[old]
         self.ended += news.ended
         if not begins:
             failed = [r for r in news.ended if r.error and not is_mute(r)]
@@ -457,7 +459,7 @@ class State:
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
         text = request.text[: sum(request.lengths[:said])]
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
-        glass = self.glass.get((request.id, said), ())
+        glass = self.candidates.get((request.id, said), ())
         request = replace(request, metrics=metrics, text=text, glass=glass)
         return replace(request, reason=None, error=None, ended=None)
 

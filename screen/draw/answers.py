@@ -41,10 +41,10 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
     for kind, text in marked(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
-    glass = draw_token_inspector(request, on) if on.height > 2 else []
-    room = on.lines_left - len(glass)
+    inspector = draw_token_inspector(request, on) if on.height > 2 else []
+    room = on.lines_left - len(inspector)
     on.lines += below.lines[-room:] if room > 0 else []
-    on.lines += glass
+    on.lines += inspector
 
 
 def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:

@@ -213,7 +213,7 @@ def test_an_unusually_long_step_says_so():
     stage.finish()
     while stage.state.step.prefill or stage.state.step.seconds < 0.02:
         stage.state.move(-1)
-    assert "Other steps of so many rows took 10.0 ms." in page(stage)
+    assert "Other steps with as many rows took 10.0 ms." in page(stage)
 
 
 def test_sequences_that_do_not_fit_are_counted():
