@@ -15,8 +15,8 @@ Each part of `screen/` knows only those above it:
     commands.py       prompts, commands and scripts; the same run as a plain log
     app.py            the Textual app
 
-This file is the command line. The picture depends only on `State` and on the size, so every picture can
-be tested without a terminal, and the engine never waits for the screen.
+This file is the command line. The picture depends only on `State` and on the size, so every picture
+can be tested without a terminal, and the engine never waits for the screen.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def load_engine(
 
 
 def open_client(args: argparse.Namespace) -> EngineClient:
-    """A client with an engine of its own, or of a server. The port of `--serve` is bound here, before
-    anything is loaded."""
+    """A client with an engine of its own, or of a server. The port of `--serve` is bound here,
+    before anything is loaded."""
     if args.watch:
         return RemoteEngineClient(
             args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key

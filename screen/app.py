@@ -92,8 +92,8 @@ OF_PANES = ("move", "nudge", "zoom", "view")
 # The actions denied to a user while the tour speaks
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 HUNG_UP = 129  # the exit code after SIGHUP
-WARNINGS = 4  # so many are shown at a time
-TRACEBACKS = 100  # so many are kept, the newest
+WARNINGS = 4  # shown at a time
+TRACEBACKS = 100  # kept, the newest
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class Screen(App):
         note: Path | None = None,
         earlier: History | None = None,
     ):
-        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour. `note`:
-        a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
+        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour.
+        `note`: a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
         super().__init__()
         self.session = session
         self.state = session.state
@@ -160,7 +160,7 @@ class Screen(App):
         self._note = note
         self._script = script
         self._screenshot = screenshot
-        self._places: dict[str, Region] = {}  # of the panes in sight
+        self._places: dict[str, Region] = {}  # of the visible panes
         self.picture = ""
         self._looks = 0
         self._faults = 0  # number shown
@@ -170,7 +170,7 @@ class Screen(App):
         self.prompt = PromptBox(earlier or History())
         self._returns = False  # leave the box after a command
         self.page: Page | None = None  # the open page, in place of all panes
-        self._top = 0  # number of its lines above those in sight
+        self._top = 0  # number of its lines above the visible ones
         self._was_typing = False  # the page was opened from the prompt box
 
     @property
@@ -211,8 +211,8 @@ class Screen(App):
         self.run_worker(self.play(self._script))
 
     def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the event
-        loop may wait for it."""
+        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the
+        event loop may wait for it."""
 
         def leave() -> None:
             try:
@@ -289,7 +289,7 @@ class Screen(App):
         self._looks += 1
         if before.stage != view.stage and self.state.leads:
             self.state.chatting = self.state.typing or bool(self.state.chats.open.turns)
-        if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
+        if view.stage == "failed":  # the main screen shows the reason, and q quits
             self.turn_to(None)
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
@@ -311,8 +311,8 @@ class Screen(App):
             self._note = None
 
     def warn(self, messages: Sequence[str]) -> None:
-        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many, show
-        the newest and the number of the others. The tour reports faults itself."""
+        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many,
+        show the newest and the number of the others. The tour reports faults itself."""
         if self.strip:
             return
         self._untold += messages
@@ -341,10 +341,11 @@ class Screen(App):
     def note_focus(self, focused: Widget | None) -> None:
         self.state.typing = focused is not None
         self.state.has_typed |= self.state.typing
-        self.prompt.lie(self.state.typing)
+        self.prompt.fold(self.state.typing)
 
     def say(self, message: str) -> None:
-        """Show a message for a while, next to the prompt, or as a notice if it does not fit there."""
+        """Show a message for a while, next to the prompt, or as a notice if it does not fit
+        there."""
         beside = self._places.get("settings")
         is_long = beside and cell_len(message) > beside.width - 2
         if message and (is_long or self.page):
@@ -419,7 +420,8 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Whether a letter begins a prompt although the box has no focus: letters that are no keys."""
+        """Whether a letter begins a prompt although the box has no focus: letters that are no
+        keys."""
         if self.focused or self.state.view.stage == "failed":
             return False
         is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
@@ -428,8 +430,8 @@ class Screen(App):
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns the
-        engine."""
+        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns
+        the engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
@@ -463,8 +465,8 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the running answer and take back a waiting question, or leave the box. While
-        the engine is paused, always leave: keys are needed then."""
+        """In the box: stop the running answer and take back a waiting question, or leave the box.
+        While the engine is paused, always leave: keys are needed then."""
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
@@ -502,8 +504,8 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the prompt box, or begin another line after a backslash. The box keeps the focus unless `/`
-        opened it for one command."""
+        """Run the prompt box, or begin another line after a backslash. The box keeps the focus
+        unless `/` opened it for one command."""
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()
@@ -529,7 +531,7 @@ class Screen(App):
             return False
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
-        self.state.chatting &= name != "json"  # its answer stands among the panes
+        self.state.chatting &= name != "json"  # its answer is among the panes
         if not (name == "step" and self.state.inspected):  # each step shows another token
             self.bring(BRINGS.get(name, self.state.lower))
         if name in keys.PAGES:
@@ -656,8 +658,8 @@ class Screen(App):
             client.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because some
-        viewers collapse the exporter's own."""
+        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because
+        some viewers collapse the exporter's own."""
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
@@ -732,8 +734,8 @@ class Screen(App):
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted, and
-        quit."""
+        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted,
+        and quit."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":

@@ -1,7 +1,7 @@
 """Conversations of this screen: questions and their answers.
 
-A model remembers nothing, so each question is sent with the turns before it. The model is shown the same
-turns as the reader, except for dropped turns and failed answers, which the page marks.
+A model remembers nothing, so each question is sent with the turns before it. The model is shown the
+same turns as the reader, except for dropped turns and failed answers, which the page marks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Chat:
     turns: list[Turn] = field(default_factory=list)
     waiting: str = ""  # a question that waits for the running answer, or for room in the slot
     why: str = ""  # why there is no room
-    below: int = 0  # number of lines below those in sight
+    below: int = 0  # number of lines below the visible ones
 
     @property
     def runs(self) -> Turn | None:

@@ -120,7 +120,8 @@ class Session:
         ]
 
     def obey(self, line: str) -> str:
-        """Run a line, a prompt or a command. Return words for the user; ValueError if it is wrong."""
+        """Run a line, a prompt or a command. Return words for the user; ValueError if it is
+        wrong."""
         name, rest = split_command(line)
         if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -137,7 +138,8 @@ class Session:
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
-        """A prompt is the next question of the open conversation, or begins one if none is shown."""
+        """A prompt is the next question of the open conversation, or begins one if none is
+        shown."""
         chats = self.state.chats
         if not self.has_chats:
             self.client.fire([self.state.settings.ask(prompt)])
@@ -218,8 +220,8 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def ask_json(self, rest: str) -> str:
-        """Fire a prompt with a JSON schema. If a user is watching and nothing else runs, pause first,
-        so that each token can be seen."""
+        """Fire a prompt with a JSON schema. If a user is watching and nothing else runs, pause
+        first, so that each token can be seen."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not self.coming.busy:
             self.pause("")
@@ -600,7 +602,8 @@ def run_plain(
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """Read standard input without waiting: the unfinished line, the lines, whether more may come."""
+    """Read standard input without waiting: the unfinished line, the lines, whether more may
+    come."""
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True
     data = os.read(0, 65536)

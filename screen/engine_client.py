@@ -42,7 +42,7 @@ class Outgrown(ValueError):
 
 
 class EngineClient(Protocol):
-    """An engine as the screen sees it: in this process, or behind a server's `/watch`."""
+    """An engine as the screen sees it: in this process, or a server's, by `/watch`."""
 
     posted: int  # number of commands so far
     own: Collection[int]  # open requests of this screen

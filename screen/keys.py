@@ -206,7 +206,7 @@ def only_looks(action: str) -> bool:
 
 
 def page_of(action: str) -> Page | None:
-    """The page behind an action, if there is one."""
+    """The page that an action opens, if any."""
     return next((page for page in PAGES.values() if page.shortcut.action == action), None)
 
 
@@ -298,7 +298,7 @@ def split_command(line: str) -> tuple[str | None, str]:
 
 
 def completions(line: str) -> list[str]:
-    """Every line that begins like this one: commands, and the words that may stand behind some."""
+    """The lines that complete this one: commands and their arguments."""
     if not line.startswith("/"):
         return []
     name, blank, rest = line.removeprefix("/").partition(" ")

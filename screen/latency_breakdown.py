@@ -1,10 +1,10 @@
 """Why a request waited: its latency in parts, and the same request in other circumstances.
 
-A late first token has one of three causes: the queue, the prompt's own length, or the neighbours. Each
-moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
-divided by the work in it, at the prices of a row and of a chunk (`analysis/step_times.py`). Because the
-scheduler needs no model, the same requests are also replayed: this one alone, and all under each
-policy.
+A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
+Each moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
+divided by the work in it, at the prices of a row and of a chunk (`analysis/step_times.py`). Because
+the scheduler needs no model, the same requests are also replayed: this one alone, and all under
+each policy.
 
 The parts add up to the whole latency. A replay under the same policy has the same steps, unless a
 step failed or the policy was changed.
@@ -256,7 +256,8 @@ def outcomes(
     limits: Limits,
     prices: Prices,
 ) -> list[Outcome]:
-    """As measured, replayed alone, and replayed under each policy. ValueError if that is impossible."""
+    """As measured, replayed alone, and replayed under each policy. ValueError if that is
+    impossible."""
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
@@ -298,8 +299,8 @@ def by_steps(
     moment: Callable[[float], float],
     drafts: Mapping[int, Sequence[tuple[int, int]]],
 ) -> list[Guest]:
-    """The same requests, each arriving, beginning and leaving at the same steps as in the real run: a
-    replay knows no text, so there no request waits for another to write shared rows."""
+    """The same requests, each arriving, beginning and leaving at the same steps as in the real run:
+    a replay knows no text, so there no request waits for another to write shared rows."""
     lengths = {r.id: r.metrics.prompt_tokens for r in company}
     firsts: dict[
         int, tuple[int, int]
@@ -356,8 +357,8 @@ def next_plan(columns: Sequence[Column], moment: float) -> int:
 
 
 def halts_of(columns: Sequence[Column]) -> set[int]:
-    """Steps that were planned only after the previous one had been read: in slow motion, all of them.
-    The step after the last counts as one."""
+    """Steps that were planned only after the previous one had been read: in slow motion, all of
+    them. The step after the last counts as one."""
     late = {len(columns) + 1}
     for number, (before, column) in enumerate(pairwise(columns), 2):
         if column.view.began >= before.view.ended:

@@ -1,8 +1,9 @@
 """A workload under a policy, measured or replayed, on a clock without interruptions.
 
-Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A run
-is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest of
-the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that clock.
+Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
+run is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest
+of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
+clock.
 """
 
 from __future__ import annotations

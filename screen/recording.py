@@ -1,9 +1,9 @@
 """A run as a file for the web page: plans, tokens, texts and times.
 
-Steps and requests are lists of fields, packed by `server/watch_frames.py`; the file names the fields.
-Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so that a page
-compares policies and not the machine's load. A recording holds no client's address and no path, and
-its size is bounded.
+Steps and requests are lists of fields, packed by `server/watch_frames.py`; the file names the
+fields. Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so
+that a page compares policies and not the machine's load. A recording holds no client's address and
+no path, and its size is bounded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Ids = Callable[[RequestView], Sequence[int]]  # a request's prompt tokens; () if
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """Record the last race, or the latest busy period. `about`: the command, the machine and so on."""
+    """Record the last race, or the latest busy period. `about`: the command, the machine and so
+    on."""
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):

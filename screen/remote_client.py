@@ -1,9 +1,9 @@
 """A client for an engine in another process: a server's `/watch`.
 
 A thread receives differences of the view as server-sent events (`server/watch_frames.py`) and adds
-them up until the screen looks. Prompts are ordinary HTTP requests, each with a connection of its own;
-closing it cancels the request. Nothing else can be changed, because others use the engine as well.
-After a disconnect the last view stays, and the thread retries.
+them up until the screen looks. Prompts are ordinary HTTP requests, each with a connection of its
+own; closing it cancels the request. Nothing else can be changed, because others use the engine as
+well. After a disconnect the last view stays, and the thread retries.
 """
 
 from __future__ import annotations

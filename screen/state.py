@@ -28,7 +28,7 @@ from server.access_log import RequestRecord
 
 # The fields of the state that belong to one engine
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
-OF_AN_ENGINE += ("found", "kept", "glass", "cursor", "opened", "selected", "woke", "hidden")
+OF_AN_ENGINE += ("found", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
 OF_AN_ENGINE += ("refused", "gone", "_inspected")
 
 
@@ -50,7 +50,8 @@ class TourText(NamedTuple):
 
 @dataclass
 class State:
-    """All that the picture depends on. `absorb` takes in a new view; other changes are the user's."""
+    """All that the picture depends on. `absorb` takes in a new view; other changes are the
+    user's."""
 
     model: str = "demo"
     book: str = ""  # the folder of `--book`; empty: ours
@@ -80,7 +81,9 @@ class State:
     found: dict[str, Finding] = field(default_factory=dict)  # the last finding of each experiment
     kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by name
     # for the token inspector, by request and number of tokens: (text, probability, is allowed)
-    glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
+    candidates: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(
+        default_factory=dict
+    )
     chats: ChatHistory = field(default_factory=ChatHistory)
     chatting: bool = False  # the conversation is shown in place of the panes
     typing: bool = False  # the prompt box has the focus
@@ -105,7 +108,7 @@ class State:
 
     KEPT = 20_000  # steps
     REMEMBERED = 2_000  # ended requests that can be opened
-    GLASS = 1_000  # tokens for the token inspector
+    CANDIDATES = 1_000  # tokens for the token inspector
     TEXTS = 2**25  # bytes of their texts
 
     def absorb(self, view: View) -> None:
@@ -189,9 +192,9 @@ class State:
         for r in (*news.requests, *news.ended):
             self.requests[r.id] = r
             if r.glass:
-                self.glass[r.id, r.metrics.output_tokens] = r.glass
-        for old in [*self.glass][: -self.GLASS]:
-            del self.glass[old]
+                self.candidates[r.id, r.metrics.output_tokens] = r.glass
+        for old in [*self.candidates][: -self.CANDIDATES]:
+            del self.candidates[old]
         self.ended += news.ended
         if not begins:
             failed = [r for r in news.ended if r.error and not is_mute(r)]
@@ -200,7 +203,8 @@ class State:
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """Forget the oldest ended requests if there are too many, or if their texts are too large."""
+        """Forget the oldest ended requests if there are too many, or if their texts are too
+        large."""
         taken = list(accumulate(request.size for request in reversed(self.ended)))
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
@@ -455,7 +459,7 @@ class State:
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
         text = request.text[: sum(request.lengths[:said])]
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
-        glass = self.glass.get((request.id, said), ())
+        glass = self.candidates.get((request.id, said), ())
         request = replace(request, metrics=metrics, text=text, glass=glass)
         return replace(request, reason=None, error=None, ended=None)
 
@@ -499,8 +503,8 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is what
-        comes next: after the last chunk of a prompt, decode."""
+        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is
+        what comes next: after the last chunk of a prompt, decode."""
         if self.past or not self.history or slot.request is None:
             return slot.phase
         kind, request = self.history[-1].cells[slot.slot]
@@ -533,8 +537,8 @@ def client_of(request: RequestView) -> str:
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one; None:
-    as the newest. With another budget, chunks have another size and price."""
+    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one;
+    None: as the newest. With another budget, chunks have another size and price."""
     columns = state.history[-KNOWN:]
     if state.view.turns and columns:
         limits = state.limits_at(columns[-1].step if step is None else step)

@@ -59,8 +59,8 @@ class Column(NamedTuple):
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     """A step as the timeline draws it, after `before`.
 
-    The engine runs ahead and plans a step before the previous one has ended. Here it begins when that
-    one ends.
+    The engine runs ahead and plans a step before the previous one has ended. Here it begins when
+    that one ends.
     """
     cells = [FREE] * slots
     rows = list(before.rows) if before else [0] * slots
@@ -120,8 +120,8 @@ def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Co
 def spread(
     history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
 ) -> float:
-    """Sum a quantity of the steps between two times. It is spread evenly over a step's time, or a slow
-    step would be a spike in a chart."""
+    """Sum a quantity of the steps between two times. It is spread evenly over a step's time, or a
+    slow step would be a spike in a chart."""
     total = 0.0
     for column in during(history, began, ended):
         inside = min(column.ended, ended) - max(column.began, began)

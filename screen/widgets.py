@@ -29,8 +29,8 @@ LONGEST = 0.5  # seconds without a look, at most
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """Skip looks while this thread has used more than its share of a core since the last one. So on a
-    slow machine the engine stays as fast, and the screen is drawn less often."""
+    """Skip looks while this thread has used more than its share of a core since the last one. So on
+    a slow machine the engine stays as fast, and the screen is drawn less often."""
     looked = -LONGEST
     used = 0.0
 
@@ -124,8 +124,8 @@ class Pane(Widget):
 
 
 class PromptBox(TextArea):
-    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous prompt,
-    Down in the last line the next."""
+    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous
+    prompt, Down in the last line the next."""
 
     BINDINGS = (
         ("escape", "app.escape"),
@@ -163,9 +163,9 @@ class PromptBox(TextArea):
         """Replace the text, with the cursor at its end, so that Ctrl-U deletes all of it."""
         self.load_text(clean(text))
         self.move_cursor(self.document.end)
-        self.lie(self.soft_wrap)
+        self.fold(self.soft_wrap)
 
-    def lie(self, typing: bool) -> None:
+    def fold(self, typing: bool) -> None:
         """Show one line, the beginning of the text, while the keyboard is elsewhere."""
         self.soft_wrap = typing
         if not typing:

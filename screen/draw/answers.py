@@ -1,4 +1,5 @@
-"""The answers: each slot's text as it grows, and under a grammar the candidates of the next token."""
+"""The answers: each slot's text as it grows, and under a grammar the candidates of the next
+token."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
     for kind, text in split_output(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
-    glass = draw_token_inspector(request, on) if on.height > 2 else []
-    room = on.lines_left - len(glass)
+    inspector = draw_token_inspector(request, on) if on.height > 2 else []
+    room = on.lines_left - len(inspector)
     on.lines += below.lines[-room:] if room > 0 else []
-    on.lines += glass
+    on.lines += inspector
 
 
 def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
@@ -72,7 +73,7 @@ def draw_streams(state: State, on: Canvas) -> None:
     across = max(1, min(count, (on.width + 2) // 30))
     tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot
     slots: Sequence[int] = range(count)
-    if tall < 2:
+    if tall < (3 if state.inspected else 2):  # the token inspector needs a line
         across = 1
         tall = on.height - 1
         slots = [state.selected]

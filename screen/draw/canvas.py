@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from screen.draw import style
 from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
-BACK = "close"  # the action behind a click on a page's note
+BACK = "close"  # the action of a click on a page's note
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 
@@ -129,8 +129,8 @@ class Canvas:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
-        """Write the titles of the columns that fit next to `room` cells, and `more` after them. Return
-        the columns."""
+        """Write the titles of the columns that fit next to `room` cells, and `more` after them.
+        Return the columns."""
         shown = fitting(figures, self.width - room)
         titles = {each.title: each.title for each in shown}
         self.row(shown, titles, self.muted).put(more, self.muted)

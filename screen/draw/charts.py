@@ -34,8 +34,8 @@ def nice(top: float) -> float:
 def draw_area(
     on: Canvas, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
 ) -> None:
-    """Draw values as columns over a zero line. The scale is on the left; `ends` are the labels of the
-    first and last column."""
+    """Draw values as columns over a zero line. The scale is on the left; `ends` are the labels of
+    the first and last column."""
     height = on.lines_left - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
@@ -225,8 +225,8 @@ def first_tokens(state: State) -> tuple[list[RequestView], int]:
 
 
 def mean_note(requests: Sequence[RequestView], waiting: int, room: int) -> str:
-    """The longest note that fits. A mean without those that still wait would be too good, so the note
-    says how many they are, or leaves the mean out."""
+    """The longest note that fits. A mean without those that still wait would be too good, so the
+    note says how many they are, or leaves the mean out."""
     mean = span(sum(r.metrics.ttft_s for r in requests) / len(requests))
     of = f"mean {mean} of {len(requests):,}"
     notes = (of, f"mean {mean}")

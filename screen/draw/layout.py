@@ -69,8 +69,8 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
 
 
 def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
-    """The regions while a conversation is open, with a strip of the engine above it, or beside it on
-    a wide screen."""
+    """The regions while a conversation is open, with a strip of the engine above it, or beside it
+    on a wide screen."""
     places = frame(width, height)
     body = height - 3
     if width >= 150:

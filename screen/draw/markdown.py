@@ -39,8 +39,8 @@ def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterat
 
 
 def blocks(text: str) -> list[str]:
-    """Split text where earlier lines cannot change the form of the next: after an empty line, outside
-    of code, before a line without indent."""
+    """Split text where earlier lines cannot change the form of the next: after an empty line,
+    outside of code, before a line without indent."""
     found: list[list[str]] = [[]]
     fence = ""
     before = "text"

@@ -1,4 +1,5 @@
-"""The first line of the screen, the settings of the next prompt, and the screen without an engine."""
+"""The first line of the screen, the settings of the next prompt, and the screen without an
+engine."""
 
 from __future__ import annotations
 

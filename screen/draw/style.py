@@ -1,4 +1,5 @@
-"""How to draw: colours, pens, numbers of three digits, wrapped text, and a glyph for each kind of work.
+"""How to draw: colours, pens, numbers of three digits, wrapped text, and a glyph for each kind of
+work.
 
 All text from elsewhere goes through `clean`, so no prompt and no answer can move the cursor. Words
 have the theme's own colours and hues only fill cells; glyphs tell the kinds apart without colour.
@@ -92,7 +93,7 @@ class Palette(NamedTuple):
     accent: str
     bad: str
     back: str
-    bar: str  # behind the status line and the footer
+    bar: str  # background of the status line and the footer
 
     @staticmethod
     def of(theme: Theme) -> Palette:
@@ -187,8 +188,8 @@ class Pen:
         return self.put(" " * max(0, column - self.width))
 
     def bar(self, height: float | None, row: int, hue: str) -> Pen:
-        """Draw one cell of a vertical bar that is `height` lines high; `row` counts from below. None draws
-        nothing, but any number draws something."""
+        """Draw one cell of a vertical bar that is `height` lines high; `row` counts from below.
+        None draws nothing, but any number draws something."""
         least = int(row == 0 and height is not None)
         # Round ties up, whatever the last bit of the sum
         eighths = max(least, min(8, round(8 * ((height or 0.0) - row) + 1e-6)))

@@ -14,12 +14,12 @@ from screen.draw.style import Palette, Pen
 from screen.state import State
 from screen.step_columns import Column, useful_of
 
-OFFER = "New here? T takes a tour of eight scenes. Esc: do not offer it again."
+OFFER = "New here? T takes a tour. Esc: do not offer it again."
 FIRST = (  # in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
     "space stops the engine, s takes a step: then read the step's plan.",
-    "? explains every key and every word; T takes a tour of eight scenes.",
+    "? explains every key and word; T takes a tour of eight scenes.",
 )
 
 

@@ -23,7 +23,7 @@ def draw(state: State, on: Canvas) -> None:
     body = Canvas(on.p, min(on.width, WIDEST), on.height)
     body.say(chat.system and f"system: {chat.system}\n", on.muted)
     if not state.view.has_chat:
-        body.say("This model has no chat template: each question stands alone.\n", on.muted)
+        body.say("This model has no chat template: each question is sent alone.\n", on.muted)
     for before, turn in pairwise([None, *chat.turns]):
         draw_turn(state, body, turn, before)
     draw_rest(state, body, chat)

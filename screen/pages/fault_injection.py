@@ -108,19 +108,19 @@ class FaultInjection(NamedTuple):
 
     @property
     def receipt(self) -> str:
-        """The numbers behind "no bit changed"."""
+        """What "no bit changed" covers."""
         tokens = sum(each.tokens for each in self.compared)
         numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
         return f"{words} with those of the same requests alone, all bits"
 
 
-# --- the experiment ----------------------------------------------------------------------------------
+# --- the experiment -------------------------------------------------------------------------------
 
 
 class Saboteur:
-    """A runner around ours. Before each step `harm` may damage something, and says what; then `fault`
-    is raised once the forward pass has been launched."""
+    """A runner around ours. Before each step `harm` may damage something, and says what; then
+    `fault` is raised once the forward pass has been launched."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
         self.did = ""
@@ -211,8 +211,8 @@ class Breaking(Experiment):
         yield from self._sabotage(harm, fault)
 
     def _poison(self) -> Iterator[FaultInjection]:
-        """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly become
-        NaN as well."""
+        """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly
+        become NaN as well."""
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")

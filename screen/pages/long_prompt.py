@@ -1,12 +1,14 @@
 """A prompt as long as a slot among running chats, and what the budget of a step trades.
 
 A long prompt is read in chunks, and all chats decode in the same steps, so their tokens come later.
-Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it runs.
+Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it
+runs.
 
-The experiment lets chats decode, measures their gaps, submits the long prompt and measures again. The
-median is shown next to the maximum, because another program may cause a single long gap. Halfway
-through, a short prompt arrives, and the steps to both first tokens are counted. Each long prompt begins
-with other words, so no rows come from the prefix cache. All changes are undone at the end.
+The experiment lets chats decode, measures their gaps, submits the long prompt and measures again.
+The median is shown next to the maximum, because another program may cause a single long gap.
+Halfway through, a short prompt arrives, and the steps to both first tokens are counted. Each long
+prompt begins with other words, so no rows come from the prefix cache. All changes are undone at the
+end.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def chat(i: int) -> str:
 
 
 def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
-    """A prompt of whole sentences with at most `size` tokens. It begins with a number, so that no two
-    share a prefix. `ask` tokenizes."""
+    """A prompt of whole sentences with at most `size` tokens. It begins with a number, so that no
+    two share a prefix. `ask` tokenizes."""
     dice = random.Random(number)
     said = [f"{number}."]
     for _ in range(size // 5):  # a sentence has no fewer tokens than words
@@ -197,8 +199,8 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
 def counted(
     steps: Sequence[StepView], long: Handle, short: Handle, left: int
 ) -> ShortPrompt | None:
-    """Count the steps from the arrival of a short prompt to both first tokens. None if it was cancelled,
-    or its steps are forgotten."""
+    """Count the steps from the arrival of a short prompt to both first tokens. None if it was
+    cancelled, or its steps are forgotten."""
     last = {
         handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
         for handle in (long, short)
@@ -274,8 +276,8 @@ class LongPrompts(Experiment):
             yield self.tell(so_far=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the long
-        prompt, one for the short one."""
+        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the
+        long prompt, one for the short one."""
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
@@ -419,9 +421,9 @@ FIGURES = (
 def scope_of(
     state: State, long: int | None, width: int
 ) -> tuple[Sequence[Column], int, int | None]:
-    """The steps of the picture, the steps per cell, and the number of cells before the long prompt's
-    first chunk (None: not read yet). As on an oscilloscope, the picture begins a little before the
-    newest long prompt and stops when it is full."""
+    """The steps of the picture, the steps per cell, and the number of cells before the long
+    prompt's first chunk (None: not read yet). As on an oscilloscope, the picture begins a little
+    before the newest long prompt and stops when it is full."""
     history = state.history
     request = state.requests.get(long)
     steps = state.steps_of(request) if request else []
@@ -528,8 +530,8 @@ def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale. Gaps that another program caused may exceed it, or all others would look
-    alike."""
+    """The end of the scale. Gaps that another program caused may exceed it, or all others would
+    look alike."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(max(usual, read))
@@ -597,7 +599,8 @@ as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Submit a prompt as long as a slot among chats; with numbers, one for each of these budgets."""
+    """Submit a prompt as long as a slot among chats; with numbers, one for each of these
+    budgets."""
     state = session.state
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # otherwise the client refuses

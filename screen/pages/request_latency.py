@@ -219,7 +219,8 @@ def which(text: str) -> int | str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why p95)."""
+    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why
+    p95)."""
     state = session.state
     chosen = which(rest) if rest else None
     request = state.open

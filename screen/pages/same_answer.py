@@ -1,10 +1,10 @@
 """Batch invariance, live: one prompt alone, then hundreds of times among random neighbours.
 
 On most engines an answer depends on the other requests in its step: a library adds up eight rows in
-another order than one, so last bits differ, and sooner or later a token does; temperature 0 does not
-help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the runs
-may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits of the log
-probabilities, and the hashes are counted. All random choices come from one seed.
+another order than one, so last bits differ, and sooner or later a token does; temperature 0 does
+not help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the
+runs may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits
+of the log probabilities, and the hashes are counted. All random choices come from one seed.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Company(NamedTuple):
         return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
 
 
-# --- the experiment ----------------------------------------------------------------------------------
+# --- the experiment -------------------------------------------------------------------------------
 
 
 class UnderWay:
@@ -208,7 +208,8 @@ class Gathering(Experiment):
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
     def _invite(self) -> None:
-        """Submit runs and neighbours at random, sometimes few, sometimes more than there are slots."""
+        """Submit runs and neighbours at random, sometimes few, sometimes more than there are
+        slots."""
         dice = self.dice
         slots = self.engine.sched.slots
         if self.ran % WAVE == 0:
@@ -373,7 +374,8 @@ def draw_kinds(on: Canvas, found: Company) -> None:
 
 
 def draw_strip(state: State, on: Canvas, found: Company) -> None:
-    """Draw a column for each run, as high as the number of others; a cross marks a different answer."""
+    """Draw a column for each run, as high as the number of others; a cross marks a different
+    answer."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1
@@ -399,8 +401,8 @@ how_many = partial(read_whole, "same", least=1, most=1000)
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default the
-    prompt of the selected slot, if a user typed it. /same last shows the last result."""
+    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
+    the prompt of the selected slot, if a user typed it. /same last shows the last result."""
     is_on = runs(session.state.view, session.state.found.get("same"))
     if rest == "last" or (is_on and not rest):
         return

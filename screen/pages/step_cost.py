@@ -57,8 +57,8 @@ def asked_of(step: StepView) -> int:
 
 
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes only
-    the second is known, and on a GPU a chunk's padding counts as well."""
+    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes
+    only the second is known, and on a GPU a chunk's padding counts as well."""
     found = experts_in(state).get(column.step)
     model = state.view.engine.model
     tokens = sum(part.tokens for part in parts_of(column))
@@ -123,7 +123,7 @@ def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
         words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
     if rate > roof.reading and not roof.others:
         words += (
-            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
+            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights are in a cache."
         )
     return words
 
@@ -386,12 +386,10 @@ def cost_line(state: State) -> str:
 
 
 def obey(session: PageSession, rest: str) -> None:
-    """Show the cost of the step at the cursor. The roofline is measured the first time, and again with
-    "again"."""
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
+    with "again"."""
     if rest not in ("", "again"):
-        raise ValueError(
-            f"/cost {shown(rest)}: only again may stand there; it measures the roofline"
-        )
+        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
         session.client.measure_roofline()

@@ -4,8 +4,8 @@
 
 A scene uses the same lines as a user (`Session.obey`), and the tour names the keys. The player is a
 generator (`Tour._play`), and so is each scene; `Tour.look` advances it as far as possible without
-waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and cancels
-the tour's requests. No part of a scene takes longer than `LONGEST`.
+waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and
+cancels the tour's requests. No part of a scene takes longer than `LONGEST`.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def tell_rows(seen: Sight) -> Story:
 
 
 def watch(seen: Sight, rows: int) -> Story:
-    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual time:
-    the last before a pause is often slower."""
+    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual
+    time: the last before a pause is often slower."""
     yield "/slow 10"
     yield "/resume"
     yield from seen.until(lambda: seen.has_decoded(rows, WATCHED))
@@ -395,15 +395,17 @@ def tell_ghosts(seen: Sight) -> Story:
 # --- JSON ---------------------------------------------------------------------------------------
 
 
-def glasses(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
+def candidates_of(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
     """What the token inspector showed, by number of tokens."""
     id = seen.requests[0].id
-    return {said: glass for (request, said), glass in seen.state.glass.items() if request == id}
+    return {
+        said: tokens for (request, said), tokens in seen.state.candidates.items() if request == id
+    }
 
 
-def ban_in(glass: Sequence[tuple[str, float, bool]]) -> float:
+def ban_in(tokens: Sequence[tuple[str, float, bool]]) -> float:
     """The probability of the likeliest other token if it was forbidden, otherwise 0."""
-    _, chance, is_allowed = max(glass[1:], key=lambda token: token[1], default=("", 0.0, True))
+    _, chance, is_allowed = max(tokens[1:], key=lambda token: token[1], default=("", 0.0, True))
     return 0.0 if is_allowed else chance
 
 
@@ -425,9 +427,9 @@ def tell_json(seen: Sight) -> Story:
     yield from seen.until(lambda: seen.requests[0].reason is not None, each="/step 1")
     yield STOP
     r = seen.requests[0]
-    under_glass = glasses(seen)
+    candidates = candidates_of(seen)
     # The step at which the likeliest of the forbidden tokens was struck out
-    said = max(under_glass, key=lambda said: ban_in(under_glass[said]), default=1)
+    said = max(candidates, key=lambda said: ban_in(candidates[said]), default=1)
     rows = r.metrics.prompt_tokens + said - 1
     column = next((c for c in seen.columns if c.rows[r.slot] == rows), None)
     if column:
@@ -437,12 +439,12 @@ def tell_json(seen: Sight) -> Story:
     except ValueError:
         raise ValueError(f"the answer of r{r.id} was cut off ({r.reason or 'not over'})") from None
     tokens = r.metrics.output_tokens
-    struck = sum(ban_in(glass) > 0 for glass in under_glass.values())
-    forced = sum(glass[0][1] > 0.999 for glass in under_glass.values())
+    struck = sum(ban_in(tokens) > 0 for tokens in candidates.values())
+    forced = sum(tokens[0][1] > 0.999 for tokens in candidates.values())
     yield Explanation(
         # Each step gave one token, none was taken back, and the answer parses
         3 if tokens <= len(seen.columns) + 1 else 1,
-        f"{tokens} tokens in {len(seen.columns)} steps, {len(under_glass)} inspected: at {struck} "
+        f"{tokens} tokens in {len(seen.columns)} steps, {len(candidates)} inspected: at {struck} "
         "the likeliest was forbidden (✗), its chance set to 0 before the choice; "
         f"{forced} times a single one was allowed. "
         f"Said: {' '.join(clean(r.text).split())}",

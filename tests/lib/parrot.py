@@ -35,6 +35,7 @@ from tokenizers import AddedToken
 
 from nanobatch import Engine
 from runtime.loop import Loop, Stopwatch
+from runtime.outputs import StepOutput
 from server.app import APIServer
 from server.http import Options
 
@@ -127,10 +128,10 @@ def teach(engine: Engine) -> None:
             script = [*engine.text.encode(answer_to(text))[1:], EOS]
             take = handle.take
 
-            def scripted(token: int, *rest: Any) -> str | None:
+            def scripted(output: StepOutput, *rest: Any) -> str | None:
                 token = script[min(len(handle.tokens), len(script)) - 1]
                 handle.tokens[-1] = token
-                return take(token, *rest)
+                return take(output._replace(token=token), *rest)
 
             handle.take = scripted
         return handle

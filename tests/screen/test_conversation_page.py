@@ -1,4 +1,5 @@
-"""A conversation on the screen: what the model is shown, what is seen of it, and what is never lost."""
+"""A conversation on the screen: what the model is shown, what is seen of it, and what is never
+lost."""
 
 import re
 
@@ -76,7 +77,7 @@ def test_prompts_are_independent_on_the_panes_or_without_a_template():
         await ended(it)
         await it.press("escape", "o", "i", *"three", "enter", turns=2)
         assert it.stage.prompt(3) == "three"
-        assert "each question stands alone" in it.text() and "❯ two" in it.text()
+        assert "each question is sent alone" in it.text() and "❯ two" in it.text()
 
     show(scenario, size=(120, 40))
 

@@ -1,4 +1,5 @@
-"""Breaking the engine on purpose: who ends, who goes on, whose bits change, and what is put back."""
+"""Breaking the engine on purpose: who ends, who goes on, whose bits change, and what is put
+back."""
 
 from functools import cache
 from types import SimpleNamespace

@@ -134,8 +134,8 @@ def test_why_batching_pays_by_rows():
 
 
 def test_what_cannot_be_true_is_not_said():
-    """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each row"; and while a
-    burst ran, a sentence said that one should be fired."""
+    """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each
+    row"; and while a burst ran, a sentence said that one should be fired."""
     assert (
         charts.lesson({1: 0.010, 8: 0.009}, False)
         == "Too noisy to say: 8 rows took less time than 1 row."

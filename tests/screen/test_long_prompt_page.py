@@ -1,4 +1,5 @@
-"""The budget that is turned while the engine runs, and the long prompt that shows what it trades."""
+"""The budget that is turned while the engine runs, and the long prompt that shows what it
+trades."""
 
 import pytest
 from rich.cells import cell_len
@@ -232,7 +233,8 @@ def test_a_long_prompt_reports_gaps_and_first_token():
 
 @pytest.mark.parametrize("first", ["shortest", "oldest"])
 def test_the_steps_of_a_short_prompt_are_counted(first):
-    """No short prompt came while the long prompt was read, so nothing showed that it does not wait."""
+    """No short prompt came while the long prompt was read, so nothing showed that it does not
+    wait."""
     stage = like_a_cpu(Stage().load())
     if first == "oldest":
         stage.engine.sched._rest = lambda request: request.id

@@ -214,7 +214,7 @@ def test_an_unusually_long_step_says_so():
     stage.finish()
     while stage.state.step.prefill or stage.state.step.seconds < 0.02:
         stage.state.move(-1)
-    assert "Other steps of so many rows took 10.0 ms." in page(stage)
+    assert "Other steps with as many rows took 10.0 ms." in page(stage)
 
 
 def test_sequences_that_do_not_fit_are_counted():
@@ -271,7 +271,7 @@ def test_the_roofline_is_measured_once_off_the_clock():
     stage.session.obey("/cost again")
     stage.finish()
     assert len(measured) == 2
-    with pytest.raises(ValueError, match="only again may stand there"):
+    with pytest.raises(ValueError, match="only again may follow"):
         stage.session.obey("/cost twice")
 
 
@@ -294,7 +294,7 @@ def test_a_roofline_measured_next_to_other_programs():
     stage.turns()
     text = page(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
-    assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
+    assert "more than memory yields: the weights are in a cache" in " ".join(text.split())
 
 
 def test_shards_and_windows_are_named():

@@ -1,4 +1,5 @@
-"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for JSON."""
+"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for
+JSON."""
 
 import json
 
@@ -62,7 +63,7 @@ class JsonStage(Stage):
         self.state.model = model
 
     def _load(self, report, clock, options):
-        return Engine.load("demo", clock=clock, slots=4, max_len=400, chunk=64)
+        return Engine.load("demo", clock=clock, slots=8, max_len=400, chunk=64)
 
 
 @pytest.mark.parametrize("model", ["demo", "words"])
@@ -75,6 +76,6 @@ def test_the_token_inspector_stays_in_sight_on_a_small_screen(model):
         for _ in range(6):
             await it.press("s", turns=3)
         assert it.stage.state.lower == "streams" and it.stage.state.selected == 1
-        assert "slot 1 r2" in it.text() and "✓" in it.text()
+        assert "slot 1 r2" in it.text() and "✓" in it.text() and "│ " in it.text()
 
     show(scenario, JsonStage(model))
