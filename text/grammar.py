@@ -155,7 +155,7 @@ class Grammars:
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        return Sandbox("text.grammar", self._known, SANDBOX_LIMITS)
+        return Sandbox(__name__, self._known, SANDBOX_LIMITS)
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """Compile a grammar in the form of `SamplingParams.grammar`. Raise ValueError or BusyError."""

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from runtime.validation import one_line
 
-ROOT = Path(__file__).resolve().parents[1]
 STACK = 128 * 2**20  # of a job: recursive parsers need it
 NICE = 5  # a job takes what the others leave of the processor
 START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
@@ -139,10 +138,8 @@ class Sandbox:
         skips the search for packages. A session of its own keeps Ctrl-C away.
         """
         self._line, theirs = socket.socketpair()
-        path = [str(ROOT), *sys.path]
-        program = (
-            f"import sys; sys.path += {path}; from text.sandbox import fork_server; fork_server()"
-        )
+        names = f"from {__name__} import fork_server; fork_server()"
+        program = f"import sys; sys.path += {sys.path}; {names}"
         with theirs:
             try:
                 process = subprocess.Popen(

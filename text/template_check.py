@@ -50,7 +50,7 @@ class TemplateChecker:
     """Check templates and tokenizers in a child process: `with TemplateChecker() as child`."""
 
     def __enter__(self) -> TemplateChecker:
-        self._child = Sandbox("text.template_check", None, LIMITS)
+        self._child = Sandbox(__name__, None, LIMITS)
         return self
 
     def __exit__(self, *exception) -> None:
