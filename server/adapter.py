@@ -21,7 +21,7 @@ MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 
 
 def shutting_down() -> APIError:
-    return APIError(503, "the server is ending", "draining", Retry_After="5")
+    return APIError(503, "the server is shutting down", "draining", Retry_After="5")
 
 
 # json.dumps would make an encoder each time

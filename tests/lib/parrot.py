@@ -140,7 +140,7 @@ def teach(engine: Engine) -> None:
 
 
 class Parrot:
-    """A server in this process with such a model."""
+    """A door in this process, behind which such a model answers."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Parrot:
 
 
 class Taught(Server):
-    """The same, spoken to like a server in another process."""
+    """A door in this process, spoken to like a server in another."""
 
     def __init__(self, **options):
         self.parrot = Parrot(**options)

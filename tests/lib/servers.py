@@ -1,4 +1,4 @@
-"""A server as a user starts it, and clients that speak to it: what the tests of the server share.
+"""A server as a user starts it, and clients that speak to it: what the tests of the door share.
 
 `Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for
 what no client library would send.

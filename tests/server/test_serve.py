@@ -975,7 +975,7 @@ def test_full_queue_is_429_with_retry_after(guarded):
     assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded"), reply
     assert reply.headers["retry-after"] == "1"
     many = guarded.ask(COMPLETIONS, body | {"n": 3}, **key("kéy"))
-    assert many.status == 400 and "line" in many.error["message"]  # it could never get in line
+    assert many.status == 400 and "queue" in many.error["message"]  # it could never get in line
     wait_for(lambda: counts(b"_waiting 0"))
 
 
