@@ -3,18 +3,18 @@
     python ask.py "Count from 3 to 12." "Why batch?"
     python ask.py --chat
 
-All prompts run at once. The answers are shown in the prompts' order: each streams as it comes, and
-a line of figures stands under it. A program needs no more of the engine than this: `Engine.load`,
-`submit` once for each prompt, and a thread that steps the engine while we read. (`engine.serving()`
-starts it. While there is work, it calls `Engine.step`, the heart of the engine.) With `--chat`, or
-without a prompt in a terminal, one question follows the other (`runtime/conversation.py`).
+All prompts run at once. The answers stream in the order of the prompts, each followed by a line of
+figures. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt,
+and a thread that steps the engine while we read. (`engine.serving()` starts it. While there is work,
+it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
+is a conversation (`runtime/conversation.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
 
 from __future__ import annotations
 
-# First, because it opens the chapters of `--book` in the place of ours
+# First, because `--book` replaces modules of the core
 from runtime import cli  # isort: split
 
 import argparse
@@ -74,7 +74,7 @@ def options() -> cli.CommandLine:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    # What follows is no option, whatever it says
+    # What follows is a prompt, even if it looks like an option
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = options()
     args = parser.parse_intermixed_args(config.expand(parser, "ask", arguments[:end]))
@@ -83,8 +83,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Stream the answers in the prompts' order, while all of them run. 2 if the input was at
-    fault."""
+    """Run all prompts and stream the answers in order. Return 2 for a user's mistake."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
     try:
@@ -100,9 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
         slots = args.slots or (1 if talks else min(len(prompts), 8))
         asked = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
         for name in ADVICE:
-            if asked[name] is None:  # left to the model
+            if asked[name] is None:  # left to the model's generation_config.json
                 del asked[name]
-        SamplingParams(**asked)  # a mistake is told before anything is loaded
+        SamplingParams(**asked)  # report a mistake before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options |= {
             "usual_len": 8192 if talks else 1024,
@@ -137,7 +136,7 @@ def read_schema(path: str) -> str:
 
 
 def show_models() -> int:
-    """A table of what is here. The name is what `--model` takes."""
+    """Print a table of local models. The name is what `--model` takes."""
     lines = [
         ("model", "family", "parameters", "bits", "on disk", "in memory", "served"),
         *hub.listed(),
@@ -149,7 +148,7 @@ def show_models() -> int:
 
 
 def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
-    """One answer as it comes, and one line of figures under it."""
+    """Print one answer as it streams, and a line of figures after it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
     width = conversation.columns()
     wrap = WordWrap(width) if width else None

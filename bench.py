@@ -45,7 +45,7 @@ measured more kindly.
 
 from __future__ import annotations
 
-# First, because it opens the chapters of `--book` in the place of ours
+# First, because `--book` replaces modules of the core
 from runtime import cli  # isort: split
 
 import argparse
@@ -81,7 +81,9 @@ from runtime.validation import one_line, read_whole, shown
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = cli.CommandLine("bench.py", description="Measure nanobatch, and others beside it.")
+    parser = cli.CommandLine(
+        "bench.py", description="Measure nanobatch, and compare it with others."
+    )
     add = parser.add_argument
     usual = "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
@@ -137,7 +139,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be measured, before anything is."""
+    """Raise ValueError for what cannot be measured, before measuring anything."""
     if args.bits != 32 and not args.shape:
         raise ValueError(f"--bits {args.bits} is for --shape; a model has the bits that it has")
     if args.model is not None and args.shape:
@@ -174,7 +176,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             if any(rival.engine == "llama.cpp" for rival in args.rivals):
                 make_gguf(folder, folder)  # once for all samples
         else:
-            # Another checkout's samples run in a folder of their own
+            # Absolute, since another checkout's samples run in its own folder
             folder = find(args.model or "demo").absolute()
         usual = Spec(
             part="",
@@ -217,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.sample:
         return take_sample(args.sample)
-    # As an exception it ends the sample's process, too
+    # As an exception, so that the sample's process ends, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         data = load_data(args.source) if args.source else measure_all(args)

@@ -1,26 +1,27 @@
-"""The promise, checked at home: the same question has the same answer, bit by bit, in any company.
+"""Check batch invariance on your machine: the same question has the same answer, bit by bit, whatever
+else runs in the batch.
 
     python verify.py
     python verify.py --model mlx-community/Llama-3.2-1B-Instruct-4bit
-    NANOBATCH_BLAS=openblas python verify.py        what a product shows that sums in another order
+    NANOBATCH_BLAS=openblas python verify.py        what a product that is not batch-invariant shows
 
-The problem. Many servers say that temperature 0 gives the same answer each time. Then a request has
+The problem. Many servers claim that temperature 0 gives the same answer each time. Then a request has
 other neighbours, a product of eight rows sums in another order than one of a single row, and a token
-differs. A claim that nobody can check is no claim.
+differs. Such a claim is worth little unless everybody can check it.
 
-The way out. Some questions are asked alone, one after the other. Then each is asked again in many
-ways: among neighbours that come, go and are cancelled, in other chunks, with other slots, policies,
-threads and weights. An answer is its tokens, their log probabilities, and those of the likeliest
-tokens beside them. All of these numbers have to be the same to the last bit.
+The solution. Ask some questions alone, one after the other. Then ask each again in many ways: among
+neighbours that arrive, finish and are cancelled, in other chunks, with other slots, policies, threads
+and weights. Compare the tokens, their log probabilities, and those of the likeliest alternatives. All
+of these numbers must be equal to the last bit.
 
-A fault shows only where it is reached. So two prompts are longer than 256 rows, answers have up to
-48 tokens, one question makes the model repeat what it has read (so that draft tokens are right for
-a while, and then wrong), and between them the questions use every kind of sampling: greedy, drawn,
+A fault shows only if its code runs. So two prompts are longer than 256 rows, answers have up to 48
+tokens, one question makes the model repeat what it has read (so that draft tokens are right for a
+while, and then wrong), and together the questions use every kind of sampling: greedy, sampled,
 filtered, with penalties and under two grammars.
 
-What this file keeps: nothing is compared with its own cache. Each way has an engine of its own, and
-only the one that tries reuse may take over rows. All random choices come from one seed, so a second
-run asks the same.
+The invariant: no answer is compared with its own cache. Each way has an engine of its own, and only
+the one that tries prefix caching may reuse rows. All random choices have one seed, so a second run
+asks the same.
 
 Where next: `analysis/compare.py`, which compares; `kernels/matmul.c`, the reason why it holds.
 """
@@ -72,8 +73,8 @@ QUESTIONS = {  # each with some of the settings
     f"{EVENING}Tell me a long story about a fox.": "greedy filtered regex",
     f"{EVENING}Say the alphabet from f.": "drawn filtered json",
 }
-TOKENS = 48  # of an answer at most: a grammar may end it
-LIKELIEST = 10  # so many tokens are compared at each place, beside the one that was chosen
+TOKENS = 48  # of an answer at most: a grammar may end it earlier
+LIKELIEST = 10  # alternatives compared at each position, next to the chosen token
 LENGTH = 512  # of a slot
 SLOTS = 8
 THREADS = ("1", "3")
@@ -100,7 +101,7 @@ class Case(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What was found in one way of asking."""
+    """The result of one way of asking."""
 
     way: str
     answers: int = 0
@@ -127,19 +128,19 @@ class Tally(NamedTuple):
 
 
 def asks(engine: Engine) -> list[Case]:
-    """Each question with each of its settings that the model can keep to."""
+    """Each question with each of its settings that the model supports."""
     found = []
     for seed, (question, settings) in enumerate(QUESTIONS.items()):
         for setting in settings.split():
             options = SETTINGS[setting] | {"max_tokens": TOKENS, "logprobs": LIKELIEST}
             sampling = SamplingParams(seed=seed, ignore_eos="grammar" not in options, **options)
-            if can_keep(engine, sampling):
+            if is_supported(engine, sampling):
                 found.append(Case(question, setting, engine.text.ask(question), sampling))
     return found
 
 
-def can_keep(engine: Engine, sampling: SamplingParams) -> bool:
-    """The library of grammars does not know every kind of tokenizer."""
+def is_supported(engine: Engine, sampling: SamplingParams) -> bool:
+    """The grammar library does not support every tokenizer."""
     try:
         return not sampling.grammar or bool(engine.text.grammar(sampling.grammar))
     except (ValueError, BusyError):
@@ -162,8 +163,8 @@ def ask_alone(model: str) -> list[Case]:
 
 
 def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -> list[Handle]:
-    """Each question at a random moment, among neighbours that come, go and are cancelled. The
-    handles come in the questions' order."""
+    """Ask each question at a random time, among neighbours that arrive, finish and are cancelled.
+    Return the handles in the order of the questions."""
     waiting = list(enumerate(asked))
     dice.shuffle(waiting)
     handles: dict[int, Handle] = {}
@@ -223,9 +224,9 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tal
 
 
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
-    """A token that was decoded one by one has the bits of one that follows a prompt."""
+    """A decoded token has the bits of one that follows the same tokens as a prompt."""
     for ask in asked:
-        if ask.setting != "greedy":  # any other choice depends on the place in an answer
+        if ask.setting != "greedy":  # any other sampling depends on the position in the answer
             continue
         ids = engine.text.read(ask.prompt)[0]
         for place in range(1, len(ask.alone.tokens), 7):
@@ -237,7 +238,7 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
 
 
 def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
-    """Threads belong to a process, so each number of them gets its own."""
+    """The number of threads is fixed per process, so each number has its own."""
     if device.has_gpu() or device.blas.name == "mlx":
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
@@ -256,7 +257,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
 
 
 def hash_of(model: str) -> str:
-    """Of the files that decide what a model answers."""
+    """A hash of the files that determine a model's answers."""
     folder = hub.find(model)
     digest = sha256()
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
@@ -267,7 +268,7 @@ def hash_of(model: str) -> str:
 
 
 def hash_of_the_demo() -> str:
-    """What the demo answers here, compared with what it answers on any processor."""
+    """The fingerprint of the demo's answers, compared with the expected one."""
     with Engine.load("demo", max_len=LENGTH) as engine:
         return fingerprint.compared(fingerprint.fingerprint(engine), device.mx.__version__)
 
@@ -304,7 +305,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     else:
         yield "No numbers were compared, so nothing is known."
     if not found["promises"]:
-        yield "  Nothing is promised here: this product may sum in another order beside others."
+        yield "  Nothing is promised here: this product may sum in another order when the batch changes."
     yield f"  model      {found['model']}, sha256 {found['model_sha256'][:16]}"
     yield f"  product    {found['product']}"
     yield f"  processor  {found['processor']}"
@@ -327,12 +328,12 @@ def line(tally: Tally) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    says = "Does an answer keep its bits in any company? Try it here."
+    says = "Does an answer keep its bits whatever else runs in the batch? Try it here."
     parser = cli.CommandLine("verify.py", description=says)
     add = parser.add_argument
     parser.add_model()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
-    says = "so often each question is asked in company (default: 1)"
+    says = "how often each question is asked in company (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     add("--json", action="store_true", help="write the receipt as JSON")
     add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
@@ -340,7 +341,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args.ways = args.ways.split(",")
     for way in args.ways:
         if way not in WAYS:
-            parser.error(f"--ways: {way!r} is none; choose among {','.join(WAYS)}")
+            parser.error(f"--ways: {way!r} is unknown; choose among {','.join(WAYS)}")
     if cli.backend():
         parser.error("engines of one process are compared; start this without mpirun or mlx.launch")
     return args

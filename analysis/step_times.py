@@ -11,7 +11,7 @@ that no step depends on a class that was seldom seen.
 
 A replay has the lengths and arrival times of the real run, and its steps have these costs. One thing
 cannot be separated: a step that attends to more rows of the cache takes longer, too. So where answers
-are very long, a part of what is called interruption is none.
+are very long, some of what counts as interruption is the engine's own time.
 
 Where next: `analysis/simulator.py`, which runs a replay; `screen/policy_runs.py`, which compares.
 """

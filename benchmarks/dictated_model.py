@@ -1,10 +1,9 @@
 """Answers that are known beforehand, for measuring prompt lookup.
 
-What prompt lookup gains depends on the text. A model with random weights says nothing that anybody
-would copy, and a small one copies badly. So texts of this project are dictated: its code with a name
-changed, its pages, and the same pages repeated. A word is a token. The model computes each row's
-logits and chooses a token as usual, and then the chosen token is replaced. So the same tokens come in
-the same places, with draft tokens and without.
+The gain of prompt lookup depends on the text. A model with random weights repeats nothing, and a small
+one copies badly. So texts of this project are dictated: its code with a name changed, its pages, and
+the same pages repeated. A word is a token. The model computes logits and samples as usual, and then
+the sampled token is replaced. So the tokens are the same with draft tokens and without.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Dictated(NamedTuple):
 
 
 def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
-    """Texts of this kind without end, the same ones in the same order each time."""
+    """Yield texts of this kind forever, always the same ones in the same order."""
     dice = random.Random(kind)
     files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
     while True:
@@ -49,7 +48,7 @@ def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
 
 
 def words_of(path: Path, kind: str) -> list[str]:
-    """The words of a file. Tables and commands of a page repeat themselves, and are left out."""
+    """The words of a file, without tables and commands, which repeat themselves."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if kind != "rewrite":
         lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
@@ -61,7 +60,7 @@ def ids_of(words: list[str], vocabulary: int) -> list[int]:
 
 
 class DictatedModel:
-    """An engine whose answers are given."""
+    """An engine whose answers are dictated."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -85,5 +84,5 @@ class DictatedModel:
             for i, pick in enumerate(picks[slot]):
                 known = pick.index < len(answer)
                 said[slot][i] = answer[pick.index] if known else 0
-        # Always true, but makes the result depend on what was chosen
+        # Always true, but keeps the sampling in the graph
         return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), *rest

@@ -1,8 +1,8 @@
-"""Take samples: one loop (`drive`) sends requests to any engine, and each sample has a process of its
-own, so it inherits no other sample's memory, caches or threads.
+"""Take samples: one loop (`drive`) sends requests to any engine. Each sample runs in its own process,
+so that it inherits no memory, caches or threads.
 
 Columns take turns, so that a machine which slows down slows all of them. No sample's process
-outlives ours.
+outlives this one.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Nanobatch:
             slots=slots,
             max_len=max_len,
         )
-        self.handles: dict[int, Handle] = {}  # those under way
-        self.reported = Counter()  # how many tokens of each
+        self.handles: dict[int, Handle] = {}  # running requests
+        self.reported = Counter()  # tokens reported of each
 
     def submit(self, request: TimedRequest) -> int:
         sampling = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
@@ -91,7 +91,7 @@ class Nanobatch:
         return handle.id
 
     def step(self) -> Iterator[News]:
-        """For each request under way: the id, the new tokens, and whether the request has ended."""
+        """For each running request: the id, the new tokens, and whether it has ended."""
         self.engine.step()
         for key, handle in list(self.handles.items()):
             if handle.finish_reason == "error":
@@ -152,8 +152,7 @@ def drive(
 
 
 class Sample:
-    """A contestant, warmed up, and prompts. The prompts are random, so that no engine can reuse
-    computed prefixes."""
+    """A contestant, warmed up, and its prompts: random, so that no prefix cache helps."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -163,7 +162,7 @@ class Sample:
             self.contestant = Nanobatch(spec, spec.rows, self.longest)
         else:
             self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
-        if cli.rank():  # of several processes (distributed/group.py), one measures
+        if cli.rank():  # with several ranks, rank 0 measures
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
@@ -251,8 +250,7 @@ class Sample:
         return figures
 
     def chat(self) -> Figures:
-        """Alternate a conversation and a prompt as long as its last one, whose earlier rows are in
-        the slab."""
+        """Alternate a conversation and a prompt as long as its last one, with the earlier rows cached."""
         turns = []
         chunks = []
         for _ in range(INTERLEAVED):
@@ -280,8 +278,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self) -> Metrics:
-        """A prompt about as long as that of the last turn. All of it is cached but as many tokens as
-        a turn has new ones."""
+        """A prompt about as long as that of the last turn, cached except for as many tokens as a turn
+        has new ones."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK
@@ -338,7 +336,7 @@ class Sample:
 
 
 class Failure(RuntimeError):
-    """A sample could not be taken, and the request was not to blame."""
+    """A sample failed, and not because of a user's mistake."""
 
 
 def take(spec: Spec) -> Figures:
@@ -347,15 +345,15 @@ def take(spec: Spec) -> Figures:
         try:
             return {} if cli.rank() else getattr(sample, spec.part)()
         except Exception as error:
-            # With other ranks this is the end: they would wait for the next sample
+            # The other ranks would wait for the next sample
             join().fail(error)
             raise
 
 
 def take_sample(text: str) -> int:
-    """In the sample's process: print a line of JSON, the figures or what is wrong with the request."""
+    """Runs in the sample's process: print a line of JSON, the figures or the user's mistake."""
     spec = Spec(**json.loads(text))
-    # End with the process that started this one: see `measure`
+    # End with the parent process: see `measure`
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
         answer = {"figures": take(spec)}

@@ -59,8 +59,7 @@ def open_figures(answers: Sequence[Delivery]) -> Figures:
 
 
 def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
-    """`decode` is the rate of all users together while answers run; `total` counts the waiting,
-    too."""
+    """`decode` is the rate of all users together while answers run; `total` includes waiting."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
     return {
         "decode tokens/s": users
@@ -89,7 +88,7 @@ def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> F
 
 
 def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Handle]) -> Figures:
-    """From the moment when all decode to the end of those in `until`."""
+    """Measure from the time when all decode to the end of those in `until`."""
     while any(handle.request.committed == 0 for handle in handles):
         engine.step()
     before = sum(handle.request.committed for handle in handles)
@@ -117,7 +116,7 @@ def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Han
 
 
 def sums_of(figures: Sequence[Figures]) -> Figures:
-    """Of several texts: all counts and seconds, and what comes of them."""
+    """Sum counts and seconds over several texts, and compute the rates."""
     sums = {name: sum(each[name] for each in figures) for name in figures[0]}
     seconds = sums.pop("seconds")
     spent = sums.pop("processor seconds")
@@ -128,7 +127,7 @@ def sums_of(figures: Sequence[Figures]) -> Figures:
     return sums
 
 
-# The last three are Python's
+# The last three are spent in Python
 PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")
 
 
@@ -143,10 +142,10 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 
 
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
-    """How long the machine needs at best for a step of so many rows, each `length` tokens long.
+    """The roofline's lower bound for a step of this many rows, each `length` tokens long.
 
-    What the step reads and multiplies is its bill (`analysis/step_costs.py`), and both rates are this
-    machine's roof, measured here and now. The longer of the two times is the floor.
+    `analysis/step_costs.py` counts what the step reads and multiplies, and both rates are measured
+    here and now. The longer of the two times is the floor.
     """
     measure_roofline(engine)
     roof = engine.snapshot().roof

@@ -33,16 +33,16 @@ PARTS = {  # the name of a part, and the caption of its table
     "speculate": "dictated answers without draft tokens and with them: renamed code, pages, pages repeated",
     "same": "tokens of the peer that equal ours, up to the first difference of each answer",
 }
-# The policies that `open` compares. The others differ only where several clients ask, or prompts
-# of very different lengths.
+# The policies that `open` compares. The others differ only with several clients, or with prompts of
+# very different lengths.
 OF_ONE_CLIENT = ("continuous", "static", "serial")
-# Those that need nothing but requests and tokens
+# Parts that need nothing but requests and tokens
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 # Of `speculate`: what is dictated, and to how many rows
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
-# Parts whose times may be processor time: nothing in them waits for a moment
+# Parts whose times may be processor time, because they never wait
 OF_ANY_CLOCK = "decode", "closed"
 ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
@@ -74,9 +74,9 @@ class Spec(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """How many tokens longer answers must be for all of them to run at once. Ours begin one
-        after another: prompts are read in chunks, one a step, and late in a long prompt a chunk may
-        be as narrow as 16 tokens."""
+        """How many tokens longer answers must be so that all run at once. Ours start one after the
+        other: prompts are read in chunks, one a step, and late in a long prompt a chunk may have as
+        few as 16 tokens."""
         if self.part in ("closed", "open"):
             return 0
         narrow = 64 if self.prompt <= 512 else 16
@@ -94,8 +94,8 @@ class Contestant:
     """A column of the tables: an engine, and the surroundings in which it is measured."""
 
     name: str
-    engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
-    # For the column's processes, beside the user's own
+    engine: str  # in a sample's spec: a peer, or "nanobatch" and a policy
+    # Added to the environment of the column's processes
     environment: Mapping[str, str] = field(default_factory=dict)
     # Another version of nanobatch, whose bench.py takes the samples; None: this one
     checkout: Path | None = None
@@ -122,7 +122,7 @@ def read_rivals(names: str, policy: str) -> list[Contestant]:
 
 
 def read_rival(name: str, policy: str) -> Contestant:
-    """One name of `--vs`: a peer, or a folder with another checkout. After an @ stands a
+    """One name of `--vs`: a peer, or a folder with another checkout, then perhaps @ and a
     NANOBATCH_BLAS."""
     ours = f"nanobatch {policy}"
     if name == WIDENED:
@@ -137,9 +137,9 @@ def read_rival(name: str, policy: str) -> Contestant:
         return Contestant(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
-        # A book that we run is none of its
+        # The other checkout runs its own core, even if we run a book
         return Contestant(name, ours, {overlay.VARIABLE: ""} | environment, checkout)
-    if rival and overlay.Book(checkout).files:  # a reader's chapters, and all else of this checkout
+    if rival and overlay.Book(checkout).files:  # a reader's modules with the rest of this checkout
         return Contestant(name, ours, {overlay.VARIABLE: str(checkout)} | environment)
     raise ValueError(
         f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
@@ -148,9 +148,9 @@ def read_rival(name: str, policy: str) -> Contestant:
 
 
 class Setup(NamedTuple):
-    """A line of a table, and the columns in which it is measured."""
+    """A row of a table, and the columns in which it is measured."""
 
-    x: str  # a word and a number, such as "rows 8"
+    x: str  # such as "rows 8"
     spec: Spec  # complete but for the contestant
     columns: list[Contestant]
 
@@ -171,7 +171,7 @@ def make_plan(
 
 
 def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> list[Contestant]:
-    """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
+    """The columns of a part's table. Ours is the first, and the others have their ratio to it."""
     of_all = part in PARTS_OF_A_PEER
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
     if part == "open":
@@ -186,7 +186,7 @@ def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> lis
 
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
-    """The lines of a part's table: for each name the changes to the usual spec."""
+    """The rows of a part's table: for each name the changes to the usual spec."""
     return {
         "decode": {f"rows {n}": {"rows": n} for n in rows},
         "closed": {f"users {n}": {"rows": n} for n in rows},
@@ -201,7 +201,7 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
 
 
 def capacity(records: Sequence[dict]) -> float:
-    """Requests a second that static batching can do, as measured when all of them come at once."""
+    """Requests per second of static batching, measured when all of them arrive at once."""
     rates = [
         record["figures"]["total tokens/s"]
         for record in records
@@ -249,7 +249,7 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    mx.random.seed(0)  # of several processes, all make the same
+    mx.random.seed(0)  # with several processes, all make the same
     shapes = read_config(folder, has_head=False).tensors()
     dtype = mx.float32 if bits == 32 else mx.bfloat16
     weights = {}
@@ -260,8 +260,8 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
             module = name.removesuffix(".weight")
             weight, scales, biases = mx.quantize(weights[name], group_size=GROUP, bits=bits)
             weights |= {name: weight, f"{module}.scales": scales, f"{module}.biases": biases}
-        mx.eval(weights)  # one by one: whole, a large model would not fit the memory
+        mx.eval(weights)  # one by one, since a large model would not fit the memory as a whole
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     del weights
-    mx.clear_cache()  # the samples want the memory
+    mx.clear_cache()  # the samples need the memory
     return folder

@@ -1,7 +1,7 @@
 """What many tests share: a small random model, and an engine on it."""
 
 # isort: off
-# First, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS.
+# First, as in our programs: MLX must not be imported before our product is loaded.
 from kernels import mlx as device
 
 # isort: on
@@ -22,7 +22,7 @@ from models.load import read_model
 from nanobatch import Engine, Model, Tokenizer
 from text import grammar, template_check
 
-# What a user's environment may say to the programs, and no test expects
+# Settings in a user's environment that no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_BOOK NANOBATCH_HISTORY NANOBATCH_RING_KEY NANOBATCH_ZERO_LIMIT"
 SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other variable asks for a long form of a test
@@ -36,7 +36,7 @@ LONG = (
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
 template_check.LIMITS = template_check.LIMITS._replace(patience=60.0)
-MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
+MOST_WORKERS = 4  # by default; with many cores, more workers mostly wait
 
 
 def pytest_report_header() -> str:
@@ -47,20 +47,19 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite, or a folder, is shared among workers: two more than cores. A file, a test
-    and whatever `-k` finds run in this process: they begin at once, and a debugger finds them here.
-    `-n` decides otherwise.
+    """Run the whole suite, or a folder, on workers: two more than there are cores. A file, a test and
+    whatever `-k` selects run in this process, where a debugger works. `-n` overrides this.
 
-    Each worker, and each program that it starts, multiplies with its share of the cores. Threads
-    that wait for each other on cores that are taken would make everything many times slower.
+    Each worker, and each program that it starts, multiplies with its share of the cores: threads that
+    wait for each other on busy cores make everything many times slower.
 
-    Tests start hundreds of programs. What the environment says to a user's programs is taken away:
-    the size and the colours of a terminal, a key, another book, a proxy. Where it says that bytecode
-    shall not be kept, each program would compile all that it imports anew.
+    Tests start hundreds of programs. Remove a user's settings from their environment: the size and
+    colours of a terminal, a key, another book, a proxy. Keep bytecode, or each program would compile
+    everything that it imports.
     """
     for name in STRANGE.split():
         os.environ.pop(name, None)
-    os.environ["no_proxy"] = "localhost,127.0.0.1"  # where all that the tests ask is
+    os.environ["no_proxy"] = "localhost,127.0.0.1"  # all servers of the tests are local
     is_refused = any(matmul.library(form).exists() for form in matmul.forms_here())
     if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
         raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
@@ -83,7 +82,7 @@ def cores() -> int:
 
 
 def is_small(config: pytest.Config) -> bool:
-    """Was this process asked for, or so little that workers would cost more than they gain?"""
+    """Was one process asked for, or are there too few tests for workers?"""
     option = config.option
     alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
     return bool(alone) or not all(Path(each).is_dir() for each in config.args)
@@ -91,8 +90,8 @@ def is_small(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks those of `quick.py`. The longest come first, since workers share what is left: no
-    worker ends long after the others."""
+    """Mark the tests of `quick.py`. Run the longest first, so that all workers end at about the same
+    time."""
     here = f"{Path(__file__).parent.name}/"
     beginnings = tuple(here + each for each in QUICK)
     long = tuple(here + each for each in LONG)
@@ -118,8 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: Python's garbage collector need not look through it
-    again and again, and each time a test asks for a collection."""
+    """Freeze what is imported and collected, so that garbage collections need not visit it."""
     gc.disable()
     yield
     gc.freeze()
@@ -127,7 +125,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores Ctrl-C, which many tests raise."""
+    """Many tests raise Ctrl-C, which a shell's background job ignores."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -140,8 +138,8 @@ def parts(tmp_path_factory) -> tuple[Model, Tokenizer]:
 
 @pytest.fixture(scope="session", params=["smollm2", "qwen"])
 def published(request) -> Path:
-    """The folder of a model that somebody has published. It takes a download of 90 or 490 MB the first
-    time, and minutes with it, so these tests run for who asks for them by name.
+    """The folder of a published model. The first use downloads 90 or 490 MB, and a test takes minutes,
+    so these tests run only if they are asked for by name.
 
     For a test of one model: `@pytest.mark.parametrize("published", ["qwen"], indirect=True)`."""
     asked = [request.config.option.keyword, *request.config.args]
@@ -164,8 +162,8 @@ def engine(parts):
 
 @pytest.fixture
 def background_job() -> Iterator[Callable[[], None]]:
-    """A shell's background job ignores Ctrl-C, and so does all that it starts, unless the child
-    does what this says."""
+    """As in a shell's background job, ignore Ctrl-C, and let children inherit that. Yield a function
+    that a child calls to restore the default."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, before)

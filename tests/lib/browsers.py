@@ -48,7 +48,7 @@ def choose(tab, number: int) -> None:
 
 
 def in_place(tab, least: int) -> None:
-    """Nothing is astray, in light and in dark, and so many boxes have been measured."""
+    """Nothing overlaps or overflows, in light and in dark, in this number of boxes."""
     for scheme in ("dark", "light"):
         tab.emulate_media(color_scheme=scheme)
         measured, found = tab.evaluate(ASTRAY)

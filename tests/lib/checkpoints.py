@@ -1,11 +1,11 @@
-"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers
-to them.
+"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers to
+them.
 
 Random weights are a sharper test than trained ones, if they are scaled with care. Logits must be
-*decided*: the best token ahead of the second by much more than rounding. And the answer must not be
-*stuck*: in a tied checkpoint whose embedding outweighs its blocks, each token predicts itself for
-ever, and every engine passes. So the blocks here write more into the stream than the embedding
-does, and the tests count distinct tokens.
+*decided*: the best token ahead of the second by much more than rounding. And the answer must not
+be *stuck*: in a tied checkpoint whose embedding outweighs its blocks, each token predicts itself
+forever, and every engine passes. So the blocks here write more into the residual stream than the
+embedding does, and the tests count distinct tokens.
 """
 
 import json
@@ -108,7 +108,7 @@ def fuse(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Each expert's matrices by themselves."""
+    """Each expert's matrices separately."""
     whole = {}
     for name, array in arrays.items():
         place, is_stack, rest = name.partition(".experts.")
@@ -130,11 +130,10 @@ def make_checkpoint(
     experts_apart=False,
     **changes,
 ) -> Path:
-    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to
-    quantize, else None.
+    """A random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, else
+    None.
 
-    A layer's experts stand in one stack, as mlx-lm writes them, or each by itself, as Hugging Face
-    has them.
+    A layer's experts are one stack, as mlx-lm writes them, or separate, as Hugging Face has them.
     """
     config = make_config(**changes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +166,7 @@ def make_checkpoint(
 
 
 class Reference:
-    """mlx-lm on the same folder, in float32: the answer that ours is held against."""
+    """mlx-lm on the same folder, in float32: the reference for our answers."""
 
     def __init__(self, folder: Path, config: dict | None = None):
         """`config` respells fields of config.json that mlx-lm does not read."""

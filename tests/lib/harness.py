@@ -1,5 +1,4 @@
-"""What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at
-any line."""
+"""What the engine tests share: a tap on the logits, random schedules, and Ctrl-C at any line."""
 
 import signal
 import sys
@@ -20,8 +19,7 @@ from runtime import loop, registry, signals, snapshot
 
 
 class Tap:
-    """Records the logits that each token of each request was chosen from: `logits[request id,
-    index]`, (V,)."""
+    """Record the logits that each token was sampled from: `logits[request id, index]`, (V,)."""
 
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
@@ -64,7 +62,7 @@ class Tap:
 
 @dataclass
 class Ask:
-    """A request to come: what it says, how long its answer is, and after how many steps it is
+    """A future request: its prompt, the length of its answer, and after how many steps it is
     cancelled."""
 
     prompt: list[int]
@@ -118,10 +116,10 @@ def run_schedule(
     rng: np.random.Generator,
     at_last: Callable[[], object] = lambda: None,
 ) -> list[Handle]:
-    """Submit the asks at random moments and step until all have ended, with every invariant checked
-    in every step.
+    """Submit the asks at random times and step until all have ended, checking every invariant after
+    every step.
 
-    `at_last` is called when they have.
+    `at_last` is called at the end.
     """
     waiting, handles, cancels = list(asks), [], {}
     step = 0
@@ -158,11 +156,11 @@ WATCHED = {module.__file__ for module in MODULES}
 
 
 def interrupt(function: Callable[[], object], at: int) -> bool:
-    """Send Ctrl-C at the `at`-th line of ours that a function runs; False if the function ends
-    before that.
+    """Send Ctrl-C at the `at`-th of our lines that a function runs. Return False if it ends before
+    that.
 
-    It is the signal itself, so what the engine does about it holds. The lines of Python's own
-    `threading` count, too: there a condition lets go of its lock.
+    It is a real signal, so the engine's own handling applies. The lines of Python's `threading`
+    count, too: in them a condition releases its lock.
     """
     lines = iter(range(10**9))
 

@@ -1,6 +1,6 @@
-"""Grammars that take much time or memory: to be made, to be followed, or both.
+"""Grammars that take much time or memory to compile, to follow, or both.
 
-A grammar may be honest and large: what counts is that nobody else notices.
+A grammar may be honest and large: what counts is that no other client notices.
 """
 
 import json
@@ -13,7 +13,7 @@ def record(names: int, value: dict, **more) -> dict:
 
 
 def chain(link, count: int) -> dict:
-    """A schema whose definitions need each other, one after another."""
+    """A schema whose definitions refer to each other, one after another."""
     defs = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
     return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{count}": {"type": "string"}}}
 
@@ -23,7 +23,7 @@ def primes(*divisors: int) -> dict:
 
 
 def rules(count: int, body: str, last: str = '"a"') -> str:
-    """Rules that need each other: in `body`, N is the next one's number."""
+    """Rules that refer to each other: in `body`, N is the next one's number."""
     lines = [f"a{n}: {body.replace('N', str(n + 1))}" for n in range(count)]
     return "\n".join(["start: a0", *lines, f"a{count}: {last}"])
 
@@ -92,7 +92,7 @@ FIELDS |= {"choice": "guided_choice"}
 
 
 def asked(name: str, number: int) -> dict[str, Any]:
-    """A request's field with this grammar and a text of its own, so that nobody can remember it."""
+    """A request's field with this grammar and a text of its own, so that no cache has it."""
     [(kind, source)] = HOSTILE[name].items()
     others = {
         "json": lambda: source | {"title": f"number {number}"},

@@ -1,4 +1,4 @@
-"""Configurations of each family, and how an engine's answers are compared with mlx-lm's, token by
+"""Configurations of each family, and the comparison of an engine's answers with mlx-lm's, token by
 token."""
 
 import os
@@ -253,7 +253,7 @@ def is_of_its_own(name: str) -> bool:
 
 
 def seed_of(name: str) -> int:
-    """Of the name alone, so that a new configuration leaves all the others as they are."""
+    """A seed from the name alone, so that a new configuration leaves all others as they are."""
     return zlib.crc32(name.encode())
 
 
@@ -295,7 +295,7 @@ def compare(
 
 
 def count() -> tuple[int, int]:
-    """Prompts in all, and prompts of the families that differ most."""
+    """The number of prompts, and of those of the families that differ most."""
     each = [prompts_of(name) for name in CONFIGS]
     return sum(each), sum(
         many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name)

@@ -1,4 +1,4 @@
-"""A model that says what it is told to: an engine on random weights whose tokens are replaced.
+"""A model with scripted answers: an engine on random weights whose tokens are replaced.
 
 Clients and tests of tools need a model that calls them. Real ones are large, and none does so on
 demand. Here the last message of a user says what the answer is:
@@ -116,7 +116,7 @@ def answer_to(prompt: str) -> str:
 
 
 def teach(engine: Engine) -> None:
-    """From here on, an answer is what `answer_to` says."""
+    """From here on, answers are what `answer_to` returns."""
     submit = engine.submit
 
     def wrapped(prompt: Any, *arguments: Any, **options: Any):
@@ -140,7 +140,7 @@ def teach(engine: Engine) -> None:
 
 
 class Parrot:
-    """A door in this process, behind which such a model answers."""
+    """A server in this process with such a model."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Parrot:
 
 
 class Taught(Server):
-    """A door in this process, spoken to like a server in another."""
+    """A server in this process, with the interface of one in another process."""
 
     def __init__(self, **options):
         self.parrot = Parrot(**options)

@@ -1,4 +1,4 @@
-"""Programs of ours, and code, in a process of their own until it ends."""
+"""Run programs of ours, and code, in a process of their own until it ends."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def run(
     preexec_fn: Callable[[], object] | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Python with these words: a program and its arguments, or what stands behind `-c`."""
+    """Python with these arguments: a program and its options, or what follows `-c`."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         input=input,

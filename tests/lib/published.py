@@ -45,11 +45,11 @@ WORDS = (
 
 
 class Missing(Exception):
-    """The model cannot be had; why, in one line."""
+    """The model is not available; why, in one line."""
 
 
 def folder(name: str) -> Path:
-    """The model's folder; made first, if it is not there."""
+    """The model's folder; made first if it is missing."""
     if own := os.environ.get("NANOBATCH_PUBLISHED"):
         place = Path(own)
     else:

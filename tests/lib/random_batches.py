@@ -1,14 +1,14 @@
-"""Random requests in company, and each of them alone: how many of their logits differ in a bit?
+"""Compare random requests in batches with the same requests alone: how many of their logits differ in
+a bit?
 
-A company is random in all that might show: the model's shape, how many slots there are, chunk,
-budget, policy, when the others come, how their prompts begin, which are cancelled, which
-conversations go on, what the slots held before. In most of them a neighbour whose prompt is long,
-up to 1,600 tokens, decodes beside all the others, since far is where attention adds up most. The
-engine in which a request is alone has other slots, other chunks and another budget, and reads each
-answer once more as a part of a prompt.
+Everything that might show is random: the model's shape, the number of slots, chunk, budget,
+policy, arrival times, shared prefixes, cancels, conversations that continue, and what the slots
+held before. In most schedules a neighbour with a prompt of up to 1,600 tokens decodes next to all
+others, since long sums differ most. The engine that runs a request alone has other slots, another
+chunk and another budget, and reads each answer once more as part of a prompt.
 
-A product belongs to a process and cannot be changed in it. So each form has a process of its own:
-`python tests/lib/random_batches.py SCHEDULES` with NANOBATCH_BLAS.
+The product is fixed per process. So each form of it has a process of its own: `python
+tests/lib/random_batches.py SCHEDULES` with NANOBATCH_BLAS.
 """
 
 import json
@@ -163,11 +163,8 @@ def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
 
 
 def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> Count:
-    """Random schedules in company, one after another on the same engine, and their requests alone
-    in another engine.
-
-    The other engine has sizes of its own: other slots, other chunks, another budget.
-    """
+    """Random schedules, one after another on the same engine, and their requests alone on another
+    engine with other slots, another chunk and another budget."""
     rng = np.random.default_rng(seed)
     model, text = models[seed % len(models)]
     slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
@@ -225,7 +222,7 @@ def play(
     long_prompt: list[int],
     rng: np.random.Generator,
 ) -> Count:
-    """One schedule in one engine, and each of its requests alone in the other."""
+    """One schedule on one engine, and each of its requests alone on the other."""
     asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
     for ask in asks:
         if rng.random() < 0.25:
@@ -259,8 +256,8 @@ def play(
 def compare(
     handle: Handle, prompt: list[int], other: Engine, taps: tuple[Tap, Tap], is_beside: bool
 ) -> Count:
-    """A request that had company, and the same request alone in the other engine. Then the same
-    answer, read as a prompt there."""
+    """Compare a request with the same request alone on the other engine, and with the same answer
+    read as a prompt there."""
     crowded, lonely = taps
     many = min(len(handle.tokens), 10)
     alone = other.submit(prompt, replace(handle.sampling, max_tokens=max(1, many)))
@@ -290,7 +287,7 @@ def compare(
 
 
 def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
-    """Nothing if all bits are the same, else one sentence. Both: (V,)."""
+    """Empty if all bits are equal, else one sentence. Both: (V,)."""
     if ours.tobytes() == right.tobytes():
         return []
     unlike = int((ours != right).sum())
@@ -300,7 +297,7 @@ def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
 
 
 def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
-    """What a conversation says next: all that was said, perhaps but for the last tokens, and
+    """The next prompt of a conversation: everything said so far, perhaps without the last tokens, and
     something new."""
     if rng.random() < 0.4 or handle.finish_reason != "length":
         return []
@@ -315,7 +312,7 @@ def everywhere() -> list[str]:
 
 
 def run(form: str, schedules: int) -> Count:
-    """The figures of a process that takes one form of the product."""
+    """The figures of a process that uses one form of the product."""
     done = subprocess.run(
         [sys.executable, __file__, str(schedules)],
         env=os.environ | {"NANOBATCH_BLAS": form},

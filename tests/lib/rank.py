@@ -52,7 +52,7 @@ def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
 
 
 def live(engine: Engine) -> list[list[int]]:
-    """A short life under each policy: bursts, prompts that begin alike, and a cancel in line, in
+    """A short run under each policy: bursts, shared prefixes, and cancels in the queue, in
     prefill, in decode. Tokens are drafted."""
     engine.sched.draft = again
     answers = []
@@ -109,8 +109,7 @@ def answer(rounds: int, folders: list[str]) -> None:
 
 
 def fail(fault: str) -> None:
-    """Clients wait for long answers, and in the sixth step something goes wrong on one of the
-    ranks."""
+    """Clients wait for long answers, and in the sixth step something goes wrong on one of the ranks."""
     engine = Engine.load("demo", slots=2, max_len=1024)
     is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
     begin, calls = engine.runner.begin, []
@@ -147,7 +146,7 @@ def fail(fault: str) -> None:
 
 
 def kill_in_load() -> None:
-    """Rank 1 dies while it reads its share of the weights."""
+    """Rank 1 dies while it reads its shard of the weights."""
     read = ModelReader.read
 
     def dying(reader: ModelReader):

@@ -60,7 +60,7 @@ class Stage:
         return self
 
     def finish(self) -> "Stage":
-        """Until nothing is left to do."""
+        """Step until nothing is left to do."""
         for _ in range(5000):
             time.sleep(self.client.loop.turn() or 0)
             self.session.look()
@@ -184,8 +184,8 @@ def draft_at_random(engine: Engine, dice: random.Random) -> None:
 
 
 def disturb(stage: Stage, seconds: float) -> None:
-    """From now on other programs take the processor away: in two of five steps, for as long as this
-    on average."""
+    """From now on other programs take the processor away: in two of five steps, for this long on
+    average."""
     dice, begin = random.Random(0), stage.engine.runner.begin
 
     def disturbed(order):

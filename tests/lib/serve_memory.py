@@ -1,19 +1,15 @@
-"""`serve.py`, which says on SIGUSR1 what it holds in memory.
+"""`serve.py`, which prints its memory use on SIGUSR1.
 
     python tests/lib/serve_memory.py --model demo
     kill -USR1 PROCESS
 
-The problem. What is resident of a process says little of what it holds. Free memory stays with the
-heap, MLX keeps buffers for the next step, and the collector comes when it likes. A leak hides in
-that, and where there is none, it looks like one.
+The resident size of a process says little about what it uses: free memory stays on the heap, MLX
+keeps buffers for the next step, and garbage is collected at any time. A leak hides in that, and
+where there is none, it looks like one. So this collects garbage and counts bytes in use, on the C
+heap and in Python's own allocator, without MLX's cache. Then it returns free memory to the system
+and prints the resident size. Both are measured without requests.
 
-The way out. The process collects what is garbage, and counts what is in use: bytes of the C heap
-and of Python's own allocator, without MLX's cache. Then it gives back what is free, and says what
-is resident. Both figures are those of a moment without requests.
-
-What this file needs is glibc 2.33 or newer. Elsewhere it says nothing.
-
-Next: `tests/server/test_soak.py`, which asks.
+It needs glibc 2.33 or newer; elsewhere it prints nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ NUMBERS = count(1)
 
 
 class Heap(ctypes.Structure):
-    """What glibc's `mallinfo2` tells of the C heap."""
+    """glibc's `mallinfo2` of the C heap."""
 
     _fields_ = [
         ("of_blocks", ctypes.c_size_t * 4),
@@ -47,7 +43,7 @@ class Heap(ctypes.Structure):
 
 
 class Weight(NamedTuple):
-    """What an idle process holds, in MiB."""
+    """What an idle process uses, in MiB."""
 
     in_use: float
     resident: float
@@ -68,7 +64,7 @@ def in_use() -> float:
 
 
 def python_bytes() -> int:
-    """What Python's own allocator has given out. It tells only C's standard error."""
+    """The bytes that Python's own allocator has given out. It prints to C's standard error only."""
     with tempfile.TemporaryFile() as file:
         usual = os.dup(2)
         os.dup2(file.fileno(), 2)

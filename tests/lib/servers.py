@@ -1,4 +1,4 @@
-"""A server as a user starts it, and clients that speak to it: what the tests of the door share.
+"""A server as a user starts it, and clients for the server tests.
 
 `Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for
 what no client library would send.
@@ -31,7 +31,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Server:
-    """`serve.py` in a process of its own, on a port that is free."""
+    """`serve.py` in a process of its own, on a free port."""
 
     program = ROOT / "serve.py"
     patience = 120.0  # seconds for an answer; a busy machine takes a few
@@ -48,7 +48,7 @@ class Server:
             self.wait()
 
     def wait(self) -> None:
-        """Until it says where it is."""
+        """Wait until it prints its address."""
         self.address = self.says(r"at (http://\S+)/v1")[1]
         self.host, self.port = self.address.removeprefix("http://").rsplit(":", 1)
         self.port = int(self.port)
@@ -79,7 +79,7 @@ class Server:
     # --- clients
 
     def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Reply:
-        """One request on a connection of its own. A body that is no text is sent as JSON."""
+        """One request on a connection of its own. A body that is not a string is sent as JSON."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -110,7 +110,7 @@ class Server:
         )
 
     def is_idle(self) -> bool:
-        """Do all slots become free, and does nothing wait?"""
+        """Wait until all slots are free and nothing waits."""
         names = ("requests_running", "requests_waiting")
         with suppress(AssertionError):
             return wait_for(lambda: not any(map(self.gauge, names)))
@@ -121,8 +121,8 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has. The system gives away higher ones, so until they are used no neighbour
-    is given one of them."""
+    """Ports that nobody uses. The system assigns higher ones, so no neighbour gets one of them
+    meanwhile."""
     with ExitStack() as held:
         ports = []
         while len(ports) < count:
@@ -135,7 +135,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def hail(process: subprocess.Popen, by: int) -> None:
-    """A signal every few milliseconds, until the process has ended."""
+    """Send a signal every few milliseconds, until the process has ended."""
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         process.send_signal(by)
@@ -174,10 +174,10 @@ class Reply(NamedTuple):
 
 
 class Line:
-    """A raw connection: it sends what it is told, byte by byte."""
+    """A raw connection that sends exactly the given bytes."""
 
     def __init__(self, host: str, port: int, receive: int = 0, client: str = ""):
-        """`receive`: bytes that the system takes in while nobody reads. `client`: its address."""
+        """`receive`: the size of the receive buffer. `client`: its address."""
         self.socket = socket.socket()
         if receive:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
@@ -206,7 +206,7 @@ class Line:
         return self.send("\n".join([*lines, f"Content-Length: {len(data)}", "", ""])).send(data)
 
     def until(self, mark: bytes) -> bytes:
-        """What comes, up to and with a mark."""
+        """Read up to and including a mark."""
         while mark not in self.rest:
             more = self.socket.recv(65536)
             assert more, f"closed before {mark!r}: {self.rest[-300:]!r}"
@@ -225,7 +225,7 @@ class Line:
         return Reply(int(head.split()[1]), headers, body)
 
     def everything(self) -> bytes:
-        """All up to the end of the connection."""
+        """Read to the end of the connection."""
         while more := self.socket.recv(65536):
             self.rest += more
         return self.rest

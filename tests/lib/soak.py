@@ -1,8 +1,9 @@
-"""A soak of the engine: a third of the requests is cancelled, some are wrong, all come at once.
+"""A soak of the engine: a third of the requests is cancelled, some are invalid, all arrive at once.
 
-Every request ends exactly once, one that is not cancelled gets what it gets alone, and all slots are
-free at the end. Memory is weighed after each quarter of the requests, and must not grow with their
-number (`serve_memory.py`). `run_rounds` and `growth` serve the soak over HTTP, too (`tests/server/test_soak.py`).
+Every request ends exactly once, one that is not cancelled gets the answer it gets alone, and all
+slots are free at the end. Memory is measured after each quarter of the requests, and must not grow
+with their number (`serve_memory.py`). `run_rounds` and `growth` are used by the soak over HTTP,
+too (`tests/server/test_soak.py`).
 """
 
 import os
@@ -30,8 +31,8 @@ def run_rounds(
     weigh: Callable[[], Weight | None],
     rounds: int = 4,
 ) -> list[Weight]:
-    """Clients in threads share the numbers of the requests. Return what is held after each round,
-    where it can be weighed."""
+    """Clients in threads share the requests. Return the memory in use after each round, where it can
+    be measured."""
     weights = []
     for place in range(rounds):
         numbers = iter(range(requests * place // rounds, requests * (place + 1) // rounds))
@@ -54,8 +55,7 @@ def growth(weights: list[Weight]) -> Weight:
 
 
 def make_cases(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts and settings of many kinds, half of the prompts with a common beginning. All are
-    seeded."""
+    """Prompts and settings of many kinds, half of the prompts with a common prefix. All are seeded."""
     opening, cases = [rng.randrange(256) for _ in range(80)], []
     for n in range(40):
         prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 30, 70]))]
@@ -81,7 +81,7 @@ BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
 def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
-    """How many requests ended, and how. An answer that is wrong is counted as "wrong"."""
+    """How many requests ended, by reason. A wrong answer is counted as "wrong"."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))

@@ -19,7 +19,7 @@ NO_CODE = {
 
 
 def places(file: Path) -> set[str]:
-    """The functions and classes of a file, methods with their class in front."""
+    """The functions and classes of a file, methods with their class first."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.parse(file.read_text()).body:

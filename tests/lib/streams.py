@@ -1,6 +1,6 @@
-"""What an answer says, in one form for all routes, whole or streamed: so that two can be compared.
+"""An answer in one form for all routes, whole or streamed, so that two can be compared.
 
-A stream is put together again as a client does it.
+A stream is put together as a client does it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def told(path: str, reply: Reply, stream: bool) -> Told:
 
 
 def told_choice(body: dict) -> Told:
-    """Of a chat, or of a plain completion."""
+    """A choice of a chat, or of a plain completion."""
     (choice,) = body["choices"]
     message = choice.get("message", choice)
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -94,7 +94,7 @@ def told_response(body: dict) -> Told:
 
 
 def streamed_response(reply: Reply) -> dict:
-    """The last event has all of it once more, and the pieces join to it."""
+    """The last event repeats everything, and the pieces join to it."""
     events = reply.events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]

@@ -1,4 +1,4 @@
-"""A program in a pseudo-terminal, and what such a terminal would show."""
+"""A program in a pseudo-terminal, and what the terminal would show."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OTHER = re.compile(
 
 
 class Terminal:
-    """A program in a terminal of so many characters, and the picture there. `spoiled`: lines of
-    Python that are run in it before its `main`."""
+    """A program in a terminal of this size, and its picture. `spoiled`: lines of Python that run in
+    it before its `main`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Terminal:
         self.vanish()
 
     def vanish(self) -> None:
-        """As if its window had been closed."""
+        """As if its window were closed."""
         for handle in (self.master, self.slave):
             with suppress(OSError):  # it has gone before
                 os.close(handle)
@@ -84,8 +84,7 @@ class Terminal:
         return "\n".join("".join(row).rstrip() for row in self.rows)
 
     def _draw(self) -> None:
-        """Obey the moves, skip the colours, write the rest: all that Textual needs of a
-        terminal."""
+        """Apply cursor moves, skip colours, write the rest: all that Textual needs of a terminal."""
         data = self.raw.decode(errors="replace")
         end = max(data.rfind("\x1b", 0, len(data)), 0) if "\x1b" in data[-40:] else len(data)
         i = self._drawn
@@ -123,7 +122,7 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     def sees(self, *parts: str, without: str = "\0") -> None:
-        """Wait until all of this is there, and what it is to be `without` has gone."""
+        """Wait until all of this is shown, and what it is to be `without` is gone."""
         deadline = time.monotonic() + 120
         while without in self.text() or not all(part in self.text() for part in parts):
             assert time.monotonic() < deadline, f"{parts} not seen:\n{self.text()}"

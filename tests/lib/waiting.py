@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does: as long as it takes, and not for ever."""
+"""Wait for another thread or process: as long as it takes, within a generous limit."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,8 @@ Found = TypeVar("Found")
 
 
 def wait_for(find: Callable[[], Found], seconds: float = 120) -> Found:
-    """What a function finds, as soon as it finds something. A machine may be busy with much else,
-    so only what will never come takes these seconds."""
+    """What a function returns, as soon as it is true. A machine may be busy, so only what will never
+    happen takes all these seconds."""
     deadline = time.monotonic() + seconds
     while not (found := find()):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"

@@ -1,6 +1,6 @@
 """An engine made of words, for the tests of the screen: the real engine and scheduler, no model, a
-clock that ticks as told. A decode step takes 10 ms there and a chunk of a prompt 5, and every
-prompt is answered with as many words as it may be."""
+clock under control. A decode step takes 10 ms and a chunk of a prompt 5, and every prompt is
+answered with as many words as it may be."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BEYOND = sys.maxunicode + 1  # an answer's tokens begin where the characters end
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,8 +41,8 @@ class Clock:
 
 
 def speak(prompt: str, index: int) -> str:
-    """The answer's piece at this index. It echoes what stands between quotes, so that a test can
-    put anything on the screen; else it tells a story."""
+    """The answer's piece at this index. It echoes what is quoted, so that a test can put anything on
+    the screen; else it tells a story."""
     if '"' in prompt:
         return prompt.split('"')[1][4 * index : 4 * (index + 1)]
     return " " * (index > 0) + STORY[index % len(STORY)]
@@ -108,8 +108,8 @@ class WordFlight:
 
 
 class WordRunner:
-    """The device half. It is busy with one step at a time: a step that is started waits for the one
-    before it."""
+    """The device half. It runs one step at a time: a step that is started waits for the one before
+    it."""
 
     def __init__(self, time: Clock, clock: Callable[[], float], slots: int, text: WordText):
         self.time, self.clock, self.text, self.slots = time, clock, text, slots

@@ -359,21 +359,6 @@ def test_broken_model_ends_the_process(model, tmp_path, file):
     assert done.returncode == 2 and len(lines(done.stderr)) == 1 and file in lines(done.stderr)[0]
 
 
-def in_shell(program: str, streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program whose standard streams the shell redirects."""
-    words = [sys.executable, str(ROOT / program), *arguments]
-    command = ["sh", "-c", f'exec "$@" {streams}', "sh", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
-def test_output_to_a_full_disk(model):
-    """One line and exit code 1."""
-    done = in_shell("ask.py", ">/dev/full", "--model", model, "--max-tokens", "4", "x")
-    assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
-    assert "Traceback" not in done.stderr
-
-
 def test_closed_pipe_exits_with_141(model):
     """`ask.py ... | head -1`."""
     words = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--ignore-eos"]
@@ -451,16 +436,6 @@ def test_version(here, asked):
     assert re.fullmatch(line, done.stdout)
 
 
-@pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
-def test_background_job_ignores_ctrl_c(tmp_path, program):
-    (tmp_path / "argparse.py").write_text(
-        "import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n"
-    )
-    ignores = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    done = run(ROOT / program, preexec_fn=ignores, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 7
-
-
 def test_importing_changes_no_signal_handler():
     code = "import signal; before = signal.getsignal(2); import ask, bench, tui; print(signal.getsignal(2) is before)"
     assert python(code).stdout == "True\n"
@@ -492,7 +467,7 @@ def test_long_value_is_quoted_shortened(here, program, arguments):
     check_that_it_is_short(done)
 
 
-@pytest.mark.parametrize("program", ["ask.py", "tui.py", "bench.py"])
+@pytest.mark.parametrize("program", ["tui.py", "bench.py"])
 def test_long_value_in_a_process(program):
     """The model is looked for by a thread of the screen, and by another process of the
     benchmark."""

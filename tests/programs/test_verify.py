@@ -210,7 +210,7 @@ def test_model_without_grammars(capsys, few, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--ways", "company,luck"], "--ways: 'luck' is none; choose among company,chunks,"),
+        (["--ways", "company,luck"], "--ways: 'luck' is unknown; choose among company,chunks,"),
         (["--rounds", "0"], "--rounds"),
         (["--model", "nowhere"], "--model"),
     ],

@@ -19,7 +19,6 @@ from processes import run
 from servers import COMPLETIONS, Server
 
 import bench
-from docs.make import page, plot, tables
 from runtime.files import check_writable, write_whole
 
 ROOT = Path(__file__).parents[2]
@@ -251,31 +250,6 @@ def no_room(monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_page_on_a_full_disk(no_room, tmp_path, capsys):
-    out = tmp_path / "out.html"
-    out.write_text(OLD)
-    assert page.main([str(ROOT / "docs" / "index.html"), str(out)]) == 1
-    said = capsys.readouterr()
-    assert f"{out}: File too large" in said.err and not said.out
-    assert out.read_text() == OLD and [*tmp_path.iterdir()] == [out]
-
-
-def test_tables_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
-    stale = tmp_path / "docs" / "page.md"
-    stale.parent.mkdir()
-    text = f"<!-- made: long -->\n| an | old |\n{OLD}"
-    stale.write_text(text)
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setitem(tables.MAKERS, "long", lambda: f"| {'x' * 5000} |\n")
-    monkeypatch.setattr(sys, "argv", ["tables.py"])
-    with pytest.raises(SystemExit, match=f"{stale}: File too large"):
-        tables.main()
-    assert stale.read_text() == text and not capsys.readouterr().out
-    monkeypatch.setitem(tables.MAKERS, "long", lambda: "| x |\n")
-    assert tables.main() == 0 and "| x |" in stale.read_text()
-    assert capsys.readouterr().out == "docs/page.md\n"
-
-
 def test_benchmark_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
     record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
     record |= {"figures": {"decode tokens/s": 1.0}}
@@ -296,15 +270,6 @@ def test_benchmark_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
     assert f"File too large: '{measured}'" in said
     assert measured.read_text() != OLD, "what found room is kept"
     assert 0 < len(json.loads(measured.read_text())["records"]) < 100
-
-
-def test_plot_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
-    picture = tmp_path / "bench.svg"
-    picture.write_text(OLD)
-    monkeypatch.setattr(plot, "draw", lambda records: "x" * 5000)
-    assert plot.main([str(ROOT / "docs" / "bench-open.json"), str(picture)]) == 1
-    assert f"File too large: '{picture}'" in capsys.readouterr().err
-    assert picture.read_text() == OLD
 
 
 def test_concurrent_writes(tmp_path):
