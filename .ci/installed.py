@@ -33,7 +33,8 @@ COMMANDS = {  # what each must print
     "--version": r"^nanobatch \d",
     "ask Count": r"\[stop: ",
     "models": "demo ",
-    "verify --ways company,threads": "Not one bit differs",
+    # Without the C libraries nothing is promised
+    "verify --ways company,threads": "Not one bit differs|Nothing is promised here",
     "--plain --script race24 --record run.json": "holds 2 runs",
     "page run.json out.html": r"^out.html: \d",
 }

@@ -9,6 +9,7 @@ script after `autoload -U bashcompinit && bashcompinit`.
 import re
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 
 from runtime import cli
 
@@ -38,6 +39,7 @@ def script(programs: Mapping[str, str], words: list[str]) -> str:
     return SCRIPT.format(cases="\n".join(cases), words=" ".join(words))
 
 
+@cache
 def options_of(file: str) -> str:
     done = subprocess.run([*cli.start(file), "--help"], capture_output=True, text=True, check=True)
     return " ".join(sorted({*re.findall(r"(?<![\w-])--[a-z][\w-]*", done.stdout)}))
