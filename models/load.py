@@ -22,7 +22,16 @@ from pathlib import Path
 from distributed.group import ALONE, Ranks
 from kernels import mlx as device
 from kernels.mlx import mx, readable
-from kernels.packed import LEAST, MLX_GROUPS, Matrix, dequantized, joined, packed
+from kernels.packed import (
+    LEAST,
+    MLX_GROUPS,
+    Matrix,
+    dequantized,
+    groups_of,
+    joined,
+    packed,
+    widened,
+)
 from models.config import read_config
 from models.embedding_support import why_not
 from models.gguf_weights import GgufWeights
@@ -249,8 +258,12 @@ class ModelReader:
         group = self.weights.tensors[name].group
         scales = self.take(f"{module}.scales")
         offsets = self.take(f"{module}.biases")
-        start, stop, _ = columns.indices(scales.shape[-1] * group)
+        width = groups_of(scales, group) * group
+        start, stop, _ = columns.indices(width)
         is_cut = start % group or stop % group
+        if self.form != "packed" or self.config.factor(name) != 1 or stop - start < width:
+            scales = widened(scales, group)
+            offsets = widened(offsets, group)
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
             offsets = self.times(offsets, name)
@@ -260,7 +273,7 @@ class ModelReader:
             weight = weight.astype(mx.float16) if is_unknown else weight
             return Matrix(cut_out(weight, rows, columns), bias)
         words = slice(start * bits // 32, stop * bits // 32)
-        groups = slice(start // group, stop // group)
+        groups = slice(None) if stop - start == width else slice(start // group, stop // group)
         return Matrix(
             cut_out(weight, rows, words),
             bias,

@@ -30,7 +30,7 @@ def alike(file, folder, tokens=PROMPT) -> bool:
 
 # How much more memory than the file's tensors they take
 MOST = {"Q4_0": 1.15, "Q4_1": 1.15, "Q8_0": 1.15, "Q5_0": 1.7, "Q5_1": 1.7}
-MOST |= {"Q4_K": 1.5, "Q5_K": 1.85, "Q6_K": 1.85}
+MOST |= {"Q4_K": 1.05, "Q5_K": 1.6, "Q6_K": 1.42}
 
 
 @pytest.mark.parametrize("kind", KINDS)
