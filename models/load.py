@@ -1,16 +1,12 @@
-"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory
-beside them.
+"""Load a model: weights in the form that `forward` wants, and slots that fit the remaining memory.
 
-The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
-half precision or packed into a few bits. The forward pass wants one matrix for each product. A
-matrix stays packed where the device multiplies it so: on a GPU by MLX, on a CPU by our own product
-(`kernels/packed.py`). And memory that runs out is no exception in MLX: the process dies.
+A checkpoint stores queries, keys and values separately, in half precision or packed into a few bits.
+The forward pass wants one matrix for each product, and it stays packed where the device can multiply it
+so: on a GPU by MLX, on a CPU by our own product (`kernels/packed.py`).
 
-What this file keeps. A model and its slab are measured before the first tensor is read: what does
-not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
-ours never stand in memory together.
-
-Where next: `config.py`, for what a folder holds; `layers.py`, for what the weights are made into.
+Memory that runs out is no exception in MLX: the process dies. So a model and its slab are measured before
+the first tensor is read, and what does not fit is refused with sizes that would. Tensors are taken layer
+by layer, so the files' copy and ours are never in memory together.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""The tensors of a model folder: all that can be wrong with them is found before it can do harm.
+"""The tensors of a model folder, checked before they are used.
 
-The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN
-goes through in silence and comes out as nonsense, many tokens later. A serving engine must notice
-it while it loads.
-
-What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it
-in the shape that the config implies, and its numbers are finite and not all zero. Everything else
-raises `ModelError`, one line with the file, what is wrong with it, and what to do.
-
-Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a
-checkpoint and its converted copy are never in memory together.
+MLX loads lazily and checks little: a truncated download, a matrix of zeros or a NaN would become nonsense,
+many tokens later. A tensor leaves `Weights.take` only if the config implies it in this shape and its
+numbers are finite and not all zero. Anything else raises a `ModelError` of one line.
 """
 
 from __future__ import annotations
