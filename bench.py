@@ -86,7 +86,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     usual = "decode,closed,steps"
-    add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
+    add("--model", help="a model folder, a GGUF file, a hub id, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead")
     says = (
         f"measure these, too: {', '.join(PEERS)}, widened, the folder of another checkout; "
@@ -145,6 +145,9 @@ def check(args: argparse.Namespace) -> None:
     if args.model is not None and args.shape:
         words = f"--model {args.model} and --shape {args.shape} exclude each other"
         raise ValueError(f"{words}; give one")
+    engines = [rival.engine for rival in args.rivals]
+    if "mlx-lm" in engines and (args.model or "").lower().endswith(".gguf"):
+        raise ValueError("mlx-lm reads no GGUF file; compare with --vs llama.cpp")
     for part in args.parts:
         if part not in PARTS:
             words = f"--parts: {shown(part)} is no part"

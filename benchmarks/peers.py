@@ -21,6 +21,7 @@ from analysis.contention import my_cores
 from kernels.mlx import has_gpu, mx
 from models.config import read_config
 from models.load import ModelReader
+from runtime.gguf_file import is_gguf
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]
@@ -104,7 +105,7 @@ class LlamaCpp:
         self.c = llama_cpp
         self.numpy = numpy
         with tempfile.TemporaryDirectory(prefix="nanobatch-") as place:
-            file = Path(folder, GGUF)
+            file = Path(folder) if is_gguf(Path(folder)) else Path(folder, GGUF)
             if not file.exists():
                 file = make_gguf(Path(folder), Path(place))
             options = self.c.llama_model_default_params()

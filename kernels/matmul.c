@@ -316,7 +316,29 @@ INLINE void widen(const void *from, long first, long count, float *to, int form)
   }
 }
 
+/* Factors of 8 bits: in each row a byte for each group, which stands for its number less 128, and then a float16 number
+   for each SPAN weights, by which their bytes are multiplied. Such a row has whole SPANs, and its weights have six bits at
+   most: so a scale times a weight is exact. */
+enum { SPAN = 256 };
+static NOINLINE void widen_bytes(const Packed *a, const char *from, long first, long count, float *to) {
+  const long groups = a->groups, shares = groups * a->group / SPAN, shift = __builtin_ctz(SPAN) - a->shift;
+  const long row = first / groups, g = first % groups;
+  from += row * (groups + 2 * shares);
+  const uint16_t *sizes = (const uint16_t *)(from + groups);
+  for (long i = g; i < g + count; i += LANES, to += LANES) {
+    float size[2 * LANES];
+    store(size, all(float16(sizes[i >> shift])));
+    if (1 << shift < LANES) store(size + LANES / 2, all(float16(sizes[(i >> shift) + 1])));
+    store(to, times(add(bytes(from + i), all(-128)), load(size)));
+  }
+}
+
 INLINE void read_factors(const Packed *a, long first, long count, Factors *to, const int form) {
+  if (a->form_of_scales == EIGHT_BITS) {
+    widen_bytes(a, line(a, a->scales), first, count, to->scale);
+    widen_bytes(a, line(a, a->offsets), first, count, to->offset);
+    return;
+  }
   widen(line(a, a->scales), first, count, to->scale, a->form_of_scales);
   if (bits_of(form) < 16) widen(line(a, a->offsets), first, count, to->offset, a->form_of_scales);
 }

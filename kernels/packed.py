@@ -35,6 +35,8 @@ from kernels.matmul import LINE
 from kernels.mlx import mx
 
 FORMS = {mx.float32: matmul.FLOAT32, mx.float16: matmul.FLOAT16, mx.bfloat16: matmul.BFLOAT16}
+FORMS |= {mx.uint8: matmul.EIGHT_BITS}  # of scales and offsets (`widened`)
+SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
 MLX_GROUPS = (32, 64, 128)  # how many numbers may share a scale in MLX's own products
 LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
@@ -51,7 +53,8 @@ class Matrix(NamedTuple):
     """y = x W^T + b, with W as the checkpoint stores it. Of experts there is a W for each.
 
     W may be packed: `bits` bits a number, and a scale and an offset for every `group` of them.
-    Numbers of 16 bits may have a scale for each row, in float32, and no offset.
+    Numbers of 16 bits may have a scale for each row, in float32, and no offset. Scales and offsets
+    may be bytes (`widened`).
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -92,8 +95,8 @@ class Matrix(NamedTuple):
             return weight.astype(scales.dtype) * scales
         offsets = self.offsets[ids]
         if self.claim:
-            scales = scales.astype(mx.float32)
-            offsets = offsets.astype(mx.float32)
+            scales = widened(scales, self.group).astype(mx.float32)
+            offsets = widened(offsets, self.group).astype(mx.float32)
             if self.bits == 4:
                 weight = as_in_a_file(weight, scales.shape[-1] * self.group)
         return dequantized(weight, scales, offsets, self.group, self.bits)
@@ -107,7 +110,10 @@ class Matrix(NamedTuple):
     @property
     def size(self) -> int:
         """How many numbers it has: of packed ones, each scale is for a group of them."""
-        return self.weight.size if self.scales is None else self.scales.size * self.group
+        if self.scales is None:
+            return self.weight.size
+        *rows, _ = self.scales.shape
+        return math.prod(rows) * groups_of(self.scales, self.group) * self.group
 
     @property
     def packing(self) -> tuple:
@@ -147,7 +153,7 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
 def packed(matrix: Matrix) -> Matrix:
     """The same in the memory that our product reads, and with what multiplies by it."""
     group = matrix.group
-    K = matrix.scales.shape[-1] * group
+    K = groups_of(matrix.scales, group) * group
     bits = WIDER.get(matrix.bits, matrix.bits)
     form = {4: matmul.FOUR_BITS, 8: matmul.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
     arrays = [mx.contiguous(array) for array in matrix.arrays.values()]
@@ -184,12 +190,32 @@ def packed(matrix: Matrix) -> Matrix:
             else:
                 lay(source, matrix.bits, target, form, N, K)
     kept = {}
-    widths = [row // matrix.weight.dtype.size, K // group, K // group]
+    widths = [row // matrix.weight.dtype.size, *(array.shape[-1] for array in arrays[1:])]
     for name, array, place, width in zip(matrix.arrays, arrays, places, widths, strict=False):
         kept[name] = view(array.dtype, place, (N, width), (width, 1))
     claimed = view(mx.float32, 0, (K, N), (1, K))
     mx.eval(kept, claimed)
     return matrix._replace(**kept, bits=bits, claim=Claim(claimed))
+
+
+def groups_of(factors: mx.array, group: int) -> int:
+    """For how many groups of a row there are scales."""
+    width = factors.shape[-1]
+    each = SPAN // group
+    return width * each // (each + 2) if factors.dtype == mx.uint8 else width
+
+
+def widened(factors: mx.array, group: int) -> mx.array:
+    """Scales or offsets of 8 bits as the float32 numbers that they stand for; others as they are.
+
+    | a byte for each group: its number plus 128 | a float16 number for each SPAN weights |
+    """
+    if factors.dtype != mx.uint8:
+        return factors
+    groups = groups_of(factors, group)
+    numbers = factors[..., :groups].astype(mx.float32) - 128
+    sizes = mx.contiguous(factors[..., groups:]).view(mx.float16).astype(mx.float32)
+    return numbers * mx.repeat(sizes, SPAN // group, axis=-1)
 
 
 def dequantized(

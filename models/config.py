@@ -1,15 +1,8 @@
-"""What a model folder's config.json says, in our own words, and what of it cannot be served.
+"""Read a model's config.json, or the metadata of a GGUF file, into a `Config`.
 
-The problem. Each family of models writes its config in its own way, leaves other things unsaid, and
-changes with each release of transformers. A field that is read wrongly comes out as nonsense, many
-tokens later.
-
-What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass
-knows no family's name. What it has no place for is refused by the field's name, with what is
-supported.
-
-Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model
-of both.
+A `Config` holds all that a family changes as plain data, so the forward pass knows no family's name.
+Whatever it has no place for is refused by the field's name, with what is supported. Next: `weights.py`
+checks the tensors against the config; `load.py` makes a model of both.
 """
 
 import math

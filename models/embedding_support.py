@@ -1,18 +1,10 @@
-"""What a model was made for: answers, or vectors of texts.
-
-The problem. Any model has a state behind a text's last token, and from nearly all models that state is
-useless as a vector: nobody has trained it. A client that gets it does not notice. And a model that
-was made for vectors may have no head to answer with.
-
-The way out. The library that such models come from writes beside the weights how a vector is taken:
+"""Whether a model was made for embeddings: its files say how a vector is pooled.
 
     modules.json             Transformer, Pooling, Normalize
     1_Pooling/config.json    {"pooling_mode_lasttoken": true, ...}
 
-What this file keeps. A wish that a model was not made for is refused, with the reason. Vectors are the
-last token's state behind the last norm, scaled to the length 1 (`runtime/embeddings.py`).
-
-Where next: `Engine.embed` in `nanobatch.py`.
+Any model has a state after a text's last token, but unless it was trained for that, the state is useless
+as a vector: such vectors look valid, but are not. So a model that was not made for them is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""What one family of models has and another has not: a record for each family.
+"""How each family of models differs from Llama: one record for each in `FAMILIES`, at the end.
 
-The problem. Each family writes its config in its own way, and means something else by a field that
-is not there.
-
-What this file keeps. A family is one record in `FAMILIES`, at the end, and at most one function
-above. What they yield is plain data, fields of a `Config`: no other file knows a family's name.
-
-Where next: `config.py`, which reads what all families share.
+A record yields plain data, the fields of a `Config`. No other file knows a family's name, except for
+`gguf_config.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,12 +1,7 @@
-"""Typed access to the fields of a `config.json`, and one line for each that is wrong.
+"""Typed access to the fields of a config.json.
 
-The problem. A config comes from anywhere, and a field may be missing, of another type, or of a size
-that no model has. A KeyError says nothing to the user who has downloaded it.
-
-What this file keeps. Whatever is wrong is a `ModelError`, which names the file, the field and its
-value.
-
-Where next: `config.py`, which reads a whole config with it.
+A field that is missing, of another type, or beyond any model's size raises a `ModelError` of one line,
+with the file, the field and its value.
 """
 
 from pathlib import Path

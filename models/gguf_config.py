@@ -73,7 +73,7 @@ GEMMA_LAYER = OF_A_LAYER | {
 
 def architecture(file: Gguf) -> str:
     name = file.fields.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelError(
             f"{file.path}: the architecture {shown(name)} is not supported as GGUF. "
             f"Supported: {', '.join(ARCHITECTURES)}.",

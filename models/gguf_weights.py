@@ -7,17 +7,22 @@ GGUF can be written so without loss, because a product of two of its factors has
     Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d             -8 d, -128 d
     Q5_0         d (q - 16)                   8     32     d             -16 d
     Q4_1, Q5_1   d q + m                      4, 8  32     d             m
-    Q4_K, Q5_K   (d s) q - (dmin m)           4, 8  32     d s, float32  -dmin m, float32
-    Q6_K         (d s) (q - 32)               8     16     d s, float32  -32 d s, float32
+    Q4_K, Q5_K   (d s) q - (dmin m)           4, 8  32     d s           -dmin m
+    Q6_K         (d s) (q - 32)               8     16     d s           -32 d s
+
+A K-quant's d and dmin are float16 numbers for 256 weights, and s and m are bytes for each group. They
+stay so in memory (`widened` in `kernels/packed.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kernels.mlx import mx
+from kernels.packed import SPAN, widened
 from models.gguf_config import FREQUENCIES, names, renamed
 from models.weights import Tensor, Weights
 from runtime.files import ModelError
@@ -26,7 +31,8 @@ from runtime.gguf_file import GgufTensor, read_gguf
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 CHUNK = 2**24  # numbers that are decoded at a time
 
-Decoded = tuple[mx.array, mx.array, mx.array]  # of some blocks: numbers, scales, offsets
+# Of some blocks: numbers, scales, offsets; of K-quants, scales and offsets as bytes, each with its factor
+Decoded = tuple[mx.array, ...]
 
 
 # --- from blocks of bytes to numbers --------------------------------------------------------------
@@ -72,32 +78,31 @@ def q8_0(blocks: mx.array) -> Decoded:
     return blocks[:, 2:] ^ 128, d, -128 * d  # signed numbers plus 128
 
 
-def factors(blocks: mx.array) -> tuple[mx.array, mx.array]:  # (n, bytes) -> twice (n, 8)
-    """Scales and offsets of Q4_K and Q5_K: six bits each, the upper two of the last four apart."""
+def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
+    """Scales and offsets of Q4_K and Q5_K. The upper two bits of the last four stand with the first."""
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = mx.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
     minima = mx.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
-    d, dmin = (half(blocks, at).astype(mx.float32) for at in (0, 2))
-    return d * scales, -dmin * minima
+    return scales + 128, half(blocks, 0), minima + 128, -half(blocks, 2)
 
 
 def q4_k(blocks: mx.array) -> Decoded:
     numbers = nibbles(blocks[:, 16:].reshape(-1, 4, 32))
-    return numbers.flatten(1), *factors(blocks)
+    return numbers.flatten(1), *six_bits(blocks)
 
 
 def q5_k(blocks: mx.array) -> Decoded:
     numbers = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     fifth = blocks[:, None, 16:48] >> mx.arange(8, dtype=mx.uint8)[:, None] & 1
-    return (numbers | fifth << 4).flatten(1), *factors(blocks)
+    return (numbers | fifth << 4).flatten(1), *six_bits(blocks)
 
 
 def q6_k(blocks: mx.array) -> Decoded:
     low = nibbles(blocks[:, :128].reshape(-1, 2, 64))  # (n, 2, 128)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> mx.array([[0], [2], [4], [6]], mx.uint8) & 3
-    d = half(blocks, 208).astype(mx.float32)
-    scales = d * mx.contiguous(blocks[:, 192:208]).view(mx.int8)
-    return (low | high.flatten(2) << 4).flatten(1), scales, -32 * scales
+    d = half(blocks, 208)
+    scales = blocks[:, 192:208] ^ 128
+    return (low | high.flatten(2) << 4).flatten(1), scales, d, scales, -32 * d
 
 
 class Form(NamedTuple):
@@ -113,9 +118,9 @@ FORMS = {
     "Q5_0": Form(q5_0, 8, 32),
     "Q5_1": Form(q5_1, 8, 32),
     "Q8_0": Form(q8_0, 8, 32),
-    "Q4_K": Form(q4_k, 4, 32, mx.float32),
-    "Q5_K": Form(q5_k, 8, 32, mx.float32),
-    "Q6_K": Form(q6_k, 8, 16, mx.float32),
+    "Q4_K": Form(q4_k, 4, 32, mx.uint8),
+    "Q5_K": Form(q5_k, 8, 32, mx.uint8),
+    "Q6_K": Form(q6_k, 8, 16, mx.uint8),
 }
 
 
@@ -164,11 +169,14 @@ class GgufWeights(Weights):
         return form.bits, form.group
 
     def _read(self, tensor: Tensor) -> mx.array:
+        name = re.sub(r"\.(scales|biases)$", ".weight", tensor.name)
+        stored = self.file.tensors[name]
         if tensor.name not in self._decoded:
-            name = tensor.name.replace(".scales", ".weight").replace(".biases", ".weight")
-            self._decoded |= decoded(self.file.tensors[name])
+            self._decoded |= decoded(stored)
         array = self._decoded.pop(tensor.name)
-        self._check_numbers(tensor, array)
+        is_bytes = array.dtype == mx.uint8
+        numbers = widened(array, FORMS[stored.type.name].group) if is_bytes else array
+        self._check_numbers(tensor, numbers)
         return array
 
 
@@ -181,7 +189,10 @@ def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
     *out, width = stored.shape
     module = ours.removesuffix(".weight")
     base = stored.name.removesuffix(".weight")
-    shape = (*out, width // form.group)
+    groups = width // form.group
+    if form.factors == mx.uint8:
+        groups += 2 * width // SPAN
+    shape = (*out, groups)
     return {
         ours: Tensor(stored.path, stored.name, mx.uint32, (*out, width * form.bits // 32)),
         f"{module}.scales": Tensor(stored.path, f"{base}.scales", form.factors, shape),
@@ -199,17 +210,22 @@ def decoded(stored: GgufTensor) -> dict[str, mx.array]:
     form = FORMS[kind]
     found = []
     for blocks in blocks_of(stored):
-        numbers, scales, offsets = form.decode(blocks)
-        arrays = (words(numbers, form.bits), scales, offsets)
+        numbers, *factors = form.decode(blocks)
+        arrays = [words(numbers, form.bits), *factors]
         mx.eval(arrays)
         found.append([array.flatten() for array in arrays])
-    base = stored.name.removesuffix(".weight")
-    keys = (stored.name, f"{base}.scales", f"{base}.biases")
     *out, _ = stored.shape
-    return {
-        key: mx.concatenate(chunks).reshape(*out, -1)
-        for key, chunks in zip(keys, zip(*found, strict=True), strict=True)
-    }
+    arrays = [mx.concatenate(chunks).reshape(*out, -1) for chunks in zip(*found, strict=True)]
+    if form.factors == mx.uint8:
+        weight, scales, of_scales, offsets, of_offsets = arrays
+        arrays = [weight, beside(scales, of_scales), beside(offsets, of_offsets)]
+    base = stored.name.removesuffix(".weight")
+    return dict(zip((stored.name, f"{base}.scales", f"{base}.biases"), arrays, strict=True))
+
+
+def beside(factors: mx.array, sizes: mx.array) -> mx.array:
+    """Bytes and what they are multiplied by, row by row, as `widened` reads them."""
+    return mx.concatenate([factors, sizes.view(mx.uint8)], axis=-1)
 
 
 def blocks_of(stored: GgufTensor) -> Iterator[mx.array]:  # each (n, bytes of a block)

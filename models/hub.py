@@ -1,15 +1,7 @@
-"""Where models are: a folder, the hub's cache, LM Studio's folder, the hub. And what there is, and
-which can be served.
+"""Find models, and list those that are here: folders, GGUF files, the hub's cache, LM Studio, Ollama.
 
-The problem. A name such as `owner/name` may mean a folder here, a download of last month's or
-nothing at all. To ask the network first costs seconds, or a minute where there is none. And what a
-machine holds is often in a form that cannot be served; its owner should learn that before a minute
-of loading, and what to look for instead.
-
-What this file keeps. A model that lies here as a whole is used as it is, and the network is never
-asked. `listed` reads names, configs and headers, never a weight, and no broken model ends it.
-
-Where next: `config.py`, for what a folder holds.
+A complete local model is used as it is, without asking the network. `listed` reads names, configs and
+headers, but no weights, and a broken model does not end it.
 """
 
 import math

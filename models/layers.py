@@ -1,12 +1,7 @@
-"""What a model is made of: projections, MLPs, layers, and the model itself.
+"""The parts of a model: projections, MLPs, experts, norms, layers.
 
-The problem. `forward` multiplies by a projection and does not ask how it is stored. But a
-checkpoint may have a matrix whole, packed into a few bits, or as one of many experts.
-
-What this file keeps. Whatever stands for a projection is called with the input and answers with the
-output. It is a plain record of arrays, made once, when the model is loaded.
-
-Where next: `load.py`, which makes a model of a folder.
+Each projection is a record of arrays, made once when the model is loaded. It is called with the input and
+returns the output, however its weights are stored, so `forward` need not ask. Next: `load.py`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory
-beside them.
+"""Load a model: weights in the form that `forward` wants, and slots that fit the remaining memory.
 
-The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
-half precision or packed into a few bits. The forward pass wants one matrix for each product. A
-matrix stays packed where the device multiplies it so: on a GPU by MLX, on a CPU by our own product
-(`kernels/packed.py`). And memory that runs out is no exception in MLX: the process dies.
+A checkpoint stores queries, keys and values separately, in half precision or packed into a few bits.
+The forward pass wants one matrix for each product, and it stays packed where the device can multiply it
+so: on a GPU by MLX, on a CPU by our own product (`kernels/packed.py`).
 
-What this file keeps. A model and its slab are measured before the first tensor is read: what does
-not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
-ours never stand in memory together.
-
-Where next: `config.py`, for what a folder holds; `layers.py`, for what the weights are made into.
+Memory that runs out is no exception in MLX: the process dies. So a model and its slab are measured before
+the first tensor is read, and what does not fit is refused with sizes that would. Tensors are taken layer
+by layer, so the files' copy and ours are never in memory together.
 """
 
 from __future__ import annotations
@@ -23,7 +19,16 @@ from distributed.group import ALONE, Ranks
 from kernels import fused_attention
 from kernels import mlx as device
 from kernels.mlx import mx, readable
-from kernels.packed import LEAST, MLX_GROUPS, Matrix, dequantized, joined, packed
+from kernels.packed import (
+    LEAST,
+    MLX_GROUPS,
+    Matrix,
+    dequantized,
+    groups_of,
+    joined,
+    packed,
+    widened,
+)
 from models.config import read_config
 from models.embedding_support import why_not
 from models.gguf_weights import GgufWeights
@@ -276,8 +281,12 @@ class ModelReader:
         group = self.weights.tensors[name].group
         scales = self.take(f"{module}.scales")
         offsets = self.take(f"{module}.biases")
-        start, stop, _ = columns.indices(scales.shape[-1] * group)
+        width = groups_of(scales, group) * group
+        start, stop, _ = columns.indices(width)
         is_cut = start % group or stop % group
+        if self.form != "packed" or self.config.factor(name) != 1 or stop - start < width:
+            scales = widened(scales, group)
+            offsets = widened(offsets, group)
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
             offsets = self.times(offsets, name)
@@ -287,7 +296,7 @@ class ModelReader:
             weight = weight.astype(mx.float16) if is_unknown else weight
             return Matrix(cut_out(weight, rows, columns), bias)
         words = slice(start * bits // 32, stop * bits // 32)
-        groups = slice(start // group, stop // group)
+        groups = slice(None) if stop - start == width else slice(start // group, stop // group)
         return Matrix(
             cut_out(weight, rows, words),
             bias,

@@ -1,13 +1,7 @@
-"""Does it fit? The slots and their length, as asked for or as the memory allows, and what all ranks
-must have alike.
+"""Choose slots and their length to fit the free memory, and check that all ranks agree.
 
-The problem. Memory that runs out is no exception in MLX: the process dies. And ranks that differ
-would add up nonsense without complaint.
-
-What this file keeps. A model and its slab are measured before the first tensor is read: what does
-not fit is refused, with sizes that would.
-
-Where next: `load.py`, which asks here before it reads.
+Memory that runs out is no exception in MLX: the process dies. So weights and slab are measured before a
+tensor is read. And ranks that differ would add up nonsense without complaint.
 """
 
 from __future__ import annotations

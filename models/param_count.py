@@ -1,12 +1,8 @@
-"""What a forward pass reads and multiplies, counted from the model's own arrays.
+"""Count the bytes a forward pass reads and the products it computes, from the model's own arrays.
 
-The problem. Why do eight answers cost as much as one? The answer is a sum of bytes and of products,
-and no config has it: weights may be packed, shared with the embedding, or cut among ranks.
-
-What this file keeps. Each array is counted where `forward` uses it, and once. An array that is in
-memory twice, in two parts of the model, is read twice.
-
-Where next: `analysis/step_costs.py`, which computes the cost of a step from it.
+No config has these sums: weights may be packed, shared with the embedding, or cut among ranks. Each array
+is counted once, where `forward` uses it; one that is in memory twice is read twice. Next:
+`analysis/step_costs.py`, which makes a step's costs of it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""The tensors of a model folder: all that can be wrong with them is found before it can do harm.
+"""The tensors of a model folder, checked before they are used.
 
-The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN
-goes through in silence and comes out as nonsense, many tokens later. A serving engine must notice
-it while it loads.
-
-What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it
-in the shape that the config implies, and its numbers are finite and not all zero. Everything else
-raises `ModelError`, one line with the file, what is wrong with it, and what to do.
-
-Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a
-checkpoint and its converted copy are never in memory together.
+MLX loads lazily and checks little: a truncated download, a matrix of zeros or a NaN would become nonsense,
+many tokens later. A tensor leaves `Weights.take` only if the config implies it in this shape and its
+numbers are finite and not all zero. Anything else raises a `ModelError` of one line.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from typing import NamedTuple
 
 from kernels import mlx as device
 from kernels.mlx import mx
-from kernels.packed import LEAST, MLX_GROUPS, WIDER, row_nbytes
+from kernels.packed import LEAST, MLX_GROUPS, SPAN, WIDER, row_nbytes
 from models.config import Config
 from runtime.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from runtime.validation import one_line, shown
@@ -227,14 +220,19 @@ class Weights:
             if len(shape) == 1 or size == 4 or width < LEAST:
                 return 4 * count
             return 2 * count + 4 * count // width
-        size = self.tensors[f"{name.removesuffix('.weight')}.scales"].dtype.size
-        if form == "packed" and is_multiplied:
+        scales = self.tensors[f"{name.removesuffix('.weight')}.scales"]
+        size = scales.dtype.size
+        # Bytes that stand for scales are widened where their rows are cut, or where MLX multiplies
+        is_cut = width * tensor.bits < 32 * tensor.shape[-1]
+        if (form == "packed" and is_multiplied) or (size == 1 and (form != "packed" or is_cut)):
             size = 4
         if form == "checkpoint" and tensor.group not in MLX_GROUPS:
             return 2 * count
         if width % tensor.group:
             return (4 if form == "packed" else size) * count
         factors = 2 * size * (count // tensor.group)
+        if size == 1:
+            factors += 4 * count // SPAN
         if form != "packed":
             return tensor.bits * count // 8 + factors
         kept = WIDER.get(tensor.bits, tensor.bits)

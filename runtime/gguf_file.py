@@ -134,7 +134,7 @@ def parts_of(path: Path) -> list[Path]:
 def read_gguf(path: Path) -> Gguf:
     """Metadata and directory of a GGUF file; ModelError, in one line, for whatever is wrong with it."""
     first, *others = [_read_part(part) for part in parts_of(path)]
-    if not others and first.fields.get("split.count", 0) < 2:
+    if not others and first.fields.get("split.count", 0) in (0, 1):
         return first
     tensors = dict(first.tensors)
     for part in others:

@@ -82,7 +82,7 @@ class GgufText:
         self.types = self._list("token_type", int)
         if self.is_bytewise:
             name = self.fields.get(f"{PREFIX}pre")
-            if name not in WORDS:
+            if not isinstance(name, str) or name not in WORDS:
                 raise self._refuse("pre", name, WORDS)
             self.words = WORDS[name]
         else:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader
+from gguf_models import make_pair
 
 import bench
 from benchmarks import peers
@@ -204,6 +205,18 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
         options.n_threads == options.n_threads_batch == len(peers.my_cores())
         and options.type_k == options.type_v == 0
     )
+
+
+def test_llama_cpp_takes_a_gguf_file_as_it_is(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "make_gguf", lambda *_: pytest.fail("it was made anew"))
+    file, _ = make_pair(tmp_path, num_hidden_layers=1)
+    taken = []
+    monkeypatch.setattr(
+        library, "llama_model_load_from_file", lambda path, _: taken.append(path) or "model"
+    )
+    peer = peers.LlamaCpp(str(file), rows=1, length=20)
+    (answer,) = drive(peer, [TimedRequest([5, 6], 4)])
+    assert taken == [str(file).encode()] and answer.tokens == sums([5, 6], 4)
 
 
 def test_long_prompt_is_one_call(library, tmp_path, monkeypatch):

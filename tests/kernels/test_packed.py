@@ -16,7 +16,7 @@ from distributed.group import Ranks
 from kernels import matmul
 from kernels import mlx as device
 from kernels.mlx import mx, tree_flatten
-from kernels.packed import Matrix, address, joined, packed
+from kernels.packed import Matrix, address, dequantized, joined, packed
 from models.load import ModelReader, read_model
 from models.memory import is_batch_invariant
 from models.param_count import arrays
@@ -101,6 +101,54 @@ def test_packed_product_has_the_widened_bits(kind):
             assert mx.array_equal(matrix(x), x @ wide.T), (N, K, count)
         ids = mx.array([[0, N], [N + 3, 1]])
         assert mx.array_equal(matrix.embed(ids), wide[ids])
+
+
+def of_bytes(seed: int, shape: tuple, bits: int, group: int) -> Matrix:
+    """As K-quants of GGUF are: a scale is a byte times a float16 number for 256 weights."""
+    rng = np.random.default_rng(seed)
+    *out, K = shape
+    weight = rng.integers(0, 2**32, (*out, K * bits // 32), dtype=np.uint32)
+    weight &= 0xFFFFFFFF if bits == 4 else 0x3F3F3F3F  # six bits at most
+
+    def factors() -> mx.array:
+        numbers = rng.integers(0, 256, (*out, K // group), dtype=np.uint8)
+        sizes = (rng.random((*out, K // 256)) / 9999).astype(np.float16).view(np.uint8)
+        return mx.array(np.concatenate([numbers, sizes], axis=-1))
+
+    return Matrix(mx.array(weight), None, factors(), factors(), bits, group)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (8, 16)])
+def test_scales_of_bytes_give_the_bits_of_the_widened_weights(bits, group):
+    """Of one product and of each expert's; the sum is cut along K; an odd number of 256 weights."""
+    for seed, (N, K) in enumerate([(100, 8192), (35, 2304), (17, 256)]):
+        parts = [of_bytes(seed + n, (N + n, K), bits, group) for n in (0, 9)]
+        matrix = packed(joined(parts))
+        wide = mx.concatenate(
+            [dequantized(part.weight, *spread(part), group, bits) for part in parts]
+        )
+        assert mx.array_equal(matrix.embed(mx.arange(len(wide))), wide)
+        assert matrix.size == wide.size
+        for count in (1, 7, 200):
+            x = normal(count, count, K)
+            assert mx.array_equal(matrix(x), x @ wide.T), (N, K, count)
+    part = of_bytes(3, (5, 70, 512), bits, group)
+    x = normal(1, 9, 1, 1, 512)
+    chosen = mx.array(np.random.default_rng(0).integers(0, 5, (9, 3)))
+    wide = Matrix(dequantized(part.weight, *spread(part), group, bits))
+    assert mx.array_equal(packed(part)(x, chosen), wide(x, chosen))
+
+
+def spread(part: Matrix) -> list[mx.array]:
+    """Scales and offsets as float32 numbers, one byte after the other."""
+    found = []
+    for factors in (part.scales, part.offsets):
+        data = np.array(factors)
+        groups = part.weight.shape[-1] * 32 // part.bits // part.group
+        sizes = np.ascontiguousarray(data[..., groups:]).view(np.float16).astype(np.float32)
+        numbers = data[..., :groups].astype(np.float32) - 128
+        found.append(mx.array(numbers * sizes.repeat(256 // part.group, axis=-1)))
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

