@@ -325,8 +325,8 @@ class Engine:
             for request in done.ended:
                 self.registry.retire(request.id)
             tokens_out = self.registry.output_tokens - tokens_before
-            times = StepTimes(plan.at, step.began, began, read, self.clock())
-            self.registry.record(StepView.of(plan, step, done, tokens_out, times))
+            times = StepTimes(step.began, began, read, self.clock())
+            self.registry.record(StepView.committed(plan, step, done, tokens_out, times))
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()

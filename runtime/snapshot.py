@@ -231,7 +231,6 @@ class RequestView:
 class StepTimes(NamedTuple):
     """When a step reached each of its stages, on the engine's clock."""
 
-    planned: float
     built: float  # the runner began to build it
     waited: float  # the engine began to wait for its tokens
     read: float
@@ -289,8 +288,8 @@ class StepView:
     )
 
     @staticmethod
-    def of(plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes) -> StepView:
-        """A plan in plain numbers, once it has been run. `tokens`: that were delivered."""
+    def of(plan: Plan, **rest: Any) -> StepView:
+        """A plan in plain numbers, once it has been run. `rest`: the fields that a plan lacks."""
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -302,11 +301,21 @@ class StepView:
             waiting=plan.waiting,
             policy=plan.policy,
             cost=plan.cost,
-            began=times.planned,
+            began=plan.at,
+            **rest,
+        )
+
+    @staticmethod
+    def committed(
+        plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes
+    ) -> StepView:
+        """A step of the engine. `tokens`: the number that was delivered."""
+        return StepView.of(
+            plan,
             ghosts=done.ghosts,
             tokens=tokens,
             ended=times.committed,
-            plan_s=times.built - times.planned,
+            plan_s=times.built - plan.at,
             build_s=run.build_s,
             device_s=run.device_s,
             wait_s=run.wait_s + times.read - times.waited,

@@ -32,7 +32,7 @@ PARTS = {
     "choice": (Runner, "finish"),
     "read": (runner.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
-    "record": (nanobatch.StepView, "of"),
+    "record": (nanobatch.StepView, "committed"),
 }
 
 

@@ -260,7 +260,7 @@ def test_orders_survive_the_wire(parts, budget):
     assert any(len(ids) > 1 for order in orders for *_, ids in order.decodes)
     follower = Runner.__new__(Runner)
     follower.ranks = wire
-    follower.run = lambda order, picks: heard.append(order) or SimpleNamespace(read=list)
+    follower.run = lambda order, rows: heard.append(order) or SimpleNamespace(read=list)
     follower.follow()
     assert all(isinstance(prefill, Prefill) for order in heard for prefill in order.prefills)
     for order, same in zip(orders, heard, strict=True):
