@@ -47,7 +47,7 @@ class Telling(NamedTuple):
     text: str  # the question, or the explanation
     answers: tuple[str, ...] = ()
     asks: bool = False  # waits for an answer
-    draft: int | None = None  # from 1
+    guess: int | None = None  # from 1
     verdict: str = ""  # the right answer
     pressed: tuple[str, ...] = ()  # keys for the same
     place: str = ""  # the line of code

@@ -234,7 +234,7 @@ class Tour:
     def _set_stage(self) -> None:
         for line in CLEARED:
             self.desk.obey(line)
-        self.state.settings = Settings(guesses=False)
+        self.state.settings = Settings(speculate=False)
         self.state.prompts = self.scene.prompts
         self.state.cursor = None
         self.state.selected = 0
