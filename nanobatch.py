@@ -54,6 +54,7 @@ from runtime.files import ModelError
 from runtime.handle import Handle, Result, check_arguments
 from runtime.loop import Driver, Loop
 from runtime.model_source import Report, Source
+from runtime.protocols import Grammar, RunnerProtocol
 from runtime.registry import RequestRegistry
 from runtime.sampling_params import SamplingParams
 from runtime.signals import Held
@@ -106,7 +107,7 @@ class Engine:
         speculate: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        runner: Runner | None = None,  # another device half, for tests
+        runner: RunnerProtocol | None = None,  # another device half, for tests
         sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
     ):
         if sizes is None:
@@ -133,14 +134,14 @@ class Engine:
         device.close_at_exit(self)
 
     def _serve(
-        self, model: Model, text: Tokenizer, sizes: Sizes, runner: Runner | None = None
+        self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
     ) -> None:
         """Serve this model from here on, with a slab of these sizes."""
         summary = memory.described(model, sizes)
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, self.clock)
         with self.changed:
-            self.runner: Runner | None = runner
+            self.runner: RunnerProtocol | None = runner
             self._slab_is_lost = False  # with a step that failed
             self.registry.model = model.cost
             self.model = model
@@ -183,7 +184,7 @@ class Engine:
         *,
         client: str = "",
         origin: Any = None,
-        grammar: Any = None,
+        grammar: Grammar | None = None,
         ends: Callable[[str], bool] | None = None,
         prefix_cache: bool = True,
         speculate: bool = True,
