@@ -7,7 +7,7 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -45,12 +45,14 @@ class Result:
         return unit(self.vector, dimensions)
 
 
-def check_arguments(sampling: SamplingParams, client: str) -> None:
-    """Raise a ValueError if these arguments of `submit` are of another type."""
+def checked_sampling(sampling: SamplingParams | None, client: str) -> SamplingParams:
+    """The sampling of a request. A ValueError if these arguments of `submit` are of another type."""
+    sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
     if not isinstance(client, str):
         raise ValueError(f"client is a {type(client).__name__}; give a text")
+    return sampling
 
 
 class Owner(Protocol):
@@ -256,6 +258,10 @@ class Handle:
         for text, (id, value) in zip(texts, likely.items(), strict=True):
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
+
+    def masks(self, draft: Sequence[int]) -> Sequence[bytes]:
+        """What the grammar, if there is one, allows after each token of a draft."""
+        return () if self.grammar is None else self.grammar.masks(draft)
 
     def take(self, output: StepOutput, now: float) -> str | None:
         """Take a token from commit; returns why the answer ends with it, or None. The token of a

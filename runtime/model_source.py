@@ -65,6 +65,18 @@ class Source(NamedTuple):
         return Checked(self._replace(files=files), reader, text, sizes)
 
 
+def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: int) -> None:
+    """Raise an error if an engine's weights and slab have to stay."""
+    if is_closed:
+        raise RuntimeError("the engine is closed; load another")
+    if ranks > 1:
+        raise RuntimeError("several ranks share this model, so it stays to their end")
+    if source is None:
+        raise RuntimeError("this model came without its files; use an engine of Engine.load")
+    if requests:
+        raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
+
+
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of change of each file in a model folder."""
     states = {path: path.stat() for path in folder.iterdir() if path.is_file()}
