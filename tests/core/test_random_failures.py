@@ -33,7 +33,7 @@ def test_soak_of_random_requests_cancels_and_bad_input(parts):
 
 CALLS = [
     "forward",
-    "choose",
+    "sample",
     "Runner.begin",
     "Runner.finish",
     "Runner._start",
