@@ -1,14 +1,7 @@
-"""Where an engine's model comes from, so that the model can be let go of and read again.
+"""Where an engine's model comes from, so that it can be unloaded and read again.
 
-The problem. Weights and slab are nearly all of an engine's memory, and an idle engine needs neither.
-But what was let go of has to come back: the same model, although its files may have changed
-meanwhile, or another one, although its files may be broken.
-
-What this file keeps. Nothing is read before it has been checked: the names and shapes of all tensors,
-the tokenizer, and the memory, with what the engine holds already counted as free. A `Checked` is
-read once.
-
-Where next: `Engine.release` and `Engine.reload` in `nanobatch.py`; `models/load.py`, which reads.
+Nothing is read before it has been checked: the names and shapes of all tensors, the tokenizer, and the
+memory, with what the engine holds already counted as free.
 """
 
 from __future__ import annotations
