@@ -1,9 +1,8 @@
 """Chapter 5: the engine. One step is plan -> run -> commit.
 
-The problem. Requests come at any moment, and each is at another place of its answer. The chapters
-before have the parts: a forward pass that takes them all (`llama.py`), a slab that holds their keys
-and values (`kv.py`), a scheduler that decides what runs next (`sched.py`), a sampler for each of them
-(`sampling.py`), and a runner that computes a step on the device (`runner.py`).
+The problem. Requests come at any moment, and each is at another place of its answer. There is a
+forward pass that takes them all (`llama.py`), a slab that holds their keys and values (`kv.py`), a
+scheduler that decides what runs next (`sched.py`), and a runner that computes it (`runner.py`).
 
 The solution. `Engine` ties them together:
 
@@ -11,11 +10,8 @@ The solution. `Engine` ties them together:
               any thread |________________ one thread at a time _________________|    any thread
 
 A plan names requests; a `ForwardBatch` names slots and numbers, and is all that a forward pass needs
-to know. With run-ahead, the next step is started before the tokens of the last one are read.
-
-    in flight   a step that has been started, and whose tokens have not been read
-    ghost       a sequence that runs in a step although its request has ended meanwhile
-    rank        one of several processes that share a model; rank 0 leads, the others follow
+to know. With run-ahead, the next step is started before the tokens of the last one are read. Such a
+step is *in flight*. A sequence that runs in it although its request has ended is a *ghost*.
 
 The invariant: a request's answer depends on its prompt, its `SamplingParams` and the model alone: not
 on its neighbours in the batch, not on its slot, and not on when it came. (A request that samples at
@@ -29,13 +25,11 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from course.overlay import labelled
 from kernels import mlx as device
@@ -44,16 +38,15 @@ from models import memory
 from models.embedding_support import check_embeds
 from models.layers import Model
 from models.memory import Sizes
-from models.param_count import nbytes_of
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
 from runtime.deprecated import renamed_attributes, renamed_names, renamed_options
 from runtime.errors import let_go, show_fault
-from runtime.files import ModelError
-from runtime.handle import Handle, Result, check_arguments
+from runtime.handle import Handle, Result, checked_sampling
 from runtime.loop import Driver, Loop
-from runtime.model_source import Report, Source
+from runtime.model_source import ModelError, Report, Source, check_unused
+from runtime.protocols import Grammar, RunnerProtocol
 from runtime.registry import RequestRegistry
 from runtime.sampling_params import SamplingParams
 from runtime.signals import Held
@@ -81,9 +74,9 @@ class Engine:
     is not `is_batch_invariant`, so that no token depends on them.
     `embeds`: the model was made for embeddings, although its files do not say so.
     `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
-    `on_commit` is yours to set: a function that is called after each commit with tokens, and after
-    each end from elsewhere (cancel, close, a failed step), with the handles that have new output. No
-    lock is held then, so it may do anything but wait in a loop's own thread.
+    `on_commit` is yours to set: it is called after each commit with tokens, and each end from elsewhere
+    (cancel, close, a failed step), with the handles that have new output. No lock is held then, so it
+    may do anything but wait in a loop's own thread.
     """
 
     __getattr__ = renamed_attributes(exact="is_batch_invariant", reuse="prefix_cache")
@@ -106,7 +99,7 @@ class Engine:
         speculate: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        runner: Runner | None = None,  # another device half, for tests
+        runner: RunnerProtocol | None = None,  # another device half, for tests
         sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
     ):
         if sizes is None:
@@ -133,14 +126,14 @@ class Engine:
         device.close_at_exit(self)
 
     def _serve(
-        self, model: Model, text: Tokenizer, sizes: Sizes, runner: Runner | None = None
+        self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
     ) -> None:
         """Serve this model from here on, with a slab of these sizes."""
         summary = memory.described(model, sizes)
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, self.clock)
         with self.changed:
-            self.runner: Runner | None = runner
+            self.runner: RunnerProtocol | None = runner
             self._slab_is_lost = False  # with a step that failed
             self.registry.model = model.cost
             self.model = model
@@ -164,14 +157,9 @@ class Engine:
         report: Report | None = None,
         **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
-
-        `kv`: how keys and values are stored: "float32", or "auto", which is float16 if the checkpoint
-        has 16 bits a weight or fewer.
-        `report` is called with a line for each stage of loading.
-        """
-        source = Source(str(model), dtype, kv, report or (lambda stage: None), options)
-        checked = source.check()
+        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`:
+        "float32", or "auto", float16 for weights of 16 bits or fewer. `report`: told each stage."""
+        checked = Source(str(model), dtype, kv, report or (lambda stage: None), options).check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source
         return engine
@@ -185,24 +173,21 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         client: str = "",
-        origin: Any = None,
-        grammar: Any = None,
+        origin: object = None,
+        grammar: Grammar | None = None,
         ends: Callable[[str], bool] | None = None,
         prefix_cache: bool = True,
         speculate: bool = True,
     ) -> Handle:
-        """Queue a prompt: a text, chat messages, or token ids as they are.
+        """Queue a prompt: a text, chat messages, or token ids as they are. Never waits for a step.
 
-        This never waits for a step. It raises QueueFull if the queue is full.
         `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: those who watch see it.
         `grammar`: that of the `sampling`, if it has been compiled already (`text.grammar`).
         `ends`: called with each piece of the answer; True makes it the last one.
-        `prefix_cache`: whether the request may use cached prefixes, and leave its own.
-        `speculate`: whether draft tokens may be tried for it, as the engine does.
+        `prefix_cache`, `speculate`: False forbids cached prefixes, or draft tokens.
         """
-        sampling = SamplingParams() if sampling is None else sampling
-        check_arguments(sampling, client)
+        sampling = checked_sampling(sampling, client)
         text = self.text
         if sampling.embeds or not self.model.config.has_head:
             check_embeds(text.folder, sampling.embeds, self.embeds)
@@ -219,9 +204,8 @@ class Engine:
             prefix_cache = prefix_cache and self.prefix_cache
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), prefix_cache, client)
-            request.draft_source = (
-                PromptLookup(grammar) if speculate and self.drafter.most != 0 else None
-            )
+            if speculate and self.drafter.most != 0:
+                request.draft_source = PromptLookup(grammar)
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or the queue is full
             self.registry.open[request.id] = handle
@@ -293,8 +277,7 @@ class Engine:
             return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
         masks: Sequence[bytes] = ()
         try:
-            if handle.grammar is not None:
-                masks = handle.grammar.masks(member.draft)
+            masks = handle.masks(member.draft)
         except BaseException as error:  # a panic in the library's Rust is no Exception
             let_go(error)
             with self.changed:
@@ -311,8 +294,8 @@ class Engine:
         """
         if plan is None or not self.run_ahead:
             return 0
-        is_due = plan.is_due(self.eager_first_token) or self.drafter.may_follow(plan)
-        return 0 if is_due else 1
+        is_due = plan.is_due(self.eager_first_token)
+        return 0 if is_due or self.drafter.may_follow(plan) else 1
 
     def _commit(self) -> None:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
@@ -328,8 +311,8 @@ class Engine:
             for request in done.ended:
                 self.registry.retire(request.id)
             tokens_out = self.registry.output_tokens - tokens_before
-            times = StepTimes(plan.at, step.began, began, read, self.clock())
-            self.registry.record(StepView.of(plan, step, done, tokens_out, times))
+            times = StepTimes(step.began, began, read, self.clock())
+            self.registry.record(StepView.committed(plan, step, done, tokens_out, times))
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()
@@ -363,15 +346,13 @@ class Engine:
         which = "a step" if unstarted is None else f"step {unstarted.step}"
         show_fault(f"{which} failed", error)
         self.ranks.fail(error)
-        plans = []
         if unstarted is not None:
-            plans.append(unstarted)
             try:
                 while self._in_flight:
                     self._commit()
             except BaseException as fault:
                 show_fault("the step before failed, too", fault)
-        plans += [plan for plan, _ in self._in_flight]
+        plans = [plan for plan, _ in self._in_flight] + [unstarted] * (unstarted is not None)
         with self.changed:
             failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
             all_end = self._slab_is_lost or not plans
@@ -418,11 +399,9 @@ class Engine:
             for handle in handles:  # after a refusal or Ctrl-C; else all have ended
                 handle.cancel()
 
-    def embed(self, texts: Sequence, dimensions: int | None = None) -> list[array]:
-        """A vector of length 1 for each text, or for each list of token ids.
-
-        `dimensions`: keep only the first numbers, for models that were trained for that.
-        """
+    def embed(self, texts: Sequence, dimensions: int | None = None) -> list[Sequence[float]]:
+        """A vector of length 1 for each text or list of token ids. `dimensions`: keep only its first
+        numbers, for models that were trained for that."""
         results = self.generate(texts, SamplingParams(embeds=True))
         return [result.unit_vector(dimensions) for result in results]
 
@@ -431,8 +410,7 @@ class Engine:
         return Loop(self)
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()`: asleep if a loop steps the engine, else by stepping it. False after
-        `timeout` seconds."""
+        """Wait until `ready()`, asleep or by stepping the engine. False after `timeout` seconds."""
         return self.driver.wait(ready, timeout, self.step)
 
     @property
@@ -493,17 +471,14 @@ class Engine:
             self._unload()
 
     def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
-        """Serve another model from here on, or read this one again, with other sizes if given.
-
-        `sizes`: slots, max_len, usual_len, chunk and budget, as `Engine` takes them.
-        The other model is checked before this one is unloaded. If it cannot be read all the same,
-        this one is read again. Meanwhile no request is accepted.
-        """
+        """Serve another model, or read this one again, with other sizes (slots, max_len, usual_len,
+        chunk, budget) if given. The other model is checked before this one is unloaded. If it cannot
+        be read all the same, this one is read again. Meanwhile no request is accepted."""
         with self.changed:
             self._check_unused()
-        source = self._source.with_changes(model, sizes)
         held = 0 if self.is_released else memory.slab_of(self.model, self._sizes)
-        checked = source.check(held + nbytes_of(self.model))
+        held += memory.nbytes_of(self.model)
+        checked = self._source.with_changes(model, sizes).check(held)
         with self._changing(), device_lock, device_stream():
             self._unload(is_reloading=True)
             try:
@@ -517,14 +492,8 @@ class Engine:
 
     def _check_unused(self) -> None:
         """Raise an error if weights and slab have to stay. Called under the lock."""
-        if self.driver.is_closed:
-            raise RuntimeError("the engine is closed; load another")
-        if self.ranks.size > 1:
-            raise RuntimeError("several ranks share this model, so it stays to their end")
-        if self._source is None:
-            raise RuntimeError("this model came without its files; use an engine of Engine.load")
-        if count := len(self.registry.open):
-            raise RuntimeError(f"requests that are open: {count}; wait for their end, or cancel")
+        open_requests = len(self.registry.open)
+        check_unused(self.driver.is_closed, self.ranks.size, self._source, open_requests)
 
     def _unload(self, is_reloading: bool = False) -> None:
         while self._in_flight:  # nothing but ghosts runs in them, or else the check fails
@@ -538,8 +507,7 @@ class Engine:
         device.give_back()
 
     def _ensure_loaded(self) -> None:
-        """Before a step: read weights that were unloaded, or replace a slab that was lost with a
-        failed step. If that fails, the step fails."""
+        """Read weights that were unloaded, or replace a slab that was lost with a failed step."""
         if self.is_released:
             self._load_again()
         elif self._slab_is_lost:
@@ -548,6 +516,5 @@ class Engine:
 
     def _load_again(self) -> None:
         """Read the same model again, for a slab of the same sizes."""
-        source = self._source._replace(asked=self._sizes._asdict())
-        checked = source.check(text=self.text)
+        checked = self._source._replace(asked=self._sizes._asdict()).check(text=self.text)
         self._serve(checked.read(), checked.text, checked.sizes)

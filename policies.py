@@ -1,17 +1,18 @@
-"""Chapter 3, second part: how policies differ. How many requests may come in now, and who is next?
+"""Chapter 3, second part: how policies differ. How many requests are admitted now, and which is next?
 
-The problem. Requests wait in line, and some slots are free. An early first token for one, or a full
-batch for all? Those who came first, or those who ask for little? No choice is right for every crowd.
+The problem. Requests wait in the queue, and some slots are free. An early first token for one, or a
+full batch for all? First come, first served, or the short ones first? No choice is right for every
+load.
 
-The way out. A policy is a record with two answers. `room` is told how many slots are free and how
-many requests run, and says how many may come in now. `next` yields the requests in line, and the
-scheduler admits as many as there is room for.
+The solution. A policy is a record with two functions. `room` takes the number of free slots and of
+running requests, and returns how many to admit now. `next` yields the waiting requests in the order
+of admission, and the scheduler takes as many as there is room for.
 
-What this file keeps. No request waits for ever. Under `fair`, a client without a slot is overtaken
-once at most by each other client. Under `short`, a request of n tokens is overtaken only by those
-that come within the next n steps. Nothing is noted of a client that has nothing in line.
+The invariant: no request waits forever. Under `fair`, a client without a slot is overtaken at most
+once by each other client. Under `short`, a request of n tokens is overtaken only by those that come
+within the next n steps. Nothing is kept of a client that has no request in the queue.
 
-Where next: `prefix.py`, which says into which of the free slots a request goes.
+Where next: `prefix.py`, which chooses the slot of a request.
 """
 
 from collections import Counter
@@ -37,7 +38,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots is next; of these, the one served longest ago.
 
     A client that has not been served waits since its oldest request came. Later it waits since the
-    last step that admitted a request of it: the others that were in line then remember the step.
+    last step that admitted one of its requests: those that were in the queue then remember the step.
     """
     now = scheduler.steps + 1
     held = Counter(request.client for request in scheduler.running.values())
@@ -46,7 +47,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     for request in scheduler.waiting.values():
         queue = queues.setdefault(request.client, [])
         since = now if queue else max(request.came, request.turn)
-        # When those before it have been admitted, its client has so many slots
+        # The slots of its client once those before it have been admitted
         slots = held[request.client] + len(queue)
         line.append((slots, since, request.id, request))
         queue.append(request)
@@ -58,7 +59,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:
-    """The shortest prompt is next. Each step in line counts as a token less."""
+    """The shortest prompt is next. Each step in the queue counts as a token less."""
     line = scheduler.waiting.values()
     return iter(sorted(line, key=lambda request: len(request.prompt) + request.came))
 

@@ -1,24 +1,24 @@
-"""Chapter 3, third part: which prompts begin alike, and which slots hold the common rows.
+"""Chapter 3, third part: prefix caching. Which prompts begin alike, and which slots hold their rows?
 
 The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
-all that was said before. Their keys and values are the same rows, so they should be computed once.
-But to compare each new prompt with what every slot holds, token by token and again in every step,
-takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
+everything that was said before. Their keys and values are the same rows, so they should be computed
+once. But to compare each new prompt with what every slot holds, token by token and again in every
+step, takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
 
-The way out: a prefix tree, a trie. (SGLang's radix cache is one, too.) A prompt is cut into
-segments of 16 tokens. Each segment is an edge of the tree, and leads from one `Node` to the next.
-Prompts that begin alike walk through the same nodes. So two prompts share n segments exactly if
-their n-th nodes are one and the same object:
+The solution: a prefix tree, a trie. (SGLang's radix cache is one, too.) A prompt is cut into segments
+of 16 tokens. Each segment is an edge of the tree, from one `Node` to the next. Prompts that begin
+alike walk through the same nodes. So two prompts share n segments exactly if their n-th nodes are one
+and the same object:
 
     prompt A   c a t s _ s i t _ d o w n        segments of 4:   cats -> _sit -> _dow
     prompt B   c a t s _ r u n _ a w a y                         cats -> _run -> _awa
 
 Both walk through one node, `cats`, and then part.
 
-A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes
-on from the last node of its prompt. From then on a comparison is a look at one node, and each node
-knows the slots that hold its rows. Only behind the last common segment are tokens compared one by
-one, since a conversation goes on from any row.
+A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer
+continues from the last node of its prompt. From then on a comparison looks at one node, and each node
+knows the slots that hold its rows. Only after the last common segment are tokens compared one by one,
+because a conversation may go on from any row.
 
 The invariant: a slot that holds a node holds all nodes before it on the same path.
 
@@ -58,12 +58,12 @@ class Trail(NamedTuple):
 
 
 class Prefixes:
-    """The paths of all open and remembered prompts, and the slots with their rows."""
+    """The paths of all open and cached prompts, and the slots with their rows."""
 
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
-        self.by_use = list(range(slots))  # the slot unused for longest stands first
+        self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: whose prompt it holds
         self._trails = [Trail()] * slots  # by slot: the text of these rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
@@ -75,13 +75,13 @@ class Prefixes:
         self._children = WeakValueDictionary()
 
     def trail(self, prompt: Sequence[int], prefix_cache: bool) -> Trail:
-        """A prompt and its path. A prompt without reuse has no path."""
+        """A prompt and its path. Without prefix caching it has none."""
         if not prefix_cache:
             return Trail(prompt)
         return Trail(prompt, self._walk(prompt, self._root))
 
     def _walk(self, tokens: Sequence[int], last: Node) -> list[Node]:
-        """The nodes behind `last`, along these tokens."""
+        """The nodes after `last`, along these tokens."""
         found = []
         data = array("q", tokens).tobytes()
         width = 8 * self.segment
@@ -95,7 +95,7 @@ class Prefixes:
         return found
 
     def match(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
-        """How many rows of this prompt the slots hold at most, and the first slot with so many.
+        """The most rows of this prompt that one of the slots holds, and the first slot with them.
 
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
@@ -117,7 +117,7 @@ class Prefixes:
         return most, best
 
     def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
-        """How many rows a prompt and a slot have in common, if the first `rows` are known to be."""
+        """The number of rows that a prompt and a slot have in common, at least `rows`."""
         tokens = self._trails[slot].tokens
         limit = min(self.rows[slot], len(prompt) - 1)
         while rows < limit and prompt[rows] == tokens[rows]:
@@ -129,8 +129,8 @@ class Prefixes:
 
         The slot with the most common rows is best: no row needs to be copied. But all its other
         rows are lost. If there are more of them than common ones, the slot may hold a conversation
-        with the same system prompt, and the conversation may go on later. Then the slot unused for
-        longest is the better one.
+        with the same system prompt, and the conversation may go on later. Then the least recently
+        used slot is the better one.
         """
         oldest = free[0]
         if len(free) == 1:
@@ -145,7 +145,7 @@ class Prefixes:
         return slot, f"has its first {rows:,} rows"
 
     def best_source(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
-        """How many rows of this prompt to begin with, and the slot to copy them from.
+        """The number of cached rows to start this prompt with, and the slot to copy them from.
 
         None: the slot itself holds them. Another one has to hold `worth` rows more. To copy fewer
         takes longer than to compute them.
@@ -169,8 +169,8 @@ class Prefixes:
     def begin(self, slot: int, source: int | None, rows: int = 0, client: str = "") -> int:
         """The slot gets a new prompt. `source`: the slot to copy the first rows from.
 
-        Returns how many of these rows the client may be told of: none that another one wrote, since
-        that would confirm a guess at the other's prompt.
+        Returns the number of rows that the client may be told of: none that another client wrote,
+        because that would confirm a guess at the other's prompt.
         """
         is_own = self.clients[slot if source is None else source] == client
         self.clients[slot] = client
@@ -207,16 +207,16 @@ class Prefixes:
         return self._trails[slot] is trail
 
     def use(self, slot: int) -> None:
-        """The slot was used just now: of all slots, this one is written over last."""
+        """The slot was used just now: it is now the last to be overwritten."""
         self.by_use.remove(slot)
         self.by_use.append(slot)
 
     def forget(self, slot: int) -> None:
-        """What was noted of this slot no longer counts."""
+        """Forget what the slot holds."""
         self.hold(slot, Trail(), 0)
 
     def clear(self) -> None:
-        """No slot remembers anything, and none was used before another."""
+        """Forget what all slots hold, and in which order they were used."""
         for slot in range(len(self.rows)):
             self.forget(slot)
         self.by_use.sort()

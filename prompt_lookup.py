@@ -1,27 +1,27 @@
-"""Guesses: what may come next in an answer, and whether it pays to try.
+"""Speculative decoding: which draft tokens may come next in an answer, and whether they pay.
 
 The problem. A step reads every weight to bring one token to each answer, and would check several at
-little more. But which? Much of what a model writes has stood before: code that is rewritten, a text
-that is quoted, the keys of a schema. And a draft has a price: its row, and run-ahead, since a step
-with draft tokens is read before the next one is planned.
+little more. But which? Much of what a model writes repeats earlier text: code that is edited, a text
+that is quoted, the keys of a schema. And a draft has a price: a row for each token, and run-ahead,
+because a step with draft tokens is read before the next one is planned.
 
-The way out. A pointer follows the place where the two newest tokens stood side by side before:
+The solution: prompt lookup. A pointer follows the place where the two newest tokens occurred before:
 
     owl, cat, fox, bee ...  answer so far: owl, cat,        draft:  fox , bee ,
-              ^                            ^^^^ stood before
-              the pointer, which moves on with each token that comes as the text says
+              ^                            ^^^^ occurred before
+              the pointer, which moves on with each token that matches
 
-That is one look into a dictionary for each token. Tokens that come as the pointer says are *hits*,
-whether they were drafted or not. How often there is a hit depends on how many hits stand before it:
-of a pair that stood before, a third may go on in the same way; of a run of four, nearly all. So an
-answer keeps a rate for each length of a run, and draft tokens as far as the chance is worth the price of
-a row, which is learned from the clock. Nothing else makes it pause: where draft tokens fail, the rates
-fall. Under a grammar some tokens are forced: these draft tokens are always right.
+That costs one dictionary lookup for each token. A token that equals the one at the pointer is a
+*match*, whether it was drafted or not. How likely a match is depends on how many matches precede it:
+after a pair that occurred before, a third of the texts go on in the same way; after a run of four,
+nearly all. So an answer keeps a rate for each length of a run, and drafts as far as the chance is
+worth the price of a row, which is learned from the clock. Where drafts are rejected, the rates fall,
+and no other rule is needed to stop. Under a grammar some tokens are forced: these are always right.
 
-What this file keeps. A draft changes no token: `Scheduler.commit` takes what the sampler says. So
-what is drafted may depend on the clock. A text of one client is never looked up for another. And
-steps that others share become longer by about a twentieth at most, on average. (By more beside one
-other alone, since an answer counts as a copy until its first draft tokens have been read.)
+The invariant: a draft changes no token, because `Scheduler.commit` takes what the sampler says. So a
+draft may depend on the clock. The text of one client is never looked up for another. And steps that
+others share become longer by about a twentieth at most, on average. (By more next to one other alone,
+because an answer counts as a copy until its first drafts have been read.)
 
 Where next: `Scheduler.plan`, which asks, and `Scheduler.commit`, which decides.
 """
@@ -31,53 +31,60 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
-from typing import Any
+from typing import Protocol
 
 from sched import Plan, Request
 
-MOST = 15  # so many tokens of an answer are drafted at a time, unless the engine is told otherwise
-# How often a token comes as the pointer says, behind 0, 1, 2, 3 and more hits: so an answer begins.
+MOST = 15  # draft tokens of an answer in a step, unless the engine was made with another number
+# The rate of matches after 0, 1, 2, 3 and more matches, to begin with
 USUAL = (0.4, 0.6, 0.7, 0.85, 0.93)
-COPIED = 0.3  # the share of hits among an answer's tokens, to begin with
-NEWEST = 0.1  # the weight of the newest token in these
-FORGET = 0.02  # and of the newest step in what steps cost
-WAITING = 0.05  # a step that is read before the next one is planned takes so much longer
-PATIENCE = 0.05  # so much longer may steps be for those who gain nothing
-COPIES = 0.25  # below this share of hits, an answer gains nothing
-SELDOM = 16  # a grammar that has forced nothing for so many tokens is asked once in so many
+COPIED = 0.3  # the share of matches among an answer's tokens, to begin with
+NEWEST = 0.1  # the weight of the newest token in these averages
+FORGET = 0.02  # the weight of the newest step in what steps cost
+WAITING = 0.05  # how much longer a step takes that is read before the next one is planned
+PATIENCE = 0.05  # how much longer steps may be for those who gain nothing
+COPIES = 0.25  # below this share of matches, an answer gains nothing
+SELDOM = 16  # after this many tokens that were not forced, a grammar is asked once in as many
+
+
+class ForcingGrammar(Protocol):
+    """Where an answer is in its grammar (`text/grammar.py`)."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next."""
 
 
 class Pairs:
-    """The tokens of a text, and where it went on behind each pair of them the last time."""
+    """The tokens of a text, and where it continued after each pair of them the last time."""
 
     def __init__(self, tokens: Iterable[int]):
         self.tokens = list(tokens)
-        # A prompt may have a hundred thousand tokens, and all who decode would wait for a loop.
-        self.behind = dict(zip(pairwise(self.tokens), count(2), strict=False))
+        # No loop: a prompt may have a hundred thousand tokens, and all decoding requests would wait
+        self.after = dict(zip(pairwise(self.tokens), count(2), strict=False))
 
     def add(self, token: int) -> None:
         if self.tokens:
-            self.behind[self.tokens[-1], token] = len(self.tokens) + 1
+            self.after[self.tokens[-1], token] = len(self.tokens) + 1
         self.tokens.append(token)
 
 
 class PromptLookup:
-    """What may follow in one answer.
+    """The draft source of one answer (`sched.DraftSource`).
 
-    `grammar`: where the answer stands in its grammar, if it has one (`text/grammar.py`).
+    `grammar`: where the answer is in its grammar, if it has one.
     """
 
-    def __init__(self, grammar: Any = None):
+    def __init__(self, grammar: ForcingGrammar | None = None):
         self.text: Pairs | None = None  # prompt and answer, once there is a token to draft
-        self.hits = 0  # so many tokens in a row came as the pointer says
-        self.rates = list(USUAL)  # how often there is a hit, by the hits before
-        self.copied = COPIED  # the share of hits among the newest tokens
+        self.matches = 0  # the length of the current run of matches
+        self.rates = list(USUAL)  # of matches, by the length of the run before
+        self.copied = COPIED  # the share of matches among the newest tokens
         self._grammar = grammar
         self._earlier: Pairs | None = None  # of the same client
-        self._source: Pairs | None = None  # where the pointer stands
-        self._at = 0  # the token there may come next
-        self._read = 0  # so many tokens of the answer have been read
-        self._sure = 0  # up to here, tokens of the answer were forced last
+        self._source: Pairs | None = None  # the text that the pointer is in
+        self._at = 0  # where: this token may come next
+        self._read = 0  # tokens of the answer that have been read
+        self._sure = 0  # the end of the last tokens that were forced
 
     def begin(self, prompt: Sequence[int], earlier: Pairs | None) -> None:
         self.text = Pairs(prompt[:-1])
@@ -94,31 +101,31 @@ class PromptLookup:
     def _push(self, tokens: Iterable[int]) -> None:
         text = self.text
         for token in tokens:
-            is_hit = self._is_hit(token)
+            is_match = self._is_match(token)
             if self._source is None and text.tokens:
                 self._point((text.tokens[-1], token))
             text.add(token)
-            self.copied += NEWEST * (is_hit - self.copied)
+            self.copied += NEWEST * (is_match - self.copied)
 
-    def _is_hit(self, token: int) -> bool:
-        """Does this token come as the pointer says? The pointer moves on, or is gone."""
+    def _is_match(self, token: int) -> bool:
+        """Does this token equal the one at the pointer? Move the pointer on, or drop it."""
         source = self._source
         if source is None:
             return False
-        is_hit = source.tokens[self._at] == token
-        run = min(self.hits, len(USUAL) - 1)
-        self.rates[run] += NEWEST * (is_hit - self.rates[run])
-        self.hits = self.hits + 1 if is_hit else 0
+        is_match = source.tokens[self._at] == token
+        run = min(self.matches, len(USUAL) - 1)
+        self.rates[run] += NEWEST * (is_match - self.rates[run])
+        self.matches = self.matches + 1 if is_match else 0
         self._at += 1
-        if not is_hit or self._at == len(source.tokens):
+        if not is_match or self._at == len(source.tokens):
             self._source = None
-        return is_hit
+        return is_match
 
     def _point(self, pair: tuple[int, int]) -> None:
         for text in (self.text, self._earlier):
-            if text is not None and text.behind.get(pair, len(text.tokens)) < len(text.tokens):
+            if text is not None and text.after.get(pair, len(text.tokens)) < len(text.tokens):
                 self._source = text
-                self._at = text.behind[pair]
+                self._at = text.after[pair]
                 return
 
     def forced(self, most: int) -> list[int]:
@@ -134,47 +141,47 @@ class PromptLookup:
             return []
         return self._source.tokens[self._at : self._at + most]
 
-    def chances(self, count: int, hits: int | None = None) -> list[float]:
-        """How likely each of so many draft tokens is right, if all before it are."""
-        run = self.hits if hits is None else hits
+    def chances(self, count: int, matches: int | None = None) -> list[float]:
+        """The chance of each of `count` draft tokens to be accepted, if all before it are."""
+        run = self.matches if matches is None else matches
         return [self.rates[min(run + i, len(USUAL) - 1)] for i in range(count)]
 
     @property
     def may_be_forced(self) -> bool:
-        """Is the grammar to be asked, as soon as the newest token is known?"""
+        """Should the grammar be asked as soon as the newest token is known?"""
         if self._grammar is None:
             return False
         return self._read - self._sure < SELDOM or self._read % SELDOM == 0
 
     @property
     def next(self) -> tuple[float, int]:
-        """How likely there is a pointer behind the token that comes next, and behind how many hits."""
+        """The chance that there is a pointer after the next token, and the length of its run then."""
         if self._source is None:
             return self.copied, 0
-        return self.chances(1)[0], self.hits + 1
+        return self.chances(1)[0], self.matches + 1
 
     @property
     def gains(self) -> bool:
-        """Is so much of this answer drafted that longer steps are worth it?"""
+        """Are enough of its tokens copies to be worth longer steps?"""
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
 class Drafter:
-    """Guesses in an engine's steps: the scheduler calls it (`sched.Guess`).
+    """Proposes the draft tokens of an engine's steps. The scheduler calls it (`sched.ProposeDrafts`).
 
-    `most`: so many tokens of each answer, whatever they cost. None: where they pay.
+    `most`: up to this many tokens of each answer, whatever they cost. None: where they pay.
     """
 
     def __init__(self, most: int | None = None):
         if most is not None and most < 0:
             raise ValueError(f"speculate = {most}, but it must be at least 0")
         self.most = most
-        self._texts: dict[int, tuple[str, Pairs]] = {}  # by slot: whose text it had last
-        # A step takes so many seconds, and so many more for each of its rows.
+        self._texts: dict[int, tuple[str, Pairs]] = {}  # by slot: its last client, and the text
+        # Seconds of a step, and of each of its rows
         self._step_s = self._row_s = 0.0
         self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds
         self._last = 0.0  # when the newest step was read
-        self._owed = 0.0  # so many steps were lost by those who gain nothing
+        self._owed = 0.0  # what those who gain nothing have lost, in steps
 
     def __call__(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
         drafts: dict[int, tuple[int, ...]] = {}
@@ -184,7 +191,7 @@ class Drafter:
         rows = len(decoding)
         expected = float(rows)  # tokens of this step
         for request in decoding:
-            # A draft follows the newest token, so all tokens must have been read.
+            # A draft continues the newest token, so all tokens must have been read
             lookup = self._follow(request) if request.planned == request.committed else None
             most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
             if lookup is None or most < 1:
@@ -208,11 +215,11 @@ class Drafter:
         return drafts
 
     def _seconds(self, rows: int) -> float:
-        """What a step of so many rows takes."""
+        """The expected duration of a step with this many rows."""
         return self._step_s + self._row_s * rows
 
     def _must_wait(self, requests: Iterable[Request]) -> bool:
-        """Do some of them gain nothing, and have lost what they may lose?"""
+        """Have those who gain nothing lost as much as they may?"""
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
@@ -222,11 +229,10 @@ class Drafter:
         return all(lookup is not None and lookup.gains for lookup in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
-        """How many of these draft tokens bring more tokens a second than the step has without them? And
-        how many tokens are expected then?
+        """The number of draft tokens that pay, and the tokens that the step is expected to yield then.
 
-        A draft is right if all before it are. With a chance of c for one token more, a row more
-        pays if (expected + c) / (seconds + a row's) is above expected / seconds.
+        A draft token is accepted if all before it are. With a chance of c for one token more, a row
+        more pays if (expected + c) / (seconds + a row's) is above expected / seconds.
         """
         chance = 1.0
         for i, each in enumerate(chances):
@@ -238,8 +244,8 @@ class Drafter:
         return len(chances), expected
 
     def may_follow(self, plan: Plan) -> bool:
-        """Does it pay to read the tokens of this step before the next one is planned, since there may
-        be draft tokens in the next?"""
+        """Does it pay to read this step's tokens before the next one is planned, so that the next one may
+        have draft tokens?"""
         requests = [member.request for member in plan.emitters]
         found = [self._follow(r) for r in requests if r.max_tokens - r.planned > 1]
         known = [lookup for lookup in found if lookup is not None]
@@ -252,15 +258,15 @@ class Drafter:
         return gain > WAITING * rows * self._seconds(rows)
 
     def _gain(self, lookup: PromptLookup, rows: int) -> float:
-        """What may be gained by draft tokens in a step of so many rows: tokens times seconds."""
+        """What draft tokens may gain in a step with this many rows: tokens times seconds."""
         if lookup.may_be_forced:
             return math.inf
-        chance, hits = lookup.next
-        count, expected = self._paying(lookup.chances(MOST, hits), rows, rows)
+        chance, matches = lookup.next
+        count, expected = self._paying(lookup.chances(MOST, matches), rows, rows)
         return chance * ((expected - rows) * self._seconds(rows) - count * self._row_s * rows)
 
     def _follow(self, request: Request) -> PromptLookup | None:
-        """What may follow in this answer, as far as it has been read."""
+        """The draft source of a request, up to date with its answer."""
         lookup = request.draft_source  # another thread may end the request meanwhile
         if lookup is None or request.slot is None:
             return None
@@ -274,27 +280,25 @@ class Drafter:
         return lookup
 
     def learn(self, plan: Plan, read: float) -> None:
-        """This step was read at this moment: what do a step and a row cost?
+        """Learn from a step that was read just now what a step and a row cost.
 
-        Of late, as it were: a line through the newest steps, without those that read a prompt.
+        Exponentially weighted least squares over recent steps, without those that read a prompt.
         """
         seconds = read - max(self._last, plan.at)
         self._last = read
         if plan.chunks or self.most is not None:
             return
         rows = len(plan.decodes) + plan.draft_tokens
-        if (
-            self._sums[0] > 5
-        ):  # some steps are known; and another program may have had the processor
+        if self._sums[0] > 5:  # an outlier: another program may have had the processor
             seconds = min(seconds, 2 * self._seconds(rows))
         newest = (1, rows, rows * rows, seconds, rows * seconds)
         self._sums = [(1 - FORGET) * a + b for a, b in zip(self._sums, newest, strict=True)]
         n, r, rr, s, rs = self._sums
         usual = s / n
         spread = n * rr - r * r
-        # As long as all steps had as many rows, a row is taken to cost a tenth of a step.
+        # As long as all steps had the same number of rows, a row is taken to cost a tenth of a step
         slope = (n * rs - r * s) / spread if spread > 0.5 * n else 0.1 * usual
-        # The price is no more than most of what a row costs in all. Else one step that was interrupted
-        # could end all draft tokens, and no step would ever tell of a better price.
+        # Bounded, because else one interrupted step could end all drafts, and no later step would
+        # correct the price
         self._row_s = min(max(slope, 0.02 * usual), 0.8 * s / r)
         self._step_s = max(usual - self._row_s * r / n, 0.0)

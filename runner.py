@@ -33,7 +33,7 @@ from models.layers import Model
 from models.memory import Sizes, slab_shape
 from runtime.outputs import StepOutput
 from runtime.sampling_params import SamplingParams
-from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, choose
+from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
 from sched import Chunk, Decode, Plan
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
@@ -370,7 +370,7 @@ class Runner:
             all_rows += rows[slot]
             columns += range(len(rows[slot]))
         logits = mx.concatenate([output.logits for output in outputs])
-        tokens, logprobs = choose(logits, all_rows, self._slot_state)
+        tokens, logprobs = sample(logits, all_rows, self._slot_state)
         sampled[mx.array([row.slot for row in all_rows]), mx.array(columns)] = tokens
         last_states = mx.concatenate([output.states for output in outputs])
         states = {}

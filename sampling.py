@@ -5,8 +5,8 @@ another has a temperature of 0.8 and a seed, and a third must never say a certai
 the requests would run many small operations for each of them, one request after the other. One
 sampler for all would give seven requests the settings of the eighth.
 
-The way out. Requests that need the same work form a *group*. The logits of a group are a matrix
-with a row for each request, and each setting is a column of numbers beside the matrix.
+The solution. Requests that need the same work form a *group*. The logits of a group are a matrix with
+a row for each request, and each setting is a column of numbers next to the matrix.
 
               logits (n, V)           temperature (n, 1)    u (n, 1)
     A         2.1   4.0   3.3  ...    0.8                   0.31
@@ -15,23 +15,23 @@ with a row for each request, and each setting is a column of numbers beside the 
 So one operation does the same step for all rows. A greedy request costs an argmax and nothing else.
 For any other the steps are these, in mlx-lm's order:
 
-    mask      what a grammar forbids becomes minus infinity: for all that follows it is not there
-    edit      add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
-    spread    how far is each token below the likeliest one? The log probabilities are taken here
-    filter    top_k, top_p and min_p, each on the probabilities at temperature 1
-    draw      the temperature changes the weights of the tokens that are left, and one is drawn
+    mask       tokens that a grammar forbids become minus infinity
+    penalize   add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
+    spread     how far is each token below the likeliest one? The log probabilities are taken here
+    filter     top_k, top_p and min_p, each on the probabilities at temperature 1
+    draw       the temperature changes the weights of the tokens that are left, and one is drawn
 
-A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers. Sorting so
-many takes ten times as long as the whole forward pass of a small model. Instead, `likeliest` finds
-a few tokens by way of blocks, and `keep_nearest` finds by bisection how far down the filters reach.
-Both know their shapes beforehand and read no result, so the engine can prepare the next step while
-the device computes this one.
+A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers, and sorting
+them takes ten times as long as the whole forward pass of a small model. Instead, `likeliest` finds a
+few tokens by way of blocks, and `keep_nearest` finds by bisection how far down the filters reach. Both
+know their shapes beforehand and read no result, so the engine can prepare the next step while the
+device computes this one.
 
-The invariant: a request's token depends on the request's own logits, settings, seed and position.
-The group depends on the settings alone, and no operation here mixes rows. The noise is a hash of
-seed and position, so there is no generator whose state a neighbour could advance.
+The invariant: a request's token depends on the request's own logits, settings, seed and position. The
+group depends on the settings alone, and no operation here mixes rows. The noise is a hash of seed and
+position, so there is no generator whose state a neighbour could advance.
 
-Where next: chapter 5, `nanobatch.py`, which calls `choose` in every step.
+Where next: `runner.py`, which calls `sample` in every step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from kernels.mlx import has_gpu, mx
 from runtime.outputs import StepOutput, TokenLogprob
 from runtime.sampling_params import SHORT_LIST, SamplingParams
 
-PENALTY_CONTEXT = 20  # repetition_penalty applies to so many of the last tokens, prompt included
+PENALTY_CONTEXT = 20  # repetition_penalty applies to this many last tokens, prompt included
 BLOCK = 64  # rows of logits are padded to whole blocks
 SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
 class SamplingRow(NamedTuple):
-    """A row out of which a token comes in this step, and how its request wants it chosen."""
+    """A row that yields a token in this step, and how its request wants it sampled."""
 
     slot: int
     sampling: SamplingParams
@@ -65,14 +65,14 @@ class SamplingRow(NamedTuple):
         return self.before[len(self.before) - self.index :]
 
 
-def choose(
+def sample(
     logits: mx.array,  # (n, V)
     picks: Sequence[SamplingRow],
     state: SlotState,
 ) -> tuple[mx.array, list[Logprobs]]:  # (n,)
-    """A token for each pick, and the log probabilities for requests that have `logprobs`.
+    """Sample a token for each row, and measure log probabilities where `logprobs` asks for them.
 
-    `logits`: one row for each pick. If a row is not finite, its token is -1.
+    `logits`: one row for each of `picks`. If a row is not finite, its token is -1.
     """
     groups = defaultdict(list)
     for row, pick in enumerate(picks):
@@ -89,7 +89,7 @@ def choose(
         if has_mask:
             x = x + state.mask([pick.mask for pick in members])
         if group != "greedy":
-            x = edit(x.astype(mx.float32), members, state)
+            x = apply_penalties(x.astype(mx.float32), members, state)
             spread = Spread.of(x)
         if group in ("greedy", "edited"):
             best, ids = argmax(x)
@@ -112,8 +112,8 @@ def choose(
 
 
 class SlotState:
-    """What sampling keeps from step to step: the bias of each slot's request, and how a mask is
-    read."""
+    """What sampling keeps from step to step: the bias of each slot's request, and a table that unpacks
+    masks."""
 
     def __init__(self, slots: int, V: int):
         self._no_bias = mx.zeros(V)
@@ -138,20 +138,19 @@ class SlotState:
     def mask(self, masks: Sequence[bytes]) -> mx.array:  # (n, V)
         """0 for each token that is allowed, and minus infinity for the others.
 
-        On a CPU, to look up each byte, which stands for eight tokens, takes MLX a fifth of the time
-        that shifting bits takes.
+        On a CPU, looking up each byte of eight tokens takes MLX a fifth of the time of shifting bits.
         """
         octets = mx.array(memoryview(b"".join(masks)))
         each = self._mask_of_byte[octets].reshape(len(masks), -1)
         return each[:, : len(self._no_bias)]
 
 
-def edit(
+def apply_penalties(
     x: mx.array,  # (n, V)
     picks: Sequence[SamplingRow],
     state: SlotState,
 ) -> mx.array:  # (n, V)
-    """Add logit_bias, then make tokens less likely that stand before, or in the answer."""
+    """Add logit_bias, then the penalties for tokens that occurred before."""
     settings = [pick.sampling for pick in picks]
     if any(s.logit_bias for s in settings):
         biases = [state.bias(pick) for pick in picks]
@@ -170,7 +169,7 @@ def edit(
         is_said = mx.arange(width) < column(counts)
         presence = column([s.presence_penalty for s in settings])
         frequency = column([s.frequency_penalty for s in settings])
-        # Of a token that was said often, all entries have the same value: any may be the last
+        # All entries of a token that occurs several times have the same value: any may be the last
         once = gather(x, tokens) - presence * is_said[:, :1]
         x = mx.put_along_axis(x, tokens, once, axis=-1)
         rows = mx.arange(len(picks))[:, None]
@@ -179,7 +178,7 @@ def edit(
 
 
 def tokens_of(rows: Sequence[tuple[int, ...]], width: int) -> mx.array:  # (n, width)
-    """Tokens that stand before each pick's. A short row repeats its first token to the end."""
+    """Token ids as a matrix. A short row repeats its first token to the end."""
     full = []
     for row in rows:
         first = row[:1] or (0,)
@@ -191,7 +190,7 @@ def tokens_of(rows: Sequence[tuple[int, ...]], width: int) -> mx.array:  # (n, w
 
 
 def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
-    """The largest number of each row, and the id where that number first stands.
+    """The largest number of each row, and its first id.
 
     The CPU's form finds the first of the best blocks, and then the id within that block. MLX needs
     a third of the time for the maximum of each column, so a block is a small matrix.
@@ -209,7 +208,7 @@ def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
 
 
 class Spread(NamedTuple):
-    """How the tokens of each row spread out below the likeliest one.
+    """How far the tokens of each row are below the likeliest one.
 
         probability = e^-gap / total
 
@@ -231,16 +230,16 @@ class Spread(NamedTuple):
         x = padded(x, BLOCK, -math.inf)
         best = fold(mx.max, x)
         gap = best - x
-        weights = shrink(gap)
+        weights = exp_minus(gap)
         return Spread(best, gap, weights, total=fold(mx.sum, weights))
 
     def only(self, ids: mx.array) -> Spread:
         """The same for some tokens of each row: `ids`, gap and weights are (n, k)."""
         gap = gather(self.gap, ids)
-        return self._replace(gap=gap, weights=shrink(gap))
+        return self._replace(gap=gap, weights=exp_minus(gap))
 
 
-def shrink(gap: mx.array) -> mx.array:
+def exp_minus(gap: mx.array) -> mx.array:
     """e^-gap, as a power of 1/e. On a CPU, MLX takes twice as long for an `exp`."""
     return mx.power(math.exp(-1), gap)
 
@@ -249,7 +248,7 @@ def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
     """The maximum or the sum of each row: down the columns of a matrix, then along the row left.
 
     On a CPU this takes a third of the time. A sum is more exact, too: near the end of a long
-    float32 sum, small numbers are lost beside the sum so far.
+    float32 sum, small numbers are lost next to the sum so far.
     """
     matrix = x.reshape(len(x), BLOCK, -1)
     columns = reduce(matrix, axis=1)
@@ -262,12 +261,12 @@ def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
 class Filters(NamedTuple):
     """Where the filters stop, counted from each row's likeliest token down.
 
-    A filter stops after so many tokens, after so much probability, or at a gap. Each setting
-    becomes one of these three, and the rest of this file knows only the three. So a new filter is
-    a few lines in `of`.
+    A filter stops after a number of tokens, after a probability mass, or at a gap. Each setting becomes
+    one of these three, and the rest of this file knows only the three. So a new filter is a few lines
+    in `of`.
     """
 
-    count: mx.array  # (n, 1): keep so many tokens
+    count: mx.array  # (n, 1): keep this many tokens
     mass: mx.array | None  # (n, 1): keep tokens until they have this part of the total
     gaps: list[mx.array]  # (n, 1) each: keep tokens up to this gap
 
@@ -299,7 +298,7 @@ def draw(
     picks: Sequence[SamplingRow],
     group: str,
 ) -> mx.array:  # (n, 1)
-    """Give each token a weight, make the weight of filtered tokens 0, and let `land` choose one."""
+    """Give each token a weight, 0 if it is filtered out, and draw one by `inverse_cdf`."""
     settings = [pick.sampling for pick in picks]
     filters = Filters.of(spread, settings)
     V = spread.gap.shape[-1]
@@ -314,7 +313,7 @@ def draw(
     weights = spread.weights
     if any(s.temperature != 1 for s in settings):
         temperature = column([max(s.temperature, 1e-6) for s in settings])
-        weights = shrink(spread.gap / temperature)
+        weights = exp_minus(spread.gap / temperature)
     if ids is not None:
         weights = weights * keep_first(spread, filters)
     elif group == "long list":
@@ -323,7 +322,7 @@ def draw(
         weights = weights * (spread.gap <= gap)
 
     noise = [uniform(pick.seed, pick.index) for pick in picks]
-    places = land(weights, column(noise))
+    places = inverse_cdf(weights, column(noise))
     return places if ids is None else gather(ids, places)
 
 
@@ -401,7 +400,7 @@ def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
         # subtle: `nearer` is the mass of all nearer tokens. Picking these out would take MLX five
         # times as long. So every token beyond is counted as if at the bound, and taken off again.
         # The sum may pass 2^32 and begin again at 0, but the difference is right.
-        each = (shrink(bound) * unit).astype(mx.uint32)
+        each = (exp_minus(bound) * unit).astype(mx.uint32)
         nearer = added(mx.maximum(units, each))
         nearer = nearer - each * beyond.astype(mx.uint32)
         lacking = wanted - mx.minimum(nearer, wanted)
@@ -420,17 +419,17 @@ def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
     return (gap < bound) | (ties & keep_ties)
 
 
-def land(
+def inverse_cdf(
     weights: mx.array,  # (n, V)
     u: mx.array,  # (n, 1)
 ) -> mx.array:  # (n, 1)
-    """The place where the running sum of the weights passes u times the whole sum.
+    """Draw from a distribution: the index where the running sum of the weights passes u times their sum.
 
-        weights    | 0.5    | 0.3    | 0.2 |      u = 0.6 lands on the second
+        weights    | 0.5    | 0.3    | 0.2 |      u = 0.6 draws the second
         sums       0        0.5      0.8   1
 
     One running sum over V float32 numbers would lose the small ones. So blocks are added up, then
-    blocks of blocks. The place is found from the top: the large block, the block in it, the place.
+    blocks of blocks. The index is found from the top: the large block, the block in it, the index.
     """
     levels = [weights]
     while levels[-1].shape[-1] > BLOCK:

@@ -1,19 +1,14 @@
-"""Another book: a reader's chapters run in place of ours.
+"""The overlay: core files of a student's folder run in place of ours.
 
-The problem. A reader who writes the chapters anew (course/from_zero) wants to see them at work: on the
-screen, in the benchmark, with all that lies around the book. For weeks some functions are blank.
+A student who writes the core anew (course/from_zero) wants to run it with everything around it: the
+screen, the benchmark, the server. `--book DIR` or NANOBATCH_BOOK names the folder, and child processes
+inherit it. A finder before all others in `sys.meta_path` serves the files in that folder. A function
+is blank if its body is `raise NotImplementedError("stage 3: ...")`; then our code is put into it, and
+calls the student's other functions.
 
-The way out. Python finds a chapter by its name. So a finder stands before all others, and hands out
-the file of that name in the reader's folder, if there is one. `--book DIR` or NANOBATCH_BOOK in the
-environment names the folder, and processes that we start inherit the name. A function is blank if
-its body is `raise NotImplementedError("stage 3: ...")`. Then our code is put into the reader's
-function, where it calls the reader's other functions.
-
-What this file keeps. The book is chosen before the first chapter is imported, once for a process. A
-line of a traceback names the file in which the code was written. The engine's first line names the
-book, and `engine.is_batch_invariant` is False: our proof is about our chapters.
-
-Where next: `course/from_zero/start.py`, which makes such a folder.
+The folder is chosen before the first core module is imported, once for a process. Tracebacks name the
+file in which the code was written. The engine's first line names the folder, and
+`engine.is_batch_invariant` is False, because our proof is about our files.
 """
 
 from __future__ import annotations

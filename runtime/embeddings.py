@@ -1,12 +1,4 @@
-"""The vector of a text, as its owner gets it: plain Python, without MLX.
-
-The problem. A model computes a state of any size. What is compared are directions, so a vector has
-the length 1. Some models were trained so that the first numbers of a vector are a vector, too.
-
-What this file keeps. A vector depends on the state alone, so it has the same bits in any company.
-
-Where next: `models/embedding_support.py`, which says what a model was made for.
-"""
+"""The vector of a text, as its owner gets it: plain Python, without MLX."""
 
 from __future__ import annotations
 

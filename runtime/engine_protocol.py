@@ -1,13 +1,5 @@
-"""What the door, the screen and a loop need of an engine, as a protocol.
-
-The problem. Door and screen are open before MLX is loaded, and an engine cannot be imported without
-MLX. A handle and a loop know their engine by these names, too.
-
-What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with
-a fake of a test.
-
-Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot` does.
-"""
+"""What the server, the screen and a loop need of an engine, as a protocol. They start before MLX is
+loaded, and an engine cannot be imported without MLX."""
 
 from __future__ import annotations
 
@@ -17,30 +9,30 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from runtime.handle import Handle
+from runtime.protocols import Grammar, RunnerProtocol, TokenizerProtocol
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Snapshot
 from sched import Scheduler
 
 
 class AnyEngine(Protocol):
-    """The public face of `nanobatch.Engine`, as far as the door, the screen, a loop and a
-    handle use it."""
+    """The part of `nanobatch.Engine` that the server, the screen and a loop use."""
 
-    text: Any  # makes tokens of text, and text of tokens (`text/tokenizer.py`)
+    text: TokenizerProtocol
     sched: Scheduler
     clock: Callable[[], float]  # seconds; stands still while the engine is paused
     model: Any
-    runner: Any  # the device half
+    runner: RunnerProtocol | None  # None: the weights are unloaded
     registry: Any  # handles and records (`runtime/registry.py`)
     driver: Any  # who steps it (`runtime/loop.py`)
     steps: int  # that have been run
     summary: str
     has_work: bool
-    is_batch_invariant: bool  # whether a request's bits are independent of its company
-    is_released: bool  # whether its weights have been let go of
+    is_batch_invariant: bool  # whether a request's bits are independent of its neighbours
+    is_released: bool  # whether its weights are unloaded
     # Called after each commit and each end from elsewhere, with the handles that have new output
     on_commit: Callable[[list[Handle]], None] | None
-    changed: threading.Condition  # notified when there is something new: work, a wish, an end
+    changed: threading.Condition  # notified when there is something new: work, a command, an end
 
     def submit(
         self,
@@ -49,7 +41,7 @@ class AnyEngine(Protocol):
         *,
         client: str = "",
         origin: Any = None,
-        grammar: Any = None,
+        grammar: Grammar | None = None,
         ends: Callable[[str], bool] | None = None,
         prefix_cache: bool = True,
         speculate: bool = True,
@@ -73,7 +65,7 @@ class AnyEngine(Protocol):
 
 
 @contextmanager
-def running_on(engine: AnyEngine, runner: Any) -> Iterator[None]:
+def running_on(engine: AnyEngine, runner: RunnerProtocol) -> Iterator[None]:
     """Inside, steps are run by another runner in place of the engine's, such as one that fails."""
     with engine.changed:
         own = engine.runner

@@ -1,15 +1,5 @@
-"""How an exception is told: in one line to whoever asked, and with its traceback to whoever can
-mend it.
-
-The problem. A request that fails must not take the engine with it, so the exception is caught. Then
-the person who changed a line of `forward` sees "ZeroDivisionError" and not the line.
-
-What this file keeps. An exception that is caught is reported once, with its traceback: on stderr,
-or in a page of the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a
-user's is no fault, and takes one line.
-
-Where next: `handle.py`, whose `exception` holds it.
-"""
+"""How an exception is reported: in one line to the user, and once with its traceback, on stderr or on the
+screen's page of errors (which gives the logger `nanobatch` a handler of its own)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,5 @@
 """What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
-Python, without MLX.
-
-The problem. An engine has two kinds of readers. The owner of a request wants its text as it comes,
-and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
-Neither may make the engine wait.
-
-What this file keeps. Nothing here refers to an array, and a handle asks few things of its engine:
-to make text of tokens, to cancel, to wait, and what time it is.
-
-Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
-"""
+Python, without MLX; those who only watch get snapshots instead (`runtime/snapshot.py`)."""
 
 from __future__ import annotations
 
@@ -17,17 +7,18 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from runtime.embeddings import unit
 from runtime.errors import describe, show_fault
 from runtime.outputs import StepOutput, TokenLogprob, TokenLogprobs
 from runtime.progress import PrefillClock, PrefillProgress
+from runtime.protocols import Grammar, TokenizerProtocol
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Metrics, RequestView, percentile
-from sched import Request
+from sched import Request, Scheduler
 
 
 class Delta(NamedTuple):
@@ -54,12 +45,26 @@ class Result:
         return unit(self.vector, dimensions)
 
 
-def check_arguments(sampling: SamplingParams, client: str) -> None:
-    """Raise a ValueError if these arguments of `submit` are of another type."""
+def checked_sampling(sampling: SamplingParams | None, client: str) -> SamplingParams:
+    """The sampling of a request. A ValueError if these arguments of `submit` are of another type."""
+    sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
     if not isinstance(client, str):
         raise ValueError(f"client is a {type(client).__name__}; give a text")
+    return sampling
+
+
+class Owner(Protocol):
+    """What a handle needs of its engine."""
+
+    text: TokenizerProtocol
+    sched: Scheduler
+    clock: Callable[[], float]
+
+    def cancel(self, handle: Handle) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
 
 class Handle:
@@ -71,14 +76,14 @@ class Handle:
 
     def __init__(
         self,
-        engine: Any,  # its `text`, `cancel`, `wait`, `clock` and `sched` are used (`engine.py`)
+        engine: Owner,
         request: Request,
         sampling: SamplingParams,
         prompt: str,  # as a person would read it
         origin: Any = None,  # shown to those who watch
-        grammar: Any = None,  # where the answer stands in it (`text/grammar.py`)
-        is_thinking: bool = False,  # the prompt has opened a thought
-        ends: Callable[[str], bool] | None = None,  # says of each piece whether it is the last one
+        grammar: Grammar | None = None,
+        is_thinking: bool = False,  # the prompt has opened a block of reasoning
+        ends: Callable[[str], bool] | None = None,  # is this piece the last one?
     ):
         self.id = request.id
         self.request = request
@@ -253,6 +258,10 @@ class Handle:
         for text, (id, value) in zip(texts, likely.items(), strict=True):
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
+
+    def masks(self, draft: Sequence[int]) -> Sequence[bytes]:
+        """What the grammar, if there is one, allows after each token of a draft."""
+        return () if self.grammar is None else self.grammar.masks(draft)
 
     def take(self, output: StepOutput, now: float) -> str | None:
         """Take a token from commit; returns why the answer ends with it, or None. The token of a

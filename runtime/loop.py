@@ -1,20 +1,19 @@
-"""The one thread that steps an engine, and what others may wish of it between two steps.
+"""The one thread that steps an engine, and runs the commands of others between two steps.
 
-The problem. An engine is stepped by one thread at a time, but many want something of it: clients
-submit and cancel, a screen pauses, takes a single step, changes the policy. If each of them called
-the engine while it steps, they would wait for a step each time, and a pause in the middle of a step
-would show half a step.
+The problem. An engine is stepped by one thread at a time, but many threads use it: clients submit and
+cancel, a screen pauses, takes a single step, changes the policy. If each of them called the engine
+while it steps, they would wait for a step each time, and a pause in the middle of a step would show
+half a step.
 
-The way out. A loop has a thread of its own. What others want is written down as a wish, and the
-thread fulfils it between two steps. While there is nothing to do the thread sleeps on the engine's
-own condition, `engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs
-nothing.
+The solution. A loop has a thread of its own. Commands of other threads are queued, and the loop runs
+them between two steps. While there is nothing to do the thread sleeps on the engine's own condition,
+`engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs nothing.
 
-    turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
+    turn:  commands -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
 
-A person may stop it, take single steps, or let it take so many steps a second (`slow`). Then each
-step is read back before the next one is planned, and the engine's clock stands still in between:
-what is seen belongs to one step, and the figures tell what the engine does.
+A user may pause it, take single steps, or limit it to a number of steps a second (`slow`). Then each
+step is read back before the next one is planned, and the engine's clock is stopped in between: what is
+seen belongs to one step, and the figures measure what the engine does.
 
 The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
 engine itself.
@@ -125,9 +124,8 @@ class Driver:
 class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
-    `between` is called after each step, and whenever the loop wakes up. It answers with the seconds
-    after which it wants to be called again at the latest, or None. `watch` is the engine's clock,
-    if it is one that can be stopped; else the engine's figures tell of rests, too.
+    `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
+    which it must be called again, or None. `watch` is the engine's clock, if that can be stopped.
     """
 
     def __init__(
@@ -211,8 +209,7 @@ class Loop:
     # --- what any thread may say; it returns at once
 
     def wish(self, act: Callable[[], None]) -> None:
-        """Do this between two steps. It may step the engine, but not wait for it, because it waits
-        for this."""
+        """Run this between two steps. It may step the engine, but not wait for it."""
         with self.engine.changed:
             self._wishes.append(act)
             self.engine.changed.notify_all()
@@ -225,7 +222,7 @@ class Loop:
         self._go(False, 0)
 
     def step(self, count: int = 1) -> None:
-        """Run so many steps, then pause."""
+        """Run this many steps, then pause."""
         self._go(True, self.stepping + count)
 
     def _go(self, paused: bool, stepping: int) -> None:
@@ -265,8 +262,7 @@ class Loop:
         return 0.0
 
     def turn(self) -> float | None:
-        """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long
-        to sleep then."""
+        """Run the commands, a step, and the watcher's own work. Returns how long to sleep then."""
         while self._wishes:
             self._guarded(self._wishes.popleft())
         if self.paused or self.slow:

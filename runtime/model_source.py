@@ -1,14 +1,7 @@
-"""Where an engine's model comes from, so that the model can be let go of and read again.
+"""Where an engine's model comes from, so that it can be unloaded and read again.
 
-The problem. Weights and slab are nearly all of an engine's memory, and an idle engine needs neither.
-But what was let go of has to come back: the same model, although its files may have changed
-meanwhile, or another one, although its files may be broken.
-
-What this file keeps. Nothing is read before it has been checked: the names and shapes of all tensors,
-the tokenizer, and the memory, with what the engine holds already counted as free. A `Checked` is
-read once.
-
-Where next: `Engine.release` and `Engine.reload` in `nanobatch.py`; `models/load.py`, which reads.
+Nothing is read before it has been checked: the names and shapes of all tensors, the tokenizer, and the
+memory, with what the engine holds already counted as free.
 """
 
 from __future__ import annotations
@@ -65,6 +58,18 @@ class Source(NamedTuple):
             text = text or Tokenizer(folder, reader.config.V)
             sizes = reader.fit(**self.asked)
         return Checked(self._replace(files=files), reader, text, sizes)
+
+
+def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: int) -> None:
+    """Raise an error if an engine's weights and slab have to stay."""
+    if is_closed:
+        raise RuntimeError("the engine is closed; load another")
+    if ranks > 1:
+        raise RuntimeError("several ranks share this model, so it stays to their end")
+    if source is None:
+        raise RuntimeError("this model came without its files; use an engine of Engine.load")
+    if requests:
+        raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
 
 
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:

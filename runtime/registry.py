@@ -1,13 +1,5 @@
-"""The handles of all open requests, and what has happened so far, kept for those who watch.
-
-The problem. A watcher comes when it likes, and wants to know what has happened since it came last.
-The engine cannot wait for it, nor keep everything for ever.
-
-What this file keeps. A `Log` has the newest entries and the number of all, so what a watcher has
-missed is counted.
-
-Where next: `loop.py`, the thread that steps while owners wait and watchers look.
-"""
+"""The handles of all open requests, and what has happened so far, kept in bounded memory for those who
+watch. A `Log` has the newest entries and counts all of them, so that a watcher knows what it missed."""
 
 from __future__ import annotations
 
@@ -36,10 +28,10 @@ from sched import Request, Scheduler
 
 
 class Log:
-    """The newest entries of a long list, and how many there have been in all.
+    """The newest entries of a long list, and the number of all.
 
-    `kept`: so many entries, and all of them together may take `room` bytes, as `size` tells. The
-    newest entry is kept in any case.
+    `kept`: the most entries. Together they may take `room` bytes, as `size` measures them. The newest
+    entry is kept in any case.
     """
 
     def __init__(
@@ -73,14 +65,14 @@ class RequestRegistry:
     """The handles of all open requests, and what has happened so far: kept in bounded memory for
     those who watch."""
 
-    QUEUE = 32  # of the line, so many are shown
+    QUEUE = 32  # waiting requests that are shown
     TEXTS = 2**22  # bytes of prompts and answers that are kept
 
     def __init__(self, model: ModelCost) -> None:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
-        self._news: dict[int, Handle] = {}  # open or ended: with output that nobody was told of
+        self._news: dict[int, Handle] = {}  # with output since the last `take_news`
         self.steps = Log(4096)
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)

@@ -1,13 +1,7 @@
-"""What a request asks for: how its tokens are chosen, and when its answer ends. Plain Python,
-without MLX.
+"""What a request asks for: how its tokens are sampled, and when its answer ends. Plain Python.
 
-The problem. The settings come from a command line, from Python or over HTTP. A wrong one must be
-refused with its name and its limits before it reaches a batch, where seven other requests would
-suffer from it.
-
-What this file keeps. A `SamplingParams` that exists has been checked, and never changes.
-
-Where next: `sampling.py`, which chooses tokens by it.
+A `SamplingParams` that exists has been checked, and never changes. So a wrong setting is refused with
+its name and its limits before it reaches a batch.
 """
 
 from __future__ import annotations

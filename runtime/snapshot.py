@@ -1,14 +1,8 @@
-"""What those see who watch an engine: frozen, in plain numbers, and complete.
+"""What those who watch an engine see: frozen views in plain numbers, without arrays or handles.
 
-The problem. A watcher, such as a screen or a server's metrics, wants to know everything that goes
-on, and owns nothing. It may not make the engine wait.
-
-What this file keeps. Nothing here refers to an array or to a handle. A watcher asks
-`Engine.snapshot()`, and gets a `Snapshot`: a view of each slot, of each request that can be seen,
-and of each step since the watcher looked last. So a screen can draw it while the engine goes on,
-and a server can send it to another machine.
-
-Where next: `ledger.py`, which makes them.
+`Engine.snapshot()` returns a `Snapshot` with a view of each slot, of each visible request, and of each
+step since the last one. So a screen can draw it while the engine runs, and a server can send it to
+another machine.
 """
 
 from __future__ import annotations
@@ -26,16 +20,15 @@ from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
-    """The smallest value such that at least this part of all values are no larger: of 1 to 100, 95
-    for 0.95. None if there is no value."""
+    """The smallest value that at least this part of all values do not exceed: of 1 to 100, 95 for 0.95.
+    None if there is no value."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such
-    thing."""
+    """Times in seconds; None where there is no such thing. `itl` is the inter-token latency."""
 
     queued_s: float | None
     ttft_s: float | None  # submit to first token
@@ -52,7 +45,7 @@ class Metrics:
     __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 
 
-WIDEST = 8  # times as wide as the engine's own, a chunk may become
+WIDEST = 8  # a chunk may become this many times as wide as the engine's own
 
 
 class Limits(NamedTuple):
@@ -231,7 +224,6 @@ class RequestView:
 class StepTimes(NamedTuple):
     """When a step reached each of its stages, on the engine's clock."""
 
-    planned: float
     built: float  # the runner began to build it
     waited: float  # the engine began to wait for its tokens
     read: float
@@ -289,8 +281,8 @@ class StepView:
     )
 
     @staticmethod
-    def of(plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes) -> StepView:
-        """A plan in plain numbers, once it has been run. `tokens`: that were delivered."""
+    def of(plan: Plan, **rest: Any) -> StepView:
+        """A plan in plain numbers, once it has been run. `rest`: the fields that a plan lacks."""
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -302,11 +294,21 @@ class StepView:
             waiting=plan.waiting,
             policy=plan.policy,
             cost=plan.cost,
-            began=times.planned,
+            began=plan.at,
+            **rest,
+        )
+
+    @staticmethod
+    def committed(
+        plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes
+    ) -> StepView:
+        """A step of the engine. `tokens`: the number that was delivered."""
+        return StepView.of(
+            plan,
             ghosts=done.ghosts,
             tokens=tokens,
             ended=times.committed,
-            plan_s=times.built - times.planned,
+            plan_s=times.built - plan.at,
             build_s=run.build_s,
             device_s=run.device_s,
             wait_s=run.wait_s + times.read - times.waited,
@@ -340,7 +342,7 @@ class StepView:
 
 
 class Seen(NamedTuple):
-    """How far a watcher has seen: so many steps, ends and faults, and requests up to this one."""
+    """How far a watcher has seen: numbers of steps, ends and faults, and the newest request."""
 
     steps: int = 0
     ended: int = 0

@@ -246,7 +246,7 @@ return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
                 ),
             ),
             Task(
-                "sampling.land",
+                "sampling.inverse_cdf",
                 """Where does a mark land that stands at u times the sum of the row's weights, if the
                 weights are laid behind each other? Never on a weight of 0. (u may be 1: then on the last
                 place with a weight.)""",
@@ -285,17 +285,17 @@ if filters.mass is not None:
                 noise of a pick is `uniform(pick.seed, pick.index)`.""",
                 (
                     "`likeliest(spread.gap, k)` are the ids of the k likeliest, sorted, and "
-                    "`spread.only(ids)` is the spread of these alone. What `land` finds is then a place "
+                    "`spread.only(ids)` is the spread of these alone. What `inverse_cdf` finds is then a place "
                     "in `ids`: `gather(ids, places)`.",
-                    "With a temperature t, a weight is `shrink(spread.gap / t)`. A weight that a filter "
+                    "With a temperature t, a weight is `exp_minus(spread.gap / t)`. A weight that a filter "
                     "forbids is multiplied by False. Each of `filters.gaps` forbids larger gaps.",
                     """ids = None
 if group in ("short list", "long list"):
     ids = likeliest(spread.gap, SHORT_LIST or V); spread = spread.only(ids)
-weights = shrink(spread.gap / column of temperatures)
+weights = exp_minus(spread.gap / column of temperatures)
 if ids is not None: weights = weights * keep_first(spread, filters)
 for gap in filters.gaps: weights = weights * (spread.gap <= gap)
-places = land(weights, column([uniform(...) for pick in picks]))
+places = inverse_cdf(weights, column([uniform(...) for pick in picks]))
 and back from places to ids""",
                 ),
             ),
@@ -357,16 +357,16 @@ start it; return [PassOutput(slots, states, logits)]     (or [])""",
                 """`launched.outputs` holds the logits, a row for each of `launched.slots`; `rows` says, by
                 slot, how its token is sampled: a list of one `SamplingRow`. Return an array (slots, 1): the
                 token of each slot that was asked, and -1 for the others; the log probabilities, as
-                `choose` returns them; and an empty dict. If nothing was asked: all -1, and the others
+                `sample` returns them; and an empty dict. If nothing was asked: all -1, and the others
                 empty. (Leave draft tokens and vectors aside.)""",
                 (
-                    "`choose(logits, rows, self._slot_state)` returns tokens (n,) and log "
+                    "`sample(logits, rows, self._slot_state)` returns tokens (n,) and log "
                     "probabilities. It wants the sampling rows in the order of the logits.",
                     "`mx.full((slots, 1), -1, mx.int32)`, and then `sampled[mx.array(slots), 0] = tokens`.",
                     """sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
 if not launched.outputs: return sampled, [], {}
 ordered = [rows[slot][0] for slot in launched.slots]
-tokens, logprobs = choose(launched.outputs[0].logits, ..., self._slot_state)
+tokens, logprobs = sample(launched.outputs[0].logits, ..., self._slot_state)
 sampled[...] = tokens; return sampled, logprobs, {}""",
                 ),
             ),

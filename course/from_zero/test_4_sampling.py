@@ -1,4 +1,4 @@
-"""Stage 4: sampling. You write `argmax`, `uniform`, `land`, `keep_first` and `draw` in sampling.py."""
+"""Stage 4: sampling. You write `argmax`, `uniform`, `inverse_cdf`, `keep_first` and `draw` in sampling.py."""
 
 import math
 from collections.abc import Sequence
@@ -63,16 +63,16 @@ def test_noise_is_even():
         assert chi_square < 35, f"{what}: the eight parts have {counts}"  # by chance: 1 in 100,000
 
 
-@pytest.mark.about("land")
+@pytest.mark.about("inverse_cdf")
 def test_land():
     """A mark lands where the running sum passes it, and never on a weight of 0."""
     weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # whole blocks, as they always are
     marks = {0.0: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4, 1.0: 4}
-    assert {u: sampling.land(weights, mx.array([[u]])).item() for u in marks} == marks
+    assert {u: sampling.inverse_cdf(weights, mx.array([[u]])).item() for u in marks} == marks
     many = mx.zeros((2, 5120))
     many[0, 4321] = 1.0
     many[1, 17] = many[1, 4000] = 1.0
-    assert sampling.land(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
+    assert sampling.inverse_cdf(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
 
 
 IDS = (42, 7, 250, 3, 199)  # the tokens that are likely
@@ -115,7 +115,7 @@ def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
         options = SamplingParams(**settings[row % len(settings)])
         picks.append(SamplingRow(slot, options, seed=row % 50, index=row // 50))
     state = sampling.SlotState(DRAWS, 300)
-    tokens = sampling.choose(logits_of(DRAWS), picks, state)[0].tolist()
+    tokens = sampling.sample(logits_of(DRAWS), picks, state)[0].tolist()
     assert {*tokens} <= {*IDS}, "a token came that is not likely"
     return [IDS.index(token) for token in tokens]
 

@@ -333,7 +333,7 @@ def draw(state: State, on: Canvas) -> None:
         "hash of": found.covers,
         "company": found.company,
         "rows": found.beginnings,
-        "draft tokens": found.drafts,
+        "drafts": found.drafts,
     }
     on.entries(facts, on.muted)
     on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))

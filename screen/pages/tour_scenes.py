@@ -537,7 +537,7 @@ SCENES = (
     Scene("a long prompt among chats", ("sched.py", "Scheduler._chunks"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
-    Scene("JSON that cannot break", ("nanobatch.py", "Engine._picks"), tell_json),
+    Scene("JSON that cannot break", ("nanobatch.py", "Engine._sampling_rows"), tell_json),
     Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),
 )

@@ -28,12 +28,12 @@ PARTS = {
     "a policy": (Scheduler, "_room"),
     "order": (ForwardBatch, "of"),
     "forward": (runner, "forward"),
-    "a sampler": (runner, "choose"),
+    "a sampler": (runner, "sample"),
     "runner": (Runner, "begin"),
     "choice": (Runner, "finish"),
     "read": (runner.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
-    "record": (nanobatch.StepView, "of"),
+    "record": (nanobatch.StepView, "committed"),
 }
 
 

@@ -33,7 +33,7 @@ def test_soak(parts):
 
 CALLS = [
     "forward",
-    "choose",
+    "sample",
     "Runner.begin",
     "Runner.finish",
     "Runner._start",

@@ -12,7 +12,7 @@ import sampling
 from kernels.mlx import mx
 from models.load import read_model
 from nanobatch import Engine, Model, SamplingParams, Tokenizer
-from sampling import SamplingRow, SlotState, choose, edit
+from sampling import SamplingRow, SlotState, apply_penalties, sample
 
 DRAWS = 20_000
 V = 272
@@ -91,7 +91,7 @@ def test_frequencies_of_20000_draws(name, how):
     batch, asked = 500, SamplingParams(**options)
     for start in range(0, DRAWS, batch):
         picks = [SamplingRow(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
-        tokens, _ = choose(
+        tokens, _ = sample(
             mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotState(batch, V)
         )
         counts += np.bincount(np.array(tokens), minlength=V)
@@ -141,7 +141,7 @@ def test_penalties_count_the_answer_alone():
     picks = [
         SamplingRow(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)
     ]
-    x = edit(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
+    x = apply_penalties(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
     assert x[0] == [0] * 8
     assert x[1] == [0, 0, 0, 0, 0, -1.5, 0, 0]
     assert x[2] == [0, 0, 0, 0, 0, -2.0, -1.5, 0]
@@ -239,7 +239,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
-    tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
+    tokens, parts = sample(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
     measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.read()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
@@ -340,7 +340,7 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
         SamplingRow(i, SamplingParams(temperature=1, **options), seed=1, index=i)
         for i in range(200)
     ]
-    tokens, _ = choose(mx.array(logits), picks, SlotState(200, V))
+    tokens, _ = sample(mx.array(logits), picks, SlotState(200, V))
     assert sorted(set(tokens.tolist())) == kept
 
 
@@ -376,7 +376,7 @@ def test_small_weights_are_not_lost():
     weights = np.full((1, 152_000), 1e-8, np.float32)
     weights[0, 0] = 1
     draws = [
-        sampling.land(mx.array(weights), mx.array([[u]])).item()
+        sampling.inverse_cdf(mx.array(weights), mx.array([[u]])).item()
         for u in (0.5, 0.998, 0.999, 0.9999)
     ]
     assert draws[:2] == [0, 0] and draws[2:] == pytest.approx([51_900, 141_985], rel=0.01)
@@ -392,7 +392,7 @@ def test_inverse_cdf_draw(size):
     u = rng.integers(0, 2**22, 40)
     u[:4] = [0, 1, 2**22 - 2, 2**22 - 1]
     u = ((u + 0.5) / 2**22).astype(np.float32)
-    places = np.array(sampling.land(mx.array(weights), mx.array(u)[:, None]))[:, 0]
+    places = np.array(sampling.inverse_cdf(mx.array(weights), mx.array(u)[:, None]))[:, 0]
     sums = weights.astype(np.float64).cumsum(axis=-1)
     found = sums[rows, places]
     share, before = found / sums[:, -1], (found - weights[rows, places]) / sums[:, -1]
@@ -513,7 +513,9 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
         lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
     )
     with Engine(*parts, slots=8, max_len=128) as engine:
-        monkeypatch.setattr(sampling, "edit", lambda *args: pytest.fail("a greedy row was edited"))
+        monkeypatch.setattr(
+            sampling, "apply_penalties", lambda *args: pytest.fail("a greedy row was edited")
+        )
         engine.generate([[n] for n in range(8)], SamplingParams(max_tokens=5, ignore_eos=True))
         assert not calls
         monkeypatch.undo()

@@ -264,11 +264,11 @@ def test_what_stood_behind_the_two_newest_tokens_before_is_drafted():
     lookup = hints_of([1, 2, 3, 4, 5, 9, 1])
     assert lookup.draft(3) == []
     lookup.follow([2])
-    assert lookup.draft(3) == [3, 4, 5] and lookup.hits == 0
+    assert lookup.draft(3) == [3, 4, 5] and lookup.matches == 0
     lookup.follow([2, 3, 4])
-    assert lookup.draft(9) == [5, 9, 1, 2, 3, 4] and lookup.hits == 2
+    assert lookup.draft(9) == [5, 9, 1, 2, 3, 4] and lookup.matches == 2
     lookup.follow([2, 3, 4, 8])
-    assert lookup.draft(3) == [] and lookup.hits == 0
+    assert lookup.draft(3) == [] and lookup.matches == 0
 
 
 def test_how_likely_a_draft_is_right_is_learned_for_each_length_of_a_run():
@@ -279,7 +279,7 @@ def test_how_likely_a_draft_is_right_is_learned_for_each_length_of_a_run():
     for n in range(40):  # two tokens that stood before, and a third that did not
         answer += [2, 3, 100 + n, 1]
         lookup.follow(answer)
-    assert lookup.hits == 0 and lookup.next == (pytest.approx(0.25, abs=0.05), 0)
+    assert lookup.matches == 0 and lookup.next == (pytest.approx(0.25, abs=0.05), 0)
     lookup.follow([*answer, 2])
     first, second, third = lookup.chances(3)
     assert first > 0.95 and second < 0.05 and third == 0.7

@@ -60,7 +60,9 @@ MISTAKES = [
         4, "sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"
     ),
     Mistake(4, "sampling.keep_first", " - shares", "", "top_k keeps"),
-    Mistake(4, "sampling.land", "mx.minimum(place, last)", "place", "never on a weight of 0"),
+    Mistake(
+        4, "sampling.inverse_cdf", "mx.minimum(place, last)", "place", "never on a weight of 0"
+    ),
     Mistake(5, "runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake(5, "sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
     Mistake(6, "sched.Request.next_row", " - 1", "", "the row behind all before it"),

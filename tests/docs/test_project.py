@@ -1,9 +1,11 @@
 """What the pages promise is there, and runs as it is printed."""
 
 import io
+import os
 import re
 import shlex
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from fnmatch import fnmatch
 from pathlib import Path
@@ -364,3 +366,23 @@ def test_models_page_names_config_fields():
         if name not in Config.__dataclass_fields__ and not hasattr(Rope, name[5:])
     ]
     assert not missing, missing
+
+
+def test_foreign_packages_with_our_names_lose(tmp_path):
+    """A folder without an `__init__.py` loses to an installed package further down `sys.path`."""
+    names = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    assert {"distributed", "models", "kernels", "text", "server"} <= {*names}
+    for name in names:
+        foreign = tmp_path / name / "__init__.py"
+        foreign.parent.mkdir()
+        foreign.write_text("raise ImportError('this is another package')\n")
+    code = f"import {', '.join(names)}\nprint(*(m.__file__ for m in ({', '.join(names)},)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr
+    assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in names]

@@ -208,12 +208,13 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
         decoding = sum(pick.index > 0 for (pick,) in picks.values())
         for slot, (pick,) in picks.items():
             place = slot, pick.index
-            if pick.index == 5 and decoding >= many and place in flight.logprobs:
-                found = flight.logprobs[place]
+            if pick.index == 5 and decoding >= many and place in flight.outputs:
+                found = flight.outputs[place].logprob
                 if wrong == "token":
                     flight.tokens[slot] = [stage.engine.text.token(" wolf")]
                 else:
-                    flight.logprobs[place] = found._replace(logprob=found.logprob + 2**-20)
+                    entry = found._replace(logprob=found.logprob + 2**-20)
+                    flight.outputs[place] = flight.outputs[place]._replace(logprob=entry)
                 turned.append(slot)
         return flight
 

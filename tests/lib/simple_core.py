@@ -131,12 +131,12 @@ def draw(spread, picks, group):
     if ids is not None:
         spread = spread.only(ids)
     temperatures = column([s.temperature for s in settings])
-    weights = shrink(spread.gap / temperatures)
+    weights = exp_minus(spread.gap / temperatures)
     if ids is not None:
         weights = weights * keep_first(spread, filters)
     for gap in filters.gaps:
         weights = weights * (spread.gap <= gap)
-    places = land(weights, column([uniform(pick.seed, pick.index) for pick in picks]))
+    places = inverse_cdf(weights, column([uniform(pick.seed, pick.index) for pick in picks]))
     return places if ids is None else gather(ids, places)
 
 
@@ -150,7 +150,7 @@ def keep_first(spread, filters):
     return keep
 
 
-def land(weights, u):
+def inverse_cdf(weights, u):
     sums = mx.cumsum(weights, axis=-1)
     mark = u * sums[:, -1:]
     place = (sums <= mark).sum(axis=-1, keepdims=True)
@@ -339,7 +339,7 @@ class Runner:
         if not slots:
             return sampled, [], {}
         logits = launched.outputs[0].logits
-        tokens, logprobs = choose(logits, [rows[slot][0] for slot in slots], self._slot_state)
+        tokens, logprobs = sample(logits, [rows[slot][0] for slot in slots], self._slot_state)
         sampled[mx.array(slots), 0] = tokens
         return sampled, logprobs, {}
 

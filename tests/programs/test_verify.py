@@ -80,13 +80,13 @@ def hide_rows_from_256_on(monkeypatch):
 
 
 def change_logits_from_token_25_on(monkeypatch):
-    choose = runner.choose
+    sample = runner.sample
 
     def late(logits, picks, state):
         factors = [1.001 if len(picks) > 1 and pick.index >= 24 else 1.0 for pick in picks]
-        return choose(logits * mx.array(factors)[:, None], picks, state)
+        return sample(logits * mx.array(factors)[:, None], picks, state)
 
-    monkeypatch.setattr(runner, "choose", late)
+    monkeypatch.setattr(runner, "sample", late)
 
 
 def accept_draft_tokens_from_the_fourth_on(monkeypatch):
@@ -102,12 +102,12 @@ def accept_draft_tokens_from_the_fourth_on(monkeypatch):
 
 
 def penalize_what_the_first_of_the_batch_said(monkeypatch):
-    edit = sampling.edit
+    apply_penalties = sampling.apply_penalties
 
     def shared(x, picks, state):
-        return edit(x, [pick._replace(before=picks[0].before) for pick in picks], state)
+        return apply_penalties(x, [pick._replace(before=picks[0].before) for pick in picks], state)
 
-    monkeypatch.setattr(sampling, "edit", shared)
+    monkeypatch.setattr(sampling, "apply_penalties", shared)
 
 
 def mask_with_the_grammar_of_a_neighbour(monkeypatch):

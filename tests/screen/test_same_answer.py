@@ -73,8 +73,8 @@ def test_half_of_the_runs_have_drafts_and_the_same_answer():
     assert 8 <= len(drafted) <= 20 and found.so_far == "40 runs, 1 answer"
     right = sum(run.accepted_tokens for run in drafted)
     assert 0 < right < sum(run.draft_tokens for run in drafted)
-    assert f"in {len(drafted)} of 40 runs: " in found.speculate
-    assert f"{right:,} of them right" in found.speculate
+    assert f"in {len(drafted)} of 40 runs: " in found.drafts
+    assert f"{right:,} accepted" in found.drafts
 
 
 @pytest.mark.parametrize("many", [6, 7])
@@ -107,8 +107,9 @@ def test_a_run_alone_that_differs_from_all_others():
 
     def bent(flight, picks):
         flight = finish(flight, picks)
-        for slot, found in flight.logprobs.items():
-            flight.logprobs[slot] = found._replace(logprob=-0.5 * (1 + stage.engine.steps % 7))
+        for place, found in flight.outputs.items():
+            entry = found.logprob._replace(logprob=-0.5 * (1 + stage.engine.steps % 7))
+            flight.outputs[place] = found._replace(logprob=entry)
         return flight
 
     stage.engine.runner.finish = bent
