@@ -143,7 +143,7 @@ class Took:
             5.0,
             0.1,
             Roof(1, 2, 1e9),
-            "It read 0.00 kB/s, more than memory yields: the weights lie in",
+            "It read 0.00 kB/s, more than memory yields: the weights are in",
         ),
         (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: by the roofline that takes 60 %"),
         (5.0, 0.1, Roof(), ""),
