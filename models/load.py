@@ -54,8 +54,7 @@ from runtime.gguf_file import is_gguf
 
 
 def read_model(folder: Path, dtype: str = "auto") -> Model:
-    """The model in a folder, for one process. The memory that a slab takes beside it is not looked
-    at."""
+    """The model in a folder or GGUF file, for one process, without a check of the slab's memory."""
     return ModelReader(folder, dtype).read()
 
 
@@ -64,7 +63,7 @@ class ModelReader:
 
     `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
     shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
-    `held`: so many bytes more will be free when it is read.
+    `held`: bytes that will have been freed when it is read.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE, held: int = 0):
@@ -105,8 +104,7 @@ class ModelReader:
         return self.weights.tensors["model.norm.weight"].dtype.size
 
     def fit(self, **options) -> Sizes:
-        """What will fit beside the weights: a slab that is too large is refused before they are
-        read."""
+        """Slots that fit next to the weights. Refuse a slab that is too large before these are read."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.itemsize, free, **options)
