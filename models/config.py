@@ -59,10 +59,10 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
-    # How many rows attention looks back on, the token's own included; None means all
+    # The length of the sliding window, the token's own row included; None means full attention
     window: int | None
     rope: Rope
-    whole: Collection[int] = ()  # the layers that look back on all rows although there is a window
+    whole: Collection[int] = ()  # the layers with full attention, although there is a window
     # Of the layers that have the window, where their positions turn in a way of their own
     near: Rope | None = None
     norms_at: str = "before"  # the branches, or "after" them, or "around"
@@ -74,10 +74,10 @@ class Config:
     has_head: bool = True  # a model that was made for embeddings may have none
     # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
-    # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    # MLPs per layer, of which each token is routed to some; 0 means one MLP for all tokens
     experts: int = 0
-    taken: int = 1  # how many a token takes
-    whole_shares: bool = False  # the shares of those that it takes add up to 1
+    taken: int = 1  # experts per token
+    whole_shares: bool = False  # the shares of a token's experts add up to 1
     # Of modules' outputs: folded into their weights
     multipliers: dict[str, float] = field(default_factory=dict)
 

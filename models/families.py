@@ -33,7 +33,7 @@ class Family:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     # (fields, D, Dh, tied) -> the fields of `Config` that this family sets by itself.
     own: Callable[[Fields, int, int, bool], dict[str, Any]] = lambda *_: {}
-    # If layers have a sliding window: (fields, layers) -> the layers that look back on all rows.
+    # If layers have a sliding window: (fields, layers) -> the layers with full attention.
     whole: Callable[[Fields, int], Collection[int]] | None = None
     # The field that names the activation, and what it may be.
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
@@ -57,7 +57,7 @@ def _none(fields: Fields, layers: int) -> Collection[int]:
 
 
 def _first(fields: Fields, layers: int) -> Collection[int]:
-    """Qwen's first layers look back on all rows, unless a config asks for windows: then so many."""
+    """Qwen's layers have full attention, unless a config asks for windows: then the first ones do."""
     if not fields.get("use_sliding_window"):
         return range(layers)
     return range(min(layers, fields.number("max_window_layers", 28, least=0)))

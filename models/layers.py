@@ -191,7 +191,7 @@ class Model:
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
     def without_weights(self) -> Model:
-        """What is left to be known of a model that has been let go of."""
+        """The model without its arrays, after it has been unloaded."""
         return replace(self, layers=[], table=None, head=chain(), kinds=(), choices=None)
 
     def for_slots_of(self, length: int) -> Model:

@@ -57,8 +57,7 @@ KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_d
 
 
 def read_model(folder: Path, dtype: str = "auto", kv: str = "auto") -> Model:
-    """The model in a folder, for one process. The memory that a slab takes beside it is not looked
-    at."""
+    """The model in a folder or GGUF file, for one process, without a check of the slab's memory."""
     return ModelReader(folder, dtype, kv=kv).read()
 
 
@@ -67,7 +66,7 @@ class ModelReader:
 
     `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
     shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
-    `held`: so many bytes more will be free when it is read.
+    `held`: bytes that will have been freed when it is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
     """
 
@@ -125,8 +124,7 @@ class ModelReader:
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def fit(self, **options) -> Sizes:
-        """What will fit beside the weights: a slab that is too large is refused before they are
-        read."""
+        """Slots that fit next to the weights. Refuse a slab that is too large before these are read."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)

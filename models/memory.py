@@ -118,7 +118,7 @@ def usual_budget(slots: int, chunk: int) -> int:
 
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
-    """What fits beside a model whose weights have been read."""
+    """Slots that fit next to a model whose weights have been read."""
     return fit(model.config, model.kv_dtype.size, device.free_memory(), *asked)
 
 
@@ -131,7 +131,7 @@ def agreed(model: Model, own: Sizes) -> Sizes:
 
 
 def described(model: Model, sizes: Sizes) -> str:
-    """A line about a model, the slab beside it, and what is free before the slab is made."""
+    """A line about a model, its slab, and the memory that is free before the slab is allocated."""
     c = model.config
     slab = slab_of(model, sizes)
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
@@ -149,7 +149,7 @@ def described(model: Model, sizes: Sizes) -> str:
 
 
 def slab_of(model: Model, sizes: Sizes) -> int:
-    """The memory that a slab of these sizes takes beside this model."""
+    """The memory of a slab of these sizes for this model."""
     return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.kv_dtype.size)
 
 

@@ -48,7 +48,7 @@ class Rope:
     def order(self, Dh: int) -> list[int]:
         """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
 
-        The planes that do not turn stand behind those that do. This is done to the rows of q and k
+        The planes that do not turn come after those that do. This is done to the rows of q and k
         while they are loaded. A product of q and k does not depend on the order of their numbers.
         """
         turned = Dh if self.turned is None else self.turned
@@ -83,7 +83,7 @@ class AttentionType(NamedTuple):
     """How attention treats positions in some of the layers. Most models have one kind of layer."""
 
     rope: Rope | None  # None: it knows no positions
-    span: int | None  # how many rows a token looks back on, its own included; None: all
+    span: int | None  # the sliding window, a token's own row included; None: full attention
     cap: float | None  # what the scores come near to, and never exceed
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU

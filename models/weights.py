@@ -43,7 +43,7 @@ def usual_form() -> str:
 
 
 class Tensor(NamedTuple):
-    """A tensor that the model is made of: where it lies, and what its file's header says of it."""
+    """A tensor that the model is made of: its file, and what the file's header says of it."""
 
     path: Path
     name: str  # in the file
