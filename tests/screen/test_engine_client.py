@@ -11,6 +11,7 @@ from screen_stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
 from screen import commands, keys, workload
+from screen.draw import slots
 from screen.engine_client import EngineClient, LocalEngineClient
 from screen.experiment import Experiment
 from screen.pages import race
@@ -44,13 +45,13 @@ def test_panes_agree_while_paused_and_stepping():
     seen = Counter()
     for _ in range(40):
         assert stage.engine.steps == stage.state.view.engine.planned == stage.state.history[-1].step
-        step, slots = stage.state.step, stage.state.view.engine.slots
+        step = stage.state.step
         did = {slot: "prefill" for slot, *_ in step.prefill} | {
             slot: "decode" for slot, _ in step.decode
         }
         did |= {slot: "held" for slot, _ in step.held}
         lines = plain(drawn(slots.draw_slots, stage.state, 80, 11))[2:-1]
-        for slot, line in zip(slots, lines, strict=True):
+        for slot, line in zip(stage.state.view.engine.slots, lines, strict=True):
             if slot.request is not None:
                 assert line[4:12].strip() == did[slot.slot], (line, step)
                 seen[did[slot.slot]] += 1
