@@ -135,7 +135,7 @@ def test_a_wrong_prompt_is_refused_at_submit_and_disturbs_nobody(engine, prompt,
 
 
 def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"temprature.*max_tokens"):
+    with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)
 
 
