@@ -686,9 +686,12 @@ class EngineRoom(Room):
 
     @wish
     def ask_experts(self) -> None:
+        self.note(experts=self._chosen_experts())
+
+    def _chosen_experts(self) -> ExpertsView:
         from analysis.probes import chosen_experts  # it needs MLX
 
-        self.note(experts=chosen_experts(self.engine))
+        return chosen_experts(self.engine)
 
     # --- trials
 
