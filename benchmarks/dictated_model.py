@@ -65,8 +65,8 @@ class DictatedModel:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.answers: dict[int, list[int]] = {}  # by request
-        self._choose = engine.runner._choose
-        engine.runner._choose = self._dictate
+        self._sample = engine.runner._sample
+        engine.runner._sample = self._dictate
 
     def submit(self, text: Dictated) -> Handle:
         sampling = SamplingParams(max_tokens=len(text.answer), ignore_eos=True)
@@ -75,7 +75,7 @@ class DictatedModel:
         return handle
 
     def _dictate(self, begun, picks):
-        emitted, *rest = self._choose(begun, picks)
+        emitted, *rest = self._sample(begun, picks)
         owners = {request.slot: request.id for request in self.engine.sched.running.values()}
         slots, rows = emitted.shape
         said = [[-1] * rows for _ in range(slots)]

@@ -476,9 +476,12 @@ class LocalEngineClient(Publisher):
 
     @between_steps
     def ask_experts(self) -> None:
+        self.note(experts=self._chosen_experts())
+
+    def _chosen_experts(self) -> ExpertsView:
         from analysis.probes import chosen_experts  # it needs MLX
 
-        self.note(experts=chosen_experts(self.engine))
+        return chosen_experts(self.engine)
 
     # --- experiments
 

@@ -137,7 +137,7 @@ def test_bad_prompt_is_refused_at_submit(engine, prompt, words):
 
 
 def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"temprature.*max_tokens"):
+    with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)
 
 

@@ -382,7 +382,7 @@ def test_a_step_that_another_program_made_long_is_no_price():
         decodes = [Decode(copying(0), 0, 48, tuple(range(n % 4)))]
         began = now
         now += 0.01 * (1 + 0.1 * (n % 4)) + (2.0 if n % 20 == 10 else 0.0)
-        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, drafted=n % 4)
+        plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, draft_tokens=n % 4)
         speculate.learn(plan, now)
     assert speculate._seconds(1) == pytest.approx(0.01, rel=0.2)
 

@@ -229,7 +229,7 @@ def test_every_task_has_hints_and_a_test():
         assert stage.minutes <= 60
         tried = {name for test in stage_tests(stage.number) for name in about(test)}
         for task in stage.tasks:
-            assert task.does.strip() and all(hint.strip() for hint in task.draft_source)
+            assert task.does.strip() and all(hint.strip() for hint in task.hints)
             assert task.short in tried or len(stage.tasks) == 1, task.name
         assert tried <= {task.short for task in stage.tasks}
         assert all(test.__doc__ for test in stage_tests(stage.number))
