@@ -104,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         SamplingParams(**asked)  # a mistake is told before anything is loaded
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options |= {"usual_len": 8192 if talks else 1024, "guesses": args.guesses, "kv": args.kv}
+        options |= {"attention": args.attention}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()

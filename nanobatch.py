@@ -261,7 +261,7 @@ class Runner:
         """A new slab, with nothing in it."""
         self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # let the old one go before a new one is made
-        self.slab = Slab(*self._shape, self.model.kv_dtype)
+        self.slab = Slab(*self._shape, self.model.kv_dtype, self.model.is_fused)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 
@@ -551,6 +551,7 @@ class Engine:
         *,
         dtype: str = "auto",
         kv: str = "auto",
+        attention: str = "auto",
         report: Report | None = None,
         **options,
     ) -> Engine:
@@ -558,9 +559,11 @@ class Engine:
 
         `kv`: how keys and values are stored: "float32", or "auto", which is float16 if the checkpoint
         has 16 bits a weight or fewer.
+        `attention`: "plain", which is the formula in `llama.py`, or "auto", which is one operation of
+        our own product where that runs, and has the same bits.
         `report` is told what is being done.
         """
-        source = Source(str(model), dtype, kv, report or (lambda stage: None), options)
+        source = Source(str(model), dtype, kv, attention, report or (lambda stage: None), options)
         checked = source.check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source

@@ -185,6 +185,7 @@ def load_engine(
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     options |= {"usual_len": TALK, "guesses": args.guesses, "kv": args.kv}
+    options |= {"attention": args.attention}
     # Prompts and answers of the demo are short. So they fill more of a slot, and some take two
     # chunks
     if args.model == "demo":

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from course.overlay import opened
 from distributed.group import ALONE, Ranks
 from kernels import mlx as device
 from kernels.mlx import mx, readable
@@ -46,12 +47,15 @@ from runtime import validation
 from runtime.files import ModelError
 
 KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
+ATTENTION = ("auto", "plain")  # how attention may be computed (`ModelReader.is_fused`)
 
 
-def read_model(folder: Path, dtype: str = "auto", kv: str = "auto") -> Model:
+def read_model(
+    folder: Path, dtype: str = "auto", kv: str = "auto", attention: str = "auto"
+) -> Model:
     """The model in a folder, for one process. The memory that a slab takes beside it is not looked
     at."""
-    return ModelReader(folder, dtype, kv=kv).read()
+    return ModelReader(folder, dtype, kv=kv, attention=attention).read()
 
 
 class ModelReader:
@@ -61,6 +65,7 @@ class ModelReader:
     shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
     `held`: so many bytes more will be free when it is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
+    `attention`: "plain", which is the formula in `llama.py`, or "auto" (`is_fused`).
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class ModelReader:
         ranks: Ranks = ALONE,
         held: int = 0,
         kv: str = "auto",
+        attention: str = "auto",
     ):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(
@@ -77,7 +83,11 @@ class ModelReader:
             )
         if kv not in KV:
             raise ValueError(f"kv = {validation.shown(kv)}; choose {' or '.join(KV)}")
+        if attention not in ATTENTION:
+            shown = validation.shown(attention)
+            raise ValueError(f"attention = {shown}; choose {' or '.join(ATTENTION)}")
         self.kv = kv
+        self.attention = attention
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
@@ -116,6 +126,13 @@ class ModelReader:
             return self.weights.tensors["model.norm.weight"].dtype
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
+    @property
+    def is_fused(self) -> bool:
+        """Is attention one operation of our own product? Not where a reader's chapters run: a change of
+        the formula is to be seen."""
+        is_plain = self.attention == "plain" or opened()
+        return device.is_batch_invariant() and self.form != "checkpoint" and not is_plain
+
     def fit(self, **options) -> Sizes:
         """What will fit beside the weights: a slab that is too large is refused before they are
         read."""
@@ -150,6 +167,7 @@ class ModelReader:
             ranks=self.ranks,
             choices=self.choices,
             kv_dtype=self.kv_dtype,
+            is_fused=self.is_fused,
         )
         view = counted(model)
         if self.form == "float32" and self.weights.are_narrow:

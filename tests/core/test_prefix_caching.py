@@ -106,7 +106,7 @@ def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions
 def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
     opening = tokens(64)
     with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:
-        layer = engine.runner.slab.k[0].nbytes
+        layer = engine.runner.slab.arrays[0].nbytes
         before = mx.get_active_memory()
         for seed in range(6):
             handles = [engine.submit(opening + tokens(8, seed=seed + n), SHORT) for n in range(4)]

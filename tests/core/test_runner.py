@@ -55,7 +55,7 @@ class Recorded:
     @property
     def slab(self) -> list[bytes]:
         slab = self.runner.slab
-        return [np.array(array).tobytes() for array in (*slab.k, *slab.v)]
+        return [np.array(array).tobytes() for array in slab.arrays]
 
 
 @pytest.fixture(scope="module")
@@ -257,4 +257,4 @@ def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_cop
             ForwardBatch(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}
         ).read()
         mx.synchronize()
-        assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes
+        assert mx.get_peak_memory() - before < runner.slab.arrays[0].nbytes

@@ -117,7 +117,7 @@ CORE = [
         f"{OPS}::test_a_window_outside_the_slab_is_refused",
     ),
     Mutant(
-        "kv.py",
+        "llama.py",
         "seen & (rows > positions - span)",
         "seen & (rows >= positions - span)",
         f"{OPS}::test_a_window_hides_the_rows_before_it_and_no_other",
@@ -131,7 +131,7 @@ CORE = [
     Mutant(
         "kv.py",
         "        for array in self.arrays:\n            array[slot, :, start:stop] = 0",
-        "        for array in self.k:\n            array[slot, :, start:stop] = 0",
+        "        for array in self.arrays[1:]:\n            array[slot, :, start:stop] = 0",
         f"{GUESSES}::test_a_wrong_guess_that_is_not_finite_spoils_no_right_row",
     ),
     # --- llama.py

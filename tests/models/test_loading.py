@@ -566,7 +566,7 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
-        assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
+        assert engine.runner.slab.arrays[0].nbytes * 4 <= 900_000
 
 
 def test_an_engine_is_made_with_the_sizes_that_fitted_before_its_weights_were_read(

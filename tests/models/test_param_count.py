@@ -177,7 +177,8 @@ def test_the_bill_of_each_step_is_what_the_step_did(tmp_path, monkeypatch, chang
     ghosts. Alone, a sequence reads its own rows; neighbours may read as far as the longest."""
     folder = make_checkpoint(tmp_path, **changes)
     dtype = "checkpoint" if "quantize" in changes else "float32"
-    with Engine.load(folder, dtype=dtype, slots=slots, max_len=256, chunk=32, budget=34) as engine:
+    options = {"slots": slots, "max_len": 256, "chunk": 32, "budget": 34}
+    with Engine.load(folder, dtype=dtype, attention="plain", **options) as engine:
         meter = Meter(monkeypatch)
         for length in (70, 5, 40, 96):
             handle = engine.submit(prompt(length), SamplingParams(max_tokens=8, ignore_eos=True))
@@ -258,7 +259,7 @@ def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
             mx.reset_peak_memory()
             if not engine.step():
                 break
-            copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
+            copies += mx.get_peak_memory() - before > engine.runner.slab.arrays[0].nbytes
             steps += 1
         silent = sum(not asked_of(step) for step in engine.snapshot().steps)
     assert copies == 0 and silent > 8 and steps > silent

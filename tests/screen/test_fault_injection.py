@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
 from word_engine import WordRunner
 
-import kv
+from kernels import attention
 from nanobatch import Engine, Runner
 from screen import commands, keys
 from screen.draw import panes, step, style
@@ -55,7 +55,8 @@ def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     errors = {each.error for each in found.ended}
     said = {
         "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
-        "nan": "the model computed a number that is not finite",
+        "nan": "the model computed a number that is not finite; "
+        "if a key exceeds float16, try --kv float32",
         "client": "",
     }
     assert errors == ({said[what]} if what in said else set())
@@ -73,13 +74,12 @@ def test_nan_is_written_over_nothing_that_another_prompt_may_take_over(demo):
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
     """With a window that looks into all slots, whoever decodes ends."""
-    read = kv.Window.read
+    attend = attention.attend
 
-    def nosy(self, layer, look):
-        k, v = read(self, layer, look)
-        return k, v + 0 * self.slab.v[layer].sum()
+    def nosy(q, visible, slab):
+        return attend(q, visible, slab) + 0 * slab[:, :, :-1].sum()
 
-    monkeypatch.setattr(kv.Window, "read", nosy)
+    monkeypatch.setattr(attention, "attend", nosy)
     found = broken(demo, "nan")
     assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 
