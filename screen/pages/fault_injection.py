@@ -237,8 +237,7 @@ class Breaking(Trial):
                 return ""
             self._note_where()
             rows = slab.prefix(slot, last)
-            values = rows[-1].shape[1] // 2  # the second half of the heads
-            rows[-1][:, values:, first:] = math.nan
+            rows[-1][:, :, first:] = math.nan
             slab.fill(slot, rows)
             where = f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}"
             return f"the last layer's values in {where}, became NaN"
