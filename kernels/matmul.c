@@ -39,8 +39,9 @@
    is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
    weights change no bit, and take as much less time to read as they are smaller.
 
-   What stands for a matrix may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
-   works on one row alone, in one order.
+   In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
+   works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
+   matrix: it has the bits of the formula in `llama.py`, and takes about half the time.
 
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
    strips and blocks of tiles, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
