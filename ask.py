@@ -107,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             "usual_len": 8192 if talks else 1024,
             "speculate": args.speculate,
             "kv": args.kv,
+            "attention": args.attention,
         }
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers

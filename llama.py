@@ -1,42 +1,42 @@
 """Chapter 1: everything a Llama does, from token ids to logits.
 
 The problem. A language model answers one token at a time, and for each token the machine reads
-every weight it has. That reading takes most of the time, and it costs almost the same for eight
-sequences as for one. So an engine that serves many people wants many sequences in every forward
-pass. Their lengths differ: one is at its third token, another at its thousandth, and a third brings
-in a whole prompt. This file is the forward pass that takes them all.
+every weight. That reading takes most of the time, and it costs almost the same for eight sequences
+as for one. So an engine that serves many people wants many sequences in every forward pass. Their
+lengths differ: one is at its third token, another at its thousandth, and a third brings in a whole
+prompt. This file is the forward pass that takes them all.
 
 The glossary, used everywhere in this project:
 
     N    tokens in one forward pass            D    model width
-    n    of these, the tokens that are asked   V    vocabulary
-    B    sequences in one window or look       H    query heads
+    n    tokens whose next one is sampled      V    vocabulary
+    B    sequences in one window or group      H    query heads
     L    new tokens of each sequence           Hkv  key and value heads; G = H / Hkv share one
-    T    how many rows attention reads         Dh   size of one head
+    T    rows that attention reads             Dh   size of one head
 
     slot     a sequence's place in the slab
     row      a place in a slot, for one token's key and value
     chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
     decode   one new token for a sequence
     window   the rows that a chunk, or decoding sequences together, write in a forward pass
-    look     neighbouring sequences of a window whose attention is one product, over T rows of each
+    group    neighbouring sequences of a window whose attention is one product, over T rows of each
     kind     layers whose attention treats positions alike are of one kind (most models have one)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
 `Engine.is_batch_invariant` is True (on a CPU, with our own matrix product), that holds for every bit.
 The proof is one sentence, in `kernels/matmul.c`: every number of a matrix product is one sum,
-taken in one order.
+computed in one order.
 
 Where next: `kv.py`, which holds the keys and values.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 
+from kernels import attention as fused
 from kernels.mlx import mx
-from kv import Window
+from kv import AttentionGroup, Window
 from models.layers import Layer, Model
 from models.ops import capped, softmax
 from models.rope import AttentionType, turning
@@ -48,12 +48,11 @@ def forward(
     windows: Sequence[Window],
     asked: Sequence[int],
 ) -> mx.array:  # (n, D)
-    """The tokens of all windows go in, side by side. The states of those that are asked come out.
+    """Run the tokens of all windows, one after the other, through the model. Return the last states
+    of those that are asked; `model.head(states)` makes logits of them, (n, V).
 
-    `model.head(states)` makes logits of states, (n, V): a number for each token that may come next.
-
-    `windows`: each chunk of a prompt has one of its own; decoding sequences with as many new tokens
-    share one.
+    `windows`: each chunk of a prompt has one of its own; decoding sequences with the same number of
+    new tokens share one.
     `asked`: the places, among the N tokens, of those whose next token is to be sampled: ascending,
     each place once.
 
@@ -70,11 +69,12 @@ def forward(
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
+    visible = [visible_to(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)
         q, k, v = heads(model, layer, h, turns[layer.kind])
-        h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
+        h = attend(model, layer, q, k, v, windows, visible[layer.kind])  # (N, H * Dh)
         if layer is model.layers[-1]:
             # All keys and values are stored. Only the tokens that are asked go on.
             x = only(x, asked)  # (n, D)
@@ -110,24 +110,25 @@ def attend(
     k: mx.array,  # (N, Hkv, Dh)
     v: mx.array,  # (N, Hkv, Dh)
     windows: Sequence[Window],
+    visible: mx.array | list,  # as `visible_to` makes it
 ) -> mx.array:  # (N, H * Dh)
-    """Write the new keys and values into the slab, and let each sequence look back on its slot.
+    """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
 
     All windows write before the first one reads (`Window.write` says why).
     """
-    kind = model.kinds[layer.kind]
     sizes = [window.B * window.L for window in windows]
     for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
         window.write(layer.index, new_k, new_v)
 
-    mask = partial(mask_of, kind=kind, H=model.config.H)
+    slab = windows[0].slab
+    if slab.is_fused:
+        return fused.attend(q, visible, slab.arrays[layer.index])
     sums = []
-    for window, window_q in zip(windows, cut(q, sizes), strict=True):
-        looks = window.looks(kind.span, mask)
-        parts = cut(window_q, [look.B * window.L for look in looks])
-        for look, look_q in zip(looks, parts, strict=True):
-            keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
-            sums.append(attention(look_q, keys, values, look.mask, kind))
+    for window, window_q, masks in zip(windows, cut(q, sizes), visible, strict=True):
+        parts = cut(window_q, [group.B * window.L for group in window.groups])
+        for group, group_q, mask in zip(window.groups, parts, masks, strict=True):
+            keys, values = window.read(layer.index, group)  # (B, Hkv, T, Dh) each
+            sums.append(attention(group_q, keys, values, mask, model.kinds[layer.kind]))
     return mx.concatenate(sums)
 
 
@@ -140,6 +141,11 @@ def attention(
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
+    This formula is what runs on a GPU, without our own product (`matmul.c`), with `--attention plain`
+    and with `--book`. Otherwise a CPU runs `fused.attend`, one operation of `matmul.c`. It has the
+    same bits, and a test compares them; but change the formula, and you see it with
+    `--attention plain` only.
+
     Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
     with a span, the last of them. The result weights the values. The mask is 0 for these keys, and
     minus infinity for all others, so that their weight is 0.
@@ -150,13 +156,12 @@ def attention(
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
     L = count // B
-    assert isinstance(mask, str) or len(mask) == B, (mask.shape, k.shape)  # it would broadcast
     scale = Dh**-0.5
     # subtle: before k is turned. Afterwards the copy would be made in the other layout, which has
     # another order of sums.
     k = k.astype(q.dtype)
     v = v.astype(q.dtype)
-    if L > 1:  # a chunk; with one token a sequence, the numbers lie right as they are
+    if L > 1:  # a chunk; with one token a sequence, the numbers are in order
         q = q.reshape(B, L, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
     if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
         q = q.reshape(B, H, L, Dh)
@@ -175,21 +180,38 @@ def attention(
     return sums.reshape(count, H * Dh)
 
 
-def mask_of(seen: mx.array, kind: AttentionType, H: int) -> mx.array | str:
-    """Of the rows that each token sees, (B, 1, L, T): what is added to its scores, 0 for a row that
-    is seen and minus infinity for any other. It is the same for all heads.
+def visible_to(kind: AttentionType, H: int, windows: Sequence[Window]) -> mx.array | list:
+    """Which rows each token sees, alike in all layers of a kind: for `fused.attend`, or as a mask
+    for each group of each window."""
+    if windows[0].slab.is_fused:
+        return fused.visible_rows(windows, kind.span, kind.cap)
+    return [[mask_of(group, kind, H) for group in window.groups] for window in windows]
+
+
+def mask_of(group: AttentionGroup, kind: AttentionType, H: int) -> mx.array | str:
+    """What is added to the scores of each token, (B, 1, L, T), the same for all heads: 0 for a row
+    that is seen, and minus infinity for any other.
 
     A GPU's kernel wants True and False, for each head. subtle: a view would be copied for each head
-    in each layer; this is one copy for all. Where one sequence looks back on all rows, a word will
-    do.
+    in each layer; this is one copy for all. Where one sequence sees all its rows, a word will do.
     """
-    if not kind.has_kernel:
-        return mx.where(seen, 0.0, -mx.inf)
-    B, _, L, T = seen.shape
-    if B == 1 and kind.span is None:
+    if kind.has_kernel and group.B == 1 and kind.span is None:
         return "causal"
-    each = mx.broadcast_to(seen, (B, H, L, T))
-    return mx.contiguous(each)
+    visible = seen(group.positions, group.T, kind.span)  # (B, 1, L, T)
+    if not kind.has_kernel:
+        return mx.where(visible, 0.0, -mx.inf)
+    B, _, L, T = visible.shape
+    return mx.contiguous(mx.broadcast_to(visible, (B, H, L, T)))
+
+
+def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L, 1) -> (B, 1, L, T)
+    """A token at position p sees row j if j <= p. So it sees no later token, and no old row.
+
+    `span`: how many rows it sees, its own included; None means all rows of its sequence.
+    """
+    rows = mx.arange(T)
+    seen = rows <= positions
+    return seen if span is None else seen & (rows > positions - span)
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)

@@ -154,12 +154,13 @@ class Engine:
         *,
         dtype: str = "auto",
         kv: str = "auto",
-        report: Report | None = None,
+        attention: str = "auto",
+        report: Report = lambda stage: None,
         **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`:
-        "float32", or "auto", float16 for weights of 16 bits or fewer. `report`: told each stage."""
-        checked = Source(str(model), dtype, kv, report or (lambda stage: None), options).check()
+        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv` and
+        `attention`: as `ModelReader` takes them. `report` is called with a line for each stage."""
+        checked = Source(str(model), dtype, kv, attention, report, options).check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source
         return engine
@@ -343,8 +344,7 @@ class Engine:
         """
         unstarted = self._unstarted
         self._unstarted = None
-        which = "a step" if unstarted is None else f"step {unstarted.step}"
-        show_fault(f"{which} failed", error)
+        show_fault("a step failed" if unstarted is None else f"step {unstarted.step} failed", error)
         self.ranks.fail(error)
         if unstarted is not None:
             try:

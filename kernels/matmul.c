@@ -39,8 +39,9 @@
    is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
    weights change no bit, and take as much less time to read as they are smaller.
 
-   What stands for a matrix may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
-   works on one row alone, in one order.
+   In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
+   works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
+   matrix: it has the bits of the formula in `llama.py`, and takes about half the time.
 
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
    strips and blocks of tiles, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
@@ -51,6 +52,7 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -264,7 +266,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
    A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP }; /* of numbers; of operations */
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION }; /* of numbers; of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -400,6 +402,9 @@ typedef struct { /* y = alpha x W + beta y */
   const Packed *packed; /* what lies at w, if w is packed */
   vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
   int is_first, is_last; /* of these parts */
+  int goes_on;           /* a turned product: y holds the sums over earlier rows of w */
+  const long *tiles;     /* attention: the first row of each tile, */
+  long tile_count;       /* and at last M */
 } Product;
 
 INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
@@ -579,7 +584,7 @@ INLINE long turned_tile(const Product *p, long m, long j, const int rows, const 
   const float *w = p->w + j;
   vec sum[ROWS][WIDEST];
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < cols; c++) sum[r][c] = all(0);
+    for (int c = 0; c < cols; c++) sum[r][c] = p->goes_on ? load(p->y + (m + r) * p->ldy + j + c * LANES) : all(0);
 
   for (long k = 0; k < p->K; k++, w += p->ldw) {
     vec own[ROWS];
@@ -609,7 +614,7 @@ INLINE long turned_tile(const Product *p, long m, long j, const int rows, const 
 
 /* W turned, and fewer columns left than a vector has: the same sum, number by number. */
 static void turned_number(const Product *p, long m, long j) {
-  float total = 0;
+  float total = p->goes_on ? p->y[m * p->ldy + j] : 0;
   for (long k = 0; k < p->K; k++) total = fma_one(p->x[m * p->ldx + k], p->w[k * p->ldw + j], total);
   put(p, m, j, total);
 }
@@ -711,6 +716,17 @@ static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
     rows = next_height(m1 - m, ROWS);
     (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1, &ahead);
   }
+}
+
+/* W turned, a block of rows m0..m1 and columns j0..j1. */
+static void turned_block(const Product *p, long m0, long m1, long j0, long j1) {
+  long whole = j0 + (j1 - j0) / LANES * LANES;
+  for (long m = m0, rows; m < m1; m += rows) {
+    rows = next_height(m1 - m, ROWS);
+    for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
+  }
+  for (long m = m0; m < m1; m++)
+    for (long j = whole; j < j1; j++) turned_number(p, m, j);
 }
 
 /* --- packed weights: few rows and many -------------------------------------------------------------------------------
@@ -929,6 +945,129 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
   }
 }
 
+/* --- attention -----------------------------------------------------------------------------------------------------------
+
+   softmax(q k^T / sqrt(Dh)) v for each token and head, as `llama.attention` has it, and with the same bits: the same sums,
+   in the same order. But the scores never leave the cache, keys and values of 16 bits are widened block by block, and
+   hardly anything is computed for rows that a token does not see.
+
+   A row of x is one token: its queries, H heads of Dh numbers, and then four numbers (`SLOT` ...), which say what it
+   sees. In place of a matrix there is a layer's slab, as `kv.py` draws it. The address that we are given is that of its
+   label, a `Slab`, which is the last 64 bytes of its memory.
+
+   Consecutive tokens of a sequence form a tile: up to QUERIES queries of one key head, which read its rows together. A
+   tile and a key head are a unit of work. Whichever thread is free takes the next unit. Units of a head follow each
+   other, so that its rows are still in a cache. */
+
+enum { SLOT, FIRST, LAST, SCORE_CAP, NUMBERS_OF_A_TOKEN }; /* the rows it sees: FIRST..LAST; SCORE_CAP: 0 if it has none */
+enum { QUERIES = 24, ALIGNED = 64 };
+
+typedef struct {
+  uint32_t key[4];
+  int32_t form, numbers;          /* ATTENTION; FLOAT32 or FLOAT16 */
+  int32_t slots, heads, rows, Dh; /* `heads` of keys, and as many of values, in each slot; `rows` of each */
+  float scale;
+} Slab;
+_Static_assert(sizeof(Slab) <= LINE_NBYTES && offsetof(Slab, form) == offsetof(Packed, form), "told apart by its form");
+
+INLINE int is_attention(const Packed *a) { return a && a->form == ATTENTION; }
+INLINE const Slab *slab_of(const Product *p) { return (const Slab *)p->packed; }
+INLINE long nbytes_of(const Slab *s) { return s->numbers == FLOAT16 ? 2 : 4; }
+INLINE long slab_nbytes(const Slab *s) { return 2L * s->slots * s->heads * s->rows * s->Dh * nbytes_of(s); }
+INLINE long number_of(const Product *p, long m, int which) { return (long)p->x[m * p->ldx + p->N + which]; }
+INLINE long queries_of(const Product *p) { return p->N / (slab_of(p)->heads * slab_of(p)->Dh); } /* of a key head */
+
+static void *allocate(long nbytes) {
+  void *memory = aligned_alloc(LINE_NBYTES, (nbytes + LINE_NBYTES - 1) / LINE_NBYTES * LINE_NBYTES);
+  if (memory) return memory;
+  fprintf(stderr, "nanobatch: no memory for %ld bytes\n", nbytes);
+  abort();
+}
+
+/* Memory of this thread, for `count` numbers. */
+static float *scratch(long count) {
+  static __thread float *memory;
+  static __thread long size;
+  if (count > size) {
+    free(memory);
+    size = count + count / 4;
+    memory = allocate(size * sizeof *memory);
+  }
+  return memory;
+}
+
+/* Which row of x is the first of the next tile. */
+static long tile_end(const Product *p, long m) {
+  const long most = QUERIES / queries_of(p);
+  long end = m + 1;
+  while (end < p->M && end < m + most && number_of(p, end, SLOT) == number_of(p, m, SLOT) &&
+         number_of(p, end, LAST) == number_of(p, m, LAST) + end - m)
+    end++;
+  return end;
+}
+
+/* Rows of the slab as float32 numbers, in `to` if they are not. */
+static const float *widened(const Slab *s, const char *rows, long count, float *to) {
+  if (s->numbers == FLOAT32) return (const float *)rows;
+  const uint16_t *at = (const uint16_t *)rows;
+  const long whole = count / LANES * LANES;
+  for (long i = 0; i < whole; i += LANES) store(to + i, float16s(at + i));
+  for (long i = whole; i < count; i++) to[i] = float16(at[i]);
+  return to;
+}
+
+static NOINLINE void attend(const Product *p, long unit) {
+  const Slab *s = slab_of(p);
+  const long Dh = s->Dh, group = queries_of(p), head = unit / p->tile_count;
+  const long m0 = p->tiles[unit % p->tile_count], m1 = p->tiles[unit % p->tile_count + 1], count = (m1 - m0) * group;
+  const long slot = number_of(p, m0, SLOT), end = number_of(p, m1 - 1, LAST) + 1;
+  const long from = number_of(p, m0, FIRST) / ALIGNED * ALIGNED; /* so that each sum of a softmax has the same numbers */
+  const long T = end - from, wide = (T + LINE - 1) / LINE * LINE;
+  if (slot < 0 || slot >= s->slots || from < 0 || T <= 0 || end > s->rows) {
+    fprintf(stderr, "nanobatch: attention over rows %ld..%ld of slot %ld\n", from, end, slot);
+    abort();
+  }
+  const long size = nbytes_of(s), head_nbytes = s->rows * Dh * size, block = (WIDE / Dh + COLS) / COLS * COLS;
+  const char *keys = (const char *)s + LINE_NBYTES - slab_nbytes(s) + (slot * 2 * s->heads + head) * head_nbytes + from * Dh * size;
+  const char *values = keys + s->heads * head_nbytes;
+  float *scores = scratch(count * (wide + 2 * Dh) + block * Dh), *q = scores + count * wide, *y = q + count * Dh;
+  float *rows = y + count * Dh;
+
+  for (long i = 0; i < count; i++)
+    memcpy(q + i * Dh, p->x + (m0 + i / group) * p->ldx + (head * group + i % group) * Dh, Dh * sizeof *q);
+
+  for (long j = 0; j < T; j += block) {
+    const long some = at_most(block, T - j);
+    Product part = {.M = count, .N = some, .K = Dh, .x = q, .y = scores + j, .ldx = Dh, .ldw = Dh, .ldy = wide, .alpha = 1};
+    part.w = widened(s, keys + j * Dh * size, some * Dh, rows);
+    stored_block(&part, 0, count, 0, some);
+  }
+
+  for (long i = 0; i < count; i++) {
+    const long m = m0 + i / group, first = number_of(p, m, FIRST) - from, stop = number_of(p, m, LAST) + 1 - from;
+    const float most = p->x[m * p->ldx + p->N + SCORE_CAP];
+    float *own = scores + i * wide;
+    if (most != 0) {
+      for (long j = 0; j < stop; j++) own[j] *= s->scale;
+      cap(own, own, stop, most);
+    }
+    for (long j = 0; j < first; j++) own[j] = -__builtin_inff();
+    softmax(own, own, stop, most != 0 ? 1 : s->scale);
+    for (long j = stop; j < T; j++) own[j] = 0;
+  }
+
+  for (long k = 0; k < T; k += block) {
+    const long some = at_most(block, T - k);
+    Product part = {.M = count, .N = Dh, .K = some, .x = scores + k, .y = y, .ldx = wide, .ldw = Dh, .ldy = Dh, .alpha = 1};
+    part.goes_on = k > 0;
+    part.w = widened(s, values + k * Dh * size, some * Dh, rows);
+    turned_block(&part, 0, count, 0, Dh);
+  }
+
+  for (long i = 0; i < count; i++)
+    memcpy(p->y + (m0 + i / group) * p->ldy + (head * group + i % group) * Dh, y + i * Dh, Dh * sizeof *y);
+}
+
 static void operate(const Product *p, long m0, long m1) {
   const Packed *a = p->packed;
   for (long m = m0; m < m1; m++) {
@@ -949,13 +1088,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     return;
   }
   if (p->is_turned) {
-    long whole = j0 + (j1 - j0) / LANES * LANES;
-    for (long m = m0, rows; m < m1; m += rows) {
-      rows = next_height(m1 - m, ROWS);
-      for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
-    }
-    for (long m = m0; m < m1; m++)
-      for (long j = whole; j < j1; j++) turned_number(p, m, j);
+    turned_block(p, m0, m1, j0, j1);
     return;
   }
   if (p->packed) {
@@ -1012,6 +1145,10 @@ static long nanoseconds(void) {
 }
 
 static void compute_share(const Product *p, long share, long shares, int by_rows) {
+  if (is_attention(p->packed)) {
+    attend(p, share);
+    return;
+  }
   long unit = by_rows ? HEIGHT_OF_SHARE : WIDTH_OF_SHARE;
   long all = by_rows ? p->M : p->N;
   long units = (all + unit - 1) / unit;
@@ -1088,7 +1225,29 @@ static void share_out(const Product *p, int shares, int by_rows) {
     while (sem_wait(&pool.done)) {}
 }
 
+static NOINLINE void run_attention(Product p) {
+  long *tiles = allocate((p.M + 1) * sizeof *tiles), count = 0;
+  double work = 0;
+  for (long m = 0; m < p.M; m = tile_end(&p, m)) tiles[count++] = m;
+  tiles[count] = p.M;
+  for (long m = 0; m < p.M; m++) work += 2. * p.N * (number_of(&p, m, LAST) - number_of(&p, m, FIRST) + 1);
+  p.tiles = tiles;
+  p.tile_count = count;
+  const long units = count * slab_of(&p)->heads;
+  if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
+    for (long unit = 0; unit < units; unit++) attend(&p, unit);
+  } else {
+    share_out(&p, (int)units, 0);
+    pthread_mutex_unlock(&pool.owner);
+  }
+  free(tiles);
+}
+
 static NOINLINE void run(const Product *p) {
+  if (is_attention(p->packed)) {
+    run_attention(*p);
+    return;
+  }
   double work = (double)p->M * p->N * (is_operation(p->packed) ? OF_A_POWER : p->K);
   if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
@@ -1154,6 +1313,13 @@ void rows_operation(void *at, int form, int width, float setting) {
   memcpy(at, &packed, sizeof packed);
 }
 
+/* Write a slab's label into the end of its memory. */
+void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh, float scale) {
+  Slab slab = {.form = ATTENTION, .numbers = numbers, .slots = slots, .heads = heads, .rows = rows, .Dh = Dh, .scale = scale};
+  memcpy(slab.key, key, sizeof key);
+  memcpy(memory + slab_nbytes(&slab) - LINE_NBYTES, &slab, sizeof slab);
+}
+
 /* How many bytes a row of K weights takes as it is kept. */
 long rows_width(int form, long K) { return row_nbytes(K, form); }
 
@@ -1185,6 +1351,7 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
+  if (is_attention(a)) return p->N + NUMBERS_OF_A_TOKEN == p->K && p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && is_plain(p);
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;
 }

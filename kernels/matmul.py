@@ -33,13 +33,15 @@ from runtime.validation import read_whole
 MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
 # The hash of what every library computes in the check, on any processor. A change of the order of a
 # sum changes it: the line that refuses the library says the new one.
-BITS = "09d46bc1875cf6484946744de8206a0e"
+BITS = "bb5a89c619bb6e45252c9712d0d30255"
 PLAIN_BITS = (
-    "1a41cb5c7032878451a50fc3913a8ecf"  # without fused multiply-adds; nothing else has these
+    "0ba7f1630ee4e8a4b7c411a0d5d5be54"  # without fused multiply-adds; nothing else has these
 )
 
 # Numbers and operations on rows, in the order of the `enum` in `matmul.c`
-FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP = range(10)
+FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION = (
+    range(11)
+)
 LINE = 64  # bytes at the beginning of a packed matrix, which say what it is
 ORDER = 16  # the number of sums that a product keeps
 
@@ -153,11 +155,15 @@ def computed(library: ctypes.CDLL) -> str:
     draw = random.Random(0)
     seen = hashlib.sha256()
 
-    def multiply(x: array, w: array, M: int, N: int, K: int, turned: bool = False) -> None:
-        """x (M, K) times W: (N, K) as stored, or (K, N) turned, or the memory of a packed one."""
+    def multiply(
+        x: array, w: array, M: int, N: int, K: int, turned: bool = False, begin: int = 0
+    ) -> None:
+        """x (M, K) times W: (N, K) as stored, or (K, N) turned, or the memory of a packed one, which
+        may begin at a later byte."""
         y = array("f", [math.nan]) * (M * N)  # whatever the memory of the result held before
         x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
         layout = (111, N) if turned else (112, K)
+        w_at.value += begin
         sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
         library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
         seen.update(str(y.tolist()).encode())  # a NaN has no sign there
@@ -190,7 +196,30 @@ def computed(library: ctypes.CDLL) -> str:
                 x[-1] = -math.inf  # as what attention hides
             # MLX takes a matrix of one number for a turned one
             multiply(x, w, M, N, K, turned=K == 1)
+    for form, Dh, group in ((FLOAT32, 20, 1), (FLOAT16, 33, 3), (FLOAT16, 64, 7)):
+        x, slab = attention_of(library, draw, form, Dh, group)
+        K = len(x) // len(TOKENS)
+        multiply(x, slab, len(TOKENS), K - 4, K, begin=len(slab) - LINE)
     return seen.hexdigest()[:32]
+
+
+# What attention is asked: slot, first row, last row, cap. A chunk, and tokens by themselves
+TOKENS = [(1, 0, row, 0) for row in range(90, 97)]
+TOKENS += [(0, 0, 0, 0), (0, 70, 99, 0), (1, 2, 65, 30)]
+
+
+def attention_of(
+    library: ctypes.CDLL, draw: random.Random, form: int, Dh: int, group: int
+) -> tuple[array, array]:
+    """Random queries for attention, and the memory of a slab that ends with its label."""
+    slots, heads, rows = 2, 2, 105
+    slab = array("B", written(drawn(draw, slots * 2 * heads * rows * Dh), form))
+    at = ctypes.c_void_p(slab.buffer_info()[0])
+    library.rows_slab(at, form, slots, heads, rows, Dh, ctypes.c_float(Dh**-0.5))
+    x = array("f")
+    for token in TOKENS:
+        x += drawn(draw, group * heads * Dh, 3) + array("f", token)
+    return x, slab
 
 
 def drawn(draw: random.Random, count: int, most: float = 1) -> array:

@@ -173,6 +173,7 @@ class Model:
     choices: Choices | None = None  # None: it has no experts
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
+    is_fused: bool = False  # attention is one operation, and not the formula in `llama.py`
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from course.overlay import opened
 from distributed.group import ALONE, Ranks
 from kernels import fused_attention
 from kernels import mlx as device
@@ -54,11 +55,14 @@ from runtime.files import ModelError
 from runtime.gguf_file import is_gguf
 
 KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
+ATTENTION = ("auto", "plain")  # how attention may be computed (`ModelReader.is_fused`)
 
 
-def read_model(folder: Path, dtype: str = "auto", kv: str = "auto") -> Model:
+def read_model(
+    folder: Path, dtype: str = "auto", kv: str = "auto", attention: str = "auto"
+) -> Model:
     """The model in a folder or GGUF file, for one process, without a check of the slab's memory."""
-    return ModelReader(folder, dtype, kv=kv).read()
+    return ModelReader(folder, dtype, kv=kv, attention=attention).read()
 
 
 class ModelReader:
@@ -68,6 +72,7 @@ class ModelReader:
     shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
     `held`: bytes that will have been freed when it is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
+    `attention`: "plain", which is the formula in `llama.py`, or "auto" (`is_fused`).
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class ModelReader:
         ranks: Ranks = ALONE,
         held: int = 0,
         kv: str = "auto",
+        attention: str = "auto",
     ):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(
@@ -84,7 +90,11 @@ class ModelReader:
             )
         if kv not in KV:
             raise ValueError(f"kv = {validation.shown(kv)}; choose {' or '.join(KV)}")
+        if attention not in ATTENTION:
+            shown = validation.shown(attention)
+            raise ValueError(f"attention = {shown}; choose {' or '.join(ATTENTION)}")
         self.kv = kv
+        self.attention = attention
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
@@ -122,6 +132,13 @@ class ModelReader:
         if self.form == "checkpoint":
             return self.weights.tensors["model.norm.weight"].dtype
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
+
+    @property
+    def is_fused(self) -> bool:
+        """Is attention one operation of our own product? Not where a reader's chapters run: a change of
+        the formula is to be seen."""
+        is_plain = self.attention == "plain" or opened()
+        return device.is_batch_invariant() and self.form != "checkpoint" and not is_plain
 
     def fit(self, **options) -> Sizes:
         """Slots that fit next to the weights. Refuse a slab that is too large before these are read."""
@@ -162,6 +179,7 @@ class ModelReader:
             ranks=self.ranks,
             choices=self.choices,
             kv_dtype=self.kv_dtype,
+            is_fused=self.is_fused,
         )
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from course.overlay import opened
 from kernels import mlx as device
+from kernels.attention import label_rows
 from kernels.mlx import has_gpu, mx, readable
 from models.config import Config
 from models.layers import Model
@@ -202,6 +203,7 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
     """The memory that a slab of these sizes takes: keys and values."""
+    length += label_rows(Dh, itemsize)
     return 2 * layers * slots * Hkv * length * Dh * itemsize
 
 

@@ -29,6 +29,7 @@ class Source(NamedTuple):
     model: str  # a folder, a hub id, or "demo"
     dtype: str
     kv: str
+    attention: str
     report: Report
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
@@ -50,7 +51,7 @@ class Source(NamedTuple):
         folder = models.find(self.model)  # it may have to be downloaded
         files = files_of(folder)
         with device_lock, device_stream():
-            reader = ModelReader(folder, self.dtype, ranks, held, self.kv)
+            reader = ModelReader(folder, self.dtype, ranks, held, self.kv, self.attention)
             if text and files != self.files:
                 changed = min(path for path, _ in files.items() ^ self.files.items())
                 why = "has changed since the model was read"

@@ -28,6 +28,7 @@ from runtime.errors import show_fault
 from runtime.handle import Handle
 from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
+from runtime.snapshot import ExpertsView
 from sched import QueueFull
 from screen.draw.style import clean
 from screen.view import Answer, Fault, Finding, View

@@ -67,7 +67,7 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
 
 @cache
 def demo() -> tuple:
-    return read_model(DEMO), Tokenizer(DEMO, 1536)
+    return read_model(DEMO, kv="float32", attention="plain"), Tokenizer(DEMO, 1536)
 
 
 def ids_of(prompt: str = SUM) -> tuple[int, ...]:

@@ -80,12 +80,13 @@ and cut qk into q and k again""",
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them stands a norm, and what is added goes to the x before the norm.",
                     "Positions: those of all windows, behind each other. `turning(kind, positions)` is "
-                    "the turn of a kind of layer; a layer's is number `layer.kind` of `model.kinds`. "
+                    "the turn of a kind of layer, and `visible_to(kind, model.config.H, windows)` what its "
+                    "tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
                     "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:
     q, k, v = heads(model, layer, layer.attn_norm(x), turns[layer.kind])
-    x = x + layer.out(attend(model, layer, q, k, v, windows))
+    x = x + layer.out(attend(model, layer, q, k, v, windows, visible[layer.kind]))
     x = x + layer.mlp(...)
 return model.norm(only(...))""",
                 ),
@@ -156,60 +157,60 @@ return both_of_a_plane(mx.cos(angles), ...)""",
         "the same tokens, and each step computes one",
         (
             Task(
-                "kv.Window._seen",
+                "llama.seen",
                 """Which rows does each token see? The row of its own position, and all before it;
-                with a `span`, the last `span` of these. `self.positions` holds the tokens' positions,
-                (B * L,): those of one sequence stand together.""",
+                with a `span`, the last `span` of these. `positions` are the tokens' positions,
+                (B, 1, L, 1).""",
                 (
                     "Compare the numbers of all rows, `mx.arange(T)`, with each token's position.",
                     "Positions as (B, 1, L, 1) and rows as (T,) give (B, 1, L, T).",
-                    """positions = self.positions.reshape(self.B, 1, self.L, 1)
-seen = mx.arange(T) <= ...
+                    """seen = mx.arange(T) <= ...
 with a span: seen & (mx.arange(T) > positions - ...)""",
                 ),
             ),
             Task(
                 "kv.Window.write",
-                """Write the new keys and values of layer `layer` into `self.slab.k[layer]` and
-                `self.slab.v[layer]`: those of sequence i into slot `self.slots[i]`, from row
-                `self.starts[i]` on, L rows in each head. The slab has the shape (slots, Hkv, S, Dh).
+                """Write the new keys and values of layer `layer` into `self.slab.arrays[layer]`: those
+                of sequence i into slot `self.slots[i]`, from row `self.starts[i]` on, L rows in each
+                head. The array has the shape (slots, 2 Hkv, S + 1, Dh): first the heads of the keys,
+                then those of the values. `self.slab.narrowed` gives numbers the slab's dtype.
                 A loop over the sequences is right. (It is slow for many: `_decoding_rows`, which is
                 left standing, shows how one operation writes all.)""",
                 (
                     "k is (B * L, Hkv, Dh): the first L rows are those of the first sequence.",
-                    "A piece of L tokens is (L, Hkv, Dh), and its place in the slab (Hkv, L, Dh).",
-                    """for i in range(self.B):
+                    "A piece of L tokens is (L, 2 Hkv, Dh), and its place in the slab (2 Hkv, L, Dh).",
+                    """new = self.slab.narrowed(mx.concatenate([k, v], axis=1))
+for i in range(self.B):
     slot, start = ...
-    piece = k[i * self.L : (i + 1) * self.L].swapaxes(0, 1)
-    self.slab.k[layer][slot, :, start : start + self.L] = piece     and the same with v""",
+    piece = new[i * self.L : (i + 1) * self.L].swapaxes(0, 1)
+    self.slab.arrays[layer][slot, :, start : start + self.L] = piece""",
                 ),
             ),
             Task(
                 "kv.Window.read",
-                """The keys and values that a look reads: the first T rows of its slots, as views.""",
+                """The keys and values that a group reads: the first T rows of its slots, as views.""",
                 (
-                    "`look.slots` is a slice, and so the first index.",
+                    "`group.slots` is a slice, and so the first index.",
                     "The axes are slots, heads, rows, numbers of a head.",
-                    "self.slab.k[layer][look.slots, :, : ...] and the same of v",
+                    "mx.split(self.slab.arrays[layer][group.slots, :, : ...], 2, axis=1)",
                 ),
             ),
             Task(
                 "llama.attend",
-                """First all windows write their part of k and v; then each look of each window reads,
+                """First all windows write their part of k and v; then each group of each window reads,
                 and `attention` takes its part of q. Return all sums, in the tokens' order.
-                `layer.index` is the layer's number in the slab, and a window's looks are
-                `window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H))`.""",
+                `layer.index` is the layer's number in the slab, a window's groups are
+                `window.groups`, and `visible` has their masks, for each window a list.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
-                    "A look has `look.B * window.L` tokens, and `look.mask`. The kind is "
+                    "A group has `group.B * window.L` tokens. The kind is "
                     "`model.kinds[layer.kind]`.",
                     """for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes)):
     window.write(layer.index, new_k, new_v)
-for window, window_q in zip(windows, cut(q, sizes)):
-    looks = window.looks(...)
-    for look, look_q in zip(looks, cut(window_q, ...)):
-        keys, values = window.read(layer.index, look)
-        sums.append(attention(look_q, keys, values, look.mask, kind))
+for window, window_q, masks in zip(windows, cut(q, sizes), visible):
+    for group, group_q, mask in zip(window.groups, cut(window_q, ...), masks):
+        keys, values = window.read(layer.index, group)
+        sums.append(attention(group_q, keys, values, mask, kind))
 return mx.concatenate(sums)""",
                 ),
             ),

@@ -1,4 +1,4 @@
-"""Stage 3: the slab. You write `_seen`, `write` and `read` in kv.py, and `attend` in llama.py."""
+"""Stage 3: the slab. You write `write` and `read` in kv.py, and `seen` and `attend` in llama.py."""
 
 from itertools import chain
 
@@ -24,14 +24,15 @@ from kernels.mlx import mx
 
 def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = None) -> list[str]:
     """A line for each token: x for a row that it sees."""
-    seen = kv.Window(new_slab(3), slots, starts, L)._seen(6, span)
+    positions = kv.Window(new_slab(3), slots, starts, L).positions.reshape(-1, 1, L, 1)
+    seen = llama.seen(positions, 6, span)
     assert isinstance(seen, mx.array) and seen.shape == (len(slots), 1, L, 6), (
-        f"_seen returned {seen!r}, and should return True and False as (B, 1, L, T)"
+        f"seen returned {seen!r}, and should return True and False as (B, 1, L, T)"
     )
     return ["".join("x" if each else "." for each in row) for row in seen.reshape(-1, 6).tolist()]
 
 
-@pytest.mark.about("_seen")
+@pytest.mark.about("seen")
 def test_causal_mask():
     """A token sees itself and all before it."""
     three_tokens_from_row_2 = [
@@ -47,7 +48,7 @@ def test_causal_mask():
     assert rows_seen([0, 2], [4, 1], 1) == two_sequences_at_rows_4_and_1
 
 
-@pytest.mark.about("_seen")
+@pytest.mark.about("seen")
 def test_sliding_window():
     """With a span, a token sees the last rows only."""
     a_span_of_2 = [
@@ -69,7 +70,7 @@ def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
     slab.check()
     lines = []
     for layer in range(2):
-        for letter, array in (("k", slab.k[layer]), ("v", slab.v[layer])):
+        for letter, array in zip("kv", mx.split(slab.arrays[layer], 2, axis=1), strict=True):
             for slot in range(3):
                 for head in range(2):
                     rows = array[slot, head]  # (rows, Dh)
@@ -121,22 +122,21 @@ def test_write_several_sequences():
 
 @pytest.mark.about("read")
 def test_read():
-    """What was written is read: the first T rows of a look's slots, in every head."""
+    """What was written is read: the first T rows of a group's slots, in every head."""
     slab = kv.Slab(2, 4, 2, 32, 4, mx.float32)
-    slab.k[1] = drawn(slab.shape, 9)
-    slab.v[1] = drawn(slab.shape, 10)
-    look = kv.AttentionGroup(slots=slice(1, 3), T=6, mask=None)
-    keys, values = kv.Window(slab, [1, 2], [4, 5], 1).read(1, look)
-    assert_close(keys, slab.k[1][1:3, :, :6], "the keys")
-    assert_close(values, slab.v[1][1:3, :, :6], "the values")
+    slab.arrays[1] = drawn(slab.shape, 9)
+    window = kv.Window(slab, [1, 2], [4, 5], 1)
+    group = kv.AttentionGroup(slots=slice(1, 3), T=6, positions=window.positions)
+    keys, values = window.read(1, group)
+    assert_close(keys, slab.arrays[1][1:3, :2, :6], "the keys")
+    assert_close(values, slab.arrays[1][1:3, 2:, :6], "the values")
 
 
 def test_earlier_owner():
     """Rows of an earlier owner do not show."""
     slab = new_slab()
-    for layer in range(len(slab.k)):
-        slab.k[layer] = 5 * drawn(slab.shape, 11)
-        slab.v[layer] = 5 * drawn(slab.shape, 12)
+    for layer in range(len(slab.arrays)):
+        slab.arrays[layer] = 5 * drawn(slab.shape, 11)
     assert_close(logits(ids_of(), slab), our_logits(ids_of()), "the logits", 1e-3)
 
 

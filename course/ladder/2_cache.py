@@ -130,7 +130,7 @@ def main() -> None:
     print("""
 Question: the rows of this story stay in the slab. The next request would begin at row 0 and write
 over the first few. Why does it do no harm that the others are still there?
-The real code answers: kv.py, Window._seen.
+The real code answers: llama.py, seen.
 Next: python course/ladder/3_static.py""")
 
 

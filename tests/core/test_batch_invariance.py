@@ -4,6 +4,7 @@ taken over from another. And the bugs that would break this are planted, one by 
 caught."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -226,18 +227,15 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
 )
 def test_planted_variance_is_caught(models, monkeypatch, bug):
     """Each was once in the code, or in a try to mend it."""
-    looks, softmax, attention = kv.Window.looks, llama.softmax, llama.attention
+    groups, softmax, attention = kv.Window.groups.func, llama.softmax, llama.attention
 
     def a_reach_that_shows(q, k, *rest):
         return attention(q, k, *rest) * (1 + k.shape[2] * 1e-5)
 
-    def no_further_than_the_one_before(self, *form):
-        each = looks(self, *form)
-        capped = [
-            look._replace(T=min(look.T, before.T))
-            for look, before in zip(each[1:], each, strict=False)
-        ]
-        return each[:1] + [look._replace(mask=look.mask[..., : look.T]) for look in capped]
+    def no_further_than_the_one_before(self):
+        first, *others = each = groups(self)
+        pairs = zip(others, each, strict=False)
+        return [first, *(group._replace(T=min(group.T, before.T)) for group, before in pairs)]
 
     def a_form_by_their_number(x, scale):
         return (
@@ -246,10 +244,15 @@ def test_planted_variance_is_caught(models, monkeypatch, bug):
 
     planted = {
         "a reach that shows": (llama, "attention", a_reach_that_shows),
-        "no further than the one before": (kv.Window, "looks", no_further_than_the_one_before),
+        "no further than the one before": (
+            kv.Window,
+            "groups",
+            property(no_further_than_the_one_before),
+        ),
         "a form by their number": (llama, "softmax", a_form_by_their_number),
     }
     monkeypatch.setattr(*planted[bug])
+    models = [(replace(model, is_fused=False), text) for model, text in models]
     for seed in range(8):
         try:
             if company.count(models, seed, rounds=2).differ:
@@ -264,8 +267,9 @@ def test_planted_variance_is_caught(models, monkeypatch, bug):
 def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead):
     """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot
     is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
-    written that row itself."""
+    written that row itself. (Fused attention reads no such row.)"""
     model, text = models[0]
+    model = replace(model, is_fused=False)
     if not scrubbed:
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     good = Ask([5, 6, 7], 40)

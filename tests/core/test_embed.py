@@ -70,7 +70,8 @@ def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
     folder = make_checkpoint(tmp_path, seed=5, **options)
     reference = Reference(folder)
     asked = texts(np.random.default_rng(5), 6)
-    with Engine.load(folder, slots=3, max_len=192, chunk=32, embeds=True) as engine:
+    options = {"slots": 3, "max_len": 192, "chunk": 32, "embeds": True}
+    with Engine.load(folder, kv="float32", **options) as engine:
         vectors = engine.embed(asked)
     furthest = max(
         np.abs(np.array(vector) - hidden(reference, ids)).max()
@@ -147,7 +148,7 @@ def test_the_row_of_a_vector_ends_with_its_prompt(folder):
 def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
     """What refers to a state may refer to the slab, and the next write would copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
-        size = engine.runner.slab.k[0].nbytes
+        size = engine.runner.slab.arrays[0].nbytes
         engine.submit(list(range(40)), SamplingParams(max_tokens=60, ignore_eos=True))
         rng = np.random.default_rng(1)
         engine.step()

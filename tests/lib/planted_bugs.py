@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 import kv
+import llama
+from kernels import attention
 from kernels.mlx import mx
 from nanobatch import Model
 from prefix import Prefixes
@@ -13,13 +15,16 @@ from runner import Runner
 
 
 def plant(monkeypatch, bug: str) -> None:
-    init, looks = kv.Window.__init__, kv.Window.looks
+    init, visible_rows = kv.Window.__init__, attention.visible_rows
     if bug == "no mask":
 
-        def without_mask(self, *args):
-            return [look._replace(mask=mx.zeros_like(look.mask)) for look in looks(self, *args)]
+        def all_of_the_slot(windows, *rest):
+            rows = visible_rows(windows, *rest)
+            rows[:, 2] = windows[0].slab.length - 1
+            return rows
 
-        monkeypatch.setattr(kv.Window, "looks", without_mask)
+        monkeypatch.setattr(attention, "visible_rows", all_of_the_slot)
+        monkeypatch.setattr(llama, "seen", lambda positions, T, span: mx.arange(T) < T)
     elif bug == "one offset for all rows":
 
         def shared_offset(self, slab, slots, starts, *rest):
@@ -44,16 +49,20 @@ def plant(monkeypatch, bug: str) -> None:
 
         monkeypatch.setattr(kv.Window, "write", misplaced)
     elif bug == "a chunk reads no further than itself":
+        find = kv.Window.groups.func
 
-        def near(self, *form):
-            return [
-                look._replace(T=min(look.T, self.L), mask=look.mask[..., : self.L])
-                if self.L > 1
-                else look
-                for look in looks(self, *form)
-            ]
+        def near(self):
+            far = self.slab.length if self.L == 1 else self.L
+            return [group._replace(T=min(group.T, far)) for group in find(self)]
 
-        monkeypatch.setattr(kv.Window, "looks", near)
+        def near_rows(windows, *rest):
+            far = [w.slab.length if w.L == 1 else w.L for w in windows for _ in w.positions]
+            rows = visible_rows(windows, *rest)
+            rows[:, 2] = mx.minimum(rows[:, 2], mx.array(far) - 1)
+            return rows
+
+        monkeypatch.setattr(kv.Window, "groups", property(near))
+        monkeypatch.setattr(attention, "visible_rows", near_rows)
     elif bug == "a prefix is matched one token too long":
         common = Prefixes._common
         monkeypatch.setattr(
@@ -65,7 +74,7 @@ def plant(monkeypatch, bug: str) -> None:
         monkeypatch.setattr(
             kv.Slab,
             "prefix",
-            lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)],
+            lambda self, slot, rows: [array[-1:, :, :rows] * 0 for array in self.arrays],
         )
     elif bug == "the newest token is a step old":
         begin, finish = Runner.begin, Runner.finish

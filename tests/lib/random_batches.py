@@ -183,9 +183,12 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
             engine.drafter.may_follow = lambda plan: bool(rng.random() < 0.7)
             engine.sched.draft = partial(boldly, engine.drafter)
         # What an earlier owner might have left
-        for array in (*engine.runner.slab.k, *engine.runner.slab.v):
-            array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
-        with Engine(model, text, prefix_cache=False, speculate=0, **lonely) as alone:
+        length = engine.runner.slab.length
+        for array in engine.runner.slab.arrays:
+            shape = array[:, :, :length].shape
+            array[:, :, :length] = mx.random.normal(shape, key=mx.random.key(seed)) * 3
+        by_formula = replace(model, is_fused=model.is_fused and seed % 2 == 0)
+        with Engine(by_formula, text, prefix_cache=False, speculate=0, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
             for turn in range(rounds):
                 where = f"schedule {seed}, round {turn}, model {seed % len(models)}, {policy}"

@@ -3,7 +3,7 @@
 A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
 that they use stand in those chapters.
 """
-# ruff: noqa: F821, B905, RUF059
+# ruff: noqa: B007, F821, B905, RUF059
 
 
 # --- llama.py ---
@@ -11,11 +11,12 @@ that they use stand in those chapters.
 
 def forward(model, ids, windows, asked):
     positions = mx.concatenate([window.positions for window in windows])
+    visible = [visible_to(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)
     for layer in model.layers:
         turn = turning(model.kinds[layer.kind], positions)
         q, k, v = heads(model, layer, layer.attn_norm(x), turn)
-        x = x + layer.out(attend(model, layer, q, k, v, windows))
+        x = x + layer.out(attend(model, layer, q, k, v, windows, visible[layer.kind]))
         x = x + layer.mlp(layer.mlp_norm(x))
     return model.norm(only(x, asked))
 
@@ -29,22 +30,30 @@ def heads(model, layer, x, turn):
     return qk[:, : c.H], qk[:, c.H :], v
 
 
-def attend(model, layer, q, k, v, windows):
+def attend(model, layer, q, k, v, windows, visible):
     kind = model.kinds[layer.kind]
     sums = []
     at = 0
-    for window in windows:
+    for window, masks in zip(windows, visible):
         size = window.B * window.L
         window.write(layer.index, k[at : at + size], v[at : at + size])
         at += size
     at = 0
-    for window in windows:
-        for look in window.looks(kind.span, partial(mask_of, kind=kind, H=model.config.H)):
-            size = look.B * window.L
-            keys, values = window.read(layer.index, look)
-            sums.append(attention(q[at : at + size], keys, values, look.mask, kind))
+    for window, masks in zip(windows, visible):
+        for group, mask in zip(window.groups, masks):
+            size = group.B * window.L
+            keys, values = window.read(layer.index, group)
+            sums.append(attention(q[at : at + size], keys, values, mask, kind))
             at += size
     return mx.concatenate(sums)
+
+
+def seen(positions, T, span):
+    rows = mx.arange(T)
+    at = positions
+    if span is None:
+        return rows <= at
+    return (rows <= at) & (at - rows < span)
 
 
 def attention(q, k, v, mask, kind):
@@ -99,18 +108,11 @@ class Window:
         for i, (slot, start) in enumerate(zip(self.slots, self.starts)):
             mine = slice(i * self.L, (i + 1) * self.L)
             rows = slice(start, start + self.L)
-            self.slab.k[layer][slot, :, rows] = k[mine].swapaxes(0, 1)
-            self.slab.v[layer][slot, :, rows] = v[mine].swapaxes(0, 1)
+            new = mx.concatenate([k[mine], v[mine]], axis=1)
+            self.slab.arrays[layer][slot, :, rows] = self.slab.narrowed(new).swapaxes(0, 1)
 
-    def read(self, layer, look):
-        return tuple(array[layer][look.slots, :, : look.T] for array in (self.slab.k, self.slab.v))
-
-    def _seen(self, T, span):
-        rows = mx.arange(T)
-        at = self.positions.reshape(self.B, 1, self.L, 1)
-        if span is None:
-            return rows <= at
-        return (rows <= at) & (at - rows < span)
+    def read(self, layer, group):
+        return mx.split(self.slab.arrays[layer][group.slots, :, : group.T], 2, axis=1)
 
 
 # --- sampling.py ---

@@ -177,14 +177,9 @@ def word_engine(
 ) -> Engine:
     text = WordText()
     nothing = {"layers": (), "norm": None, "table": None, "head": None}
+    dtypes = {"dtype": mx.float32, "kv_dtype": mx.float32, "has_narrow_kv": False}
     model = SimpleNamespace(
-        config=CONFIG,
-        dtype=mx.float32,
-        kv_dtype=mx.float32,
-        is_float32=True,
-        ranks=ALONE,
-        cost=VIEW,
-        **nothing,
+        config=CONFIG, is_float32=True, ranks=ALONE, cost=VIEW, **dtypes, **nothing
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(

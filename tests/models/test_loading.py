@@ -568,7 +568,7 @@ def test_model_larger_than_memory(whole, monkeypatch):
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
-        assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
+        assert engine.runner.slab.arrays[0].nbytes * 4 <= 900_000
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):

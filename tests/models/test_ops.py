@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
+import llama
 import sampling
 from kernels import mlx as device
 from kernels import row_ops
@@ -167,15 +168,14 @@ def test_sliding_window_mask(L):
     """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot
     hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
-    (look,) = window.looks(10, lambda seen: seen)
-    assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, L, look.T)
-    seen = np.array(look.mask).reshape(L, look.T)
-    assert [np.flatnonzero(row).tolist() for row in seen] == [
+    (group,) = window.groups
+    seen = llama.seen(group.positions, group.T, 10)
+    assert group.slots == slice(1, 2) and seen.shape == (1, 1, L, group.T)
+    assert [np.flatnonzero(row).tolist() for row in np.array(seen)[0, 0]] == [
         list(range(31 + n, 41 + n)) for n in range(L)
     ]
-    (whole,) = window.looks(None, lambda seen: seen)
-    (longer,) = window.looks(96, lambda seen: seen)
-    assert mx.array_equal(whole.mask, longer.mask)
+    whole, longer = (llama.seen(group.positions, group.T, span) for span in (None, 96))
+    assert mx.array_equal(whole, longer)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_a_window_outside_the_slab_is_refused(slots, starts, L):
 def test_mask_is_per_sequence():
     """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
     window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
-    near, far = window.looks(None, lambda seen: seen)
+    near, far = window.groups
     assert (near.slots, near.T, far.slots, far.T) == (slice(1, 3), 21, slice(4, 5), 61)
-    assert [row.sum() for row in np.array(near.mask)] == [21, 8]
-    assert np.array(far.mask).all()
+    masks = [np.array(llama.seen(group.positions, group.T, None)) for group in (near, far)]
+    assert [row.sum() for row in masks[0]] == [21, 8] and masks[1].all()
 
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
 from word_engine import WordRunner
 
-import kv
+from kernels import attention
 from nanobatch import Engine
 from runner import Runner
 from screen import commands, keys
@@ -57,7 +57,8 @@ def test_survivors_answer_as_alone_on_a_real_model(demo, what):
     errors = {each.error.partition(";")[0] if what == "nan" else each.error for each in found.ended}
     said = {
         "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
-        "nan": "the model computed a number that is not finite",
+        "nan": "the model computed a number that is not finite; "
+        "if a key exceeds float16, try --kv float32",
         "client": "",
     }
     assert errors == ({said[what]} if what in said else set())
@@ -75,13 +76,12 @@ def test_nan_spares_rows_that_may_be_shared(demo):
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
     """With a window that looks into all slots, whoever decodes ends."""
-    read = kv.Window.read
+    attend = attention.attend
 
-    def nosy(self, layer, look):
-        k, v = read(self, layer, look)
-        return k, v + 0 * self.slab.v[layer].sum()
+    def nosy(q, visible, slab):
+        return attend(q, visible, slab) + 0 * slab[:, :, :-1].sum()
 
-    monkeypatch.setattr(kv.Window, "read", nosy)
+    monkeypatch.setattr(attention, "attend", nosy)
     found = broken(demo, "nan")
     assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 

@@ -1,0 +1,50 @@
+"""Fused attention: one operation of `matmul.c` in place of the formula in `llama.attention`.
+
+As with other operations (`row_ops.py`), MLX takes it for a product with a matrix. In place of the
+matrix there is a layer's slab, which ends with a label that says what it is. The operation finds in
+each row of x the queries of a token and which rows of the slab that token sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from kernels import mlx as device
+from kernels.matmul import LINE
+from kernels.mlx import mx
+from kernels.packed import FORMS, address
+
+
+def label_rows(Dh: int, itemsize: int) -> int:
+    """How many rows of a head have room for the label."""
+    return -(-LINE // (Dh * itemsize))
+
+
+def label(slab: mx.array) -> None:
+    """Write into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh), what it is."""
+    slots, heads, rows, Dh = slab.shape
+    sizes = (slots, heads // 2, rows, Dh, ctypes.c_float(Dh**-0.5))
+    at = ctypes.c_void_p(address(slab))
+    device.blas.library.rows_slab(at, FORMS[slab.dtype], *sizes)
+
+
+def visible_rows(windows: Sequence, span: int | None, cap: float | None) -> mx.array:  # (N, 4)
+    """What each token sees: its slot, the first and the last row; and the cap of its scores."""
+    seen = []
+    for window in windows:
+        for slot, start in zip(window.slots, window.starts, strict=True):
+            for row in range(start, start + window.L):
+                first = max(0, row - span + 1) if span else 0
+                seen.append((slot, first, row, cap or 0.0))
+    return mx.array(seen, mx.float32)  # exact up to 2^24 rows
+
+
+def attend(q: mx.array, visible: mx.array, slab: mx.array) -> mx.array:
+    """(N, H, Dh), (N, 4), (slots, 2 Hkv, rows, Dh) -> (N, H * Dh)"""
+    x = mx.concatenate([q.flatten(1), visible], axis=1)
+    K = x.shape[1]
+    N = K - visible.shape[1]
+    memory = slab.flatten().view(mx.float32)
+    at_label = memory.size - LINE // 4
+    return x @ mx.as_strided(memory, (K, N), (1, K), at_label)

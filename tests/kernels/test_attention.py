@@ -1,0 +1,130 @@
+"""Fused attention has the bits of the formula in `llama.attention`."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import llama
+from kernels import mlx as device
+from kernels.mlx import mx
+from kv import Slab, Window
+from models.rope import AttentionType
+
+pytestmark = pytest.mark.skipif(
+    not device.is_batch_invariant(), reason="our own product does not run here"
+)
+LENGTH = 352
+
+
+class Shape:
+    """A slab of random numbers, as if every row had an earlier owner, and queries for windows."""
+
+    def __init__(self, seed: int):
+        self.rng = rng = np.random.default_rng(seed)
+        self.Hkv = int(rng.integers(1, 5))
+        self.H = self.Hkv * int(rng.choice([1, 2, 3, 7, 25]))
+        self.Dh = int(rng.choice([3, 8, 12, 20, 32, 33, 64, 100, 128]))
+        self.slots = int(rng.integers(1, 9))
+        dtype = mx.float16 if rng.random() < 0.6 else mx.float32
+        self.slabs = [
+            Slab(1, self.slots, self.Hkv, LENGTH, self.Dh, dtype, is_fused)
+            for is_fused in (True, False)
+        ]
+        left = mx.array(rng.normal(0, 3, (self.slots, 2 * self.Hkv, LENGTH, self.Dh)))
+        for slab in self.slabs:
+            slab.arrays[0][:, :, :LENGTH] = left
+        cap = float(rng.choice([2.0, 30.0])) if rng.random() < 0.3 else None
+        span = int(rng.integers(1, 200)) if rng.random() < 0.4 else None
+        self.kind = AttentionType(None, span, cap, None, None)
+
+    def windows(
+        self, fused: bool, asked: Sequence[tuple[list[int], list[int], int]]
+    ) -> list[Window]:
+        return [Window(self.slabs[not fused], *each) for each in asked]
+
+    def draw(self) -> list[tuple[list[int], list[int], int]]:
+        """Chunks, drafts and decoding sequences, each in a slot of its own."""
+        rng = self.rng
+        slots = rng.permutation(self.slots).tolist()
+        asked = []
+        while slots:
+            count = int(rng.integers(1, len(slots) + 1)) if rng.random() < 0.5 else 1
+            mine, slots = sorted(slots[:count]), slots[count:]
+            L = int(rng.integers(1, 90)) if count == 1 else int(rng.integers(1, 4))
+            starts = rng.integers(0, LENGTH - L + 1, count).tolist()
+            asked.append((mine, starts, L))
+        return asked
+
+    def numbers(self, count: int) -> list[mx.array]:
+        """Queries, keys and values of new tokens."""
+        heads = (self.H, self.Hkv, self.Hkv)
+        return [
+            mx.array(self.rng.normal(0, 2, (count, n, self.Dh)).astype(np.float32)) for n in heads
+        ]
+
+    def attend(self, windows: list[Window], q: mx.array, k: mx.array, v: mx.array) -> np.ndarray:
+        model = SimpleNamespace(kinds=(self.kind,))
+        visible = llama.visible_to(self.kind, self.H, windows)
+        layer = SimpleNamespace(index=0, kind=0)
+        return np.array(llama.attend(model, layer, q, k, v, windows, visible))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_operation_has_the_bits_of_the_formula(seed):
+    """Over grouped heads, heads of any size, spans, caps, chunks, drafts and what was left in slots."""
+    shape = Shape(seed)
+    asked = shape.draw()
+    numbers = shape.numbers(sum(len(slots) * L for slots, _, L in asked))
+    fused, formula = (shape.attend(shape.windows(way, asked), *numbers) for way in (True, False))
+    assert np.isfinite(fused).all() and np.array_equal(fused, formula)
+    for slab in shape.slabs:
+        slab.check()
+
+
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_a_token_has_the_same_bits_in_any_chunk_and_alone(seed):
+    shape = Shape(seed)
+    count = int(shape.rng.integers(2, 120))
+    slot, start = int(shape.rng.integers(shape.slots)), int(shape.rng.integers(0, LENGTH - count))
+    numbers = shape.numbers(count)
+    whole = shape.attend(shape.windows(True, [([slot], [start], count)]), *numbers)
+    parts, at = [], 0
+    while at < count:
+        L = min(count - at, int(shape.rng.integers(1, 40)))
+        windows = shape.windows(True, [([slot], [start + at], L)])
+        parts.append(shape.attend(windows, *(x[at : at + L] for x in numbers)))
+        at += L
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_a_nan_stays_in_its_sequence(dtype):
+    """It shows in all later tokens of the sequence, and in no other."""
+    slab = Slab(1, 3, 2, 64, 16, dtype, is_fused=True)
+    windows = [Window(slab, [0], [0], 20), Window(slab, [1, 2], [9, 9], 1)]
+    q = mx.ones((22, 4, 16))
+    k = mx.ones((22, 2, 16))
+    k[7] = mx.nan
+    layer = SimpleNamespace(index=0, kind=0)
+    kind = AttentionType(None, None, None, None, None)
+    visible = llama.visible_to(kind, 4, windows)
+    sums = np.array(
+        llama.attend(SimpleNamespace(kinds=(kind,)), layer, q, k, k * 0, windows, visible)
+    )
+    assert np.isnan(sums[7:20]).all()
+    assert np.isfinite(sums[20:]).all()
+
+
+def test_a_slab_keeps_its_label_through_all_that_is_written():
+    """Without it, the operation would be taken for a product with a matrix that is not there."""
+    slab = Slab(1, 2, 1, 32, 16, mx.float16, is_fused=True)
+    label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
+    assert any(label)
+    new = mx.ones((32, 1, 16))
+    Window(slab, [1], [0], 32).write(0, new, new)
+    Window(slab, [0, 1], [31, 31], 1).write(0, new[:2], new[:2])
+    slab.fill(0, slab.prefix(1, 32))
+    slab.scrub(1, 0, 32)
+    assert np.array(slab.arrays[0][-1, -1, -1]).tobytes() == label
