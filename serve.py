@@ -179,13 +179,13 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
     if report:
         report("starting MLX")
-        blas.say = report  # what it reports belongs among the stages of loading
+        blas.say = how["report"] = report  # what it reports belongs among the stages of loading
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue, "speculate": args.speculate}
     options |= {"kv": args.kv, "attention": args.attention}
-    engine = Engine.load(args.model, report=report, **options, **sizes, **how)
+    engine = Engine.load(args.model, **options, **sizes, **how)
     # Otherwise a bug in `forward` would look like a wrong option
     with errors.shown("the first step failed"):
         engine.runner.warm_up()

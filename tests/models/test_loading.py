@@ -568,7 +568,7 @@ def test_model_larger_than_memory(whole, monkeypatch):
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
-        assert engine.runner.slab.arrays[0].nbytes * 4 <= 900_000
+        assert sum(array.nbytes for array in engine.runner.slab.arrays) <= 900_000
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
@@ -880,7 +880,8 @@ def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
             sizes[kv] = sum(array.nbytes for array in slab.arrays)
             assert slab.dtype == (mx.float16 if kv == "auto" and dtype.size == 2 else mx.float32)
             assert sizes[kv] == slab_of(engine.model, engine._sizes)
-    assert sizes["float32"] == sizes["auto"] * 4 // dtype.size
+    # A row of each head more holds what attention knows of the slab
+    assert sizes["float32"] == pytest.approx(sizes["auto"] * 4 / dtype.size, rel=0.02)
 
 
 def test_an_unknown_kv_is_refused(whole):

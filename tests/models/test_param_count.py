@@ -48,8 +48,8 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
 
 
 def test_tied_head_counts_once(tmp_path):
-    tied = read_model(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)).view
-    assert tied == read_model(make_checkpoint(tmp_path / "own")).view
+    tied = read_model(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)).cost
+    assert tied == read_model(make_checkpoint(tmp_path / "own")).cost
 
 
 def test_packed_bytes(tmp_path):
@@ -69,7 +69,7 @@ def test_packed_bytes(tmp_path):
     assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 128
     assert view.token_nbytes == 128 * 5 // 8
     assert (
-        view.row_nbytes == whole.row_nbytes == read_model(folder, kv="float32").view.row_nbytes // 2
+        view.row_nbytes == whole.row_nbytes == read_model(folder, kv="float32").cost.row_nbytes // 2
     )
     if device.is_batch_invariant():  # packed as well, but for norms and the slab
         kept = read_model(folder).cost
@@ -265,7 +265,7 @@ def test_kept_experts_copy_no_slab(tmp_path):
 
 
 def test_expected_experts(tmp_path):
-    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).view
+    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).cost
     assert expected(view, 0) == 0 and expected(view, 1) == pytest.approx(2)
     # Two tokens: the second takes one of the four others with each of its two choices
     assert expected(view, 2) == pytest.approx(2 + 2 * 4 / 6)

@@ -163,7 +163,7 @@ def test_another_blas_shows_what_others_have():
     assert done.returncode == 1
     assert "Nothing is promised here" in done.stdout and "openblas (" in done.stdout
     assert "4 differ, of 4 answers" in done.stdout
-    assert re.search(r"numbers, by up to \de-0\d\. The first:", done.stdout)
+    assert re.search(r"numbers, by up to \S+\. The first:", done.stdout)
     assert "Equal in every bit: none of the ways." in done.stdout
 
 
