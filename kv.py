@@ -105,9 +105,10 @@ class Slab:
         return new + new * 0  # inf x 0 is NaN
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
-        """Zero rows that may hold numbers which are not finite."""
+        """Zero rows that may hold numbers which are not finite. Rows past the slot's end are no rows:
+        there is the label."""
         for array in self.arrays:
-            array[slot, :, start:stop] = 0
+            array[slot, :, start : min(stop, self.length)] = 0
 
     def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
         """0 if these rows are finite in every layer, else NaN: 0 x NaN is NaN, and so is 0 x inf.

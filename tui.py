@@ -195,7 +195,7 @@ def open_client(args: argparse.Namespace) -> EngineClient:
     import serve
 
     host, port = args.serve
-    door = serve.open_door(args, host, port, f"--serve {host}:{port}")
+    door = serve.bind(args, host, port, f"--serve {host}:{port}")
     return LocalEngineClient(partial(serve.load, args), door.start(), cli.name_of(args.model))
 
 

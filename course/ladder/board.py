@@ -63,8 +63,8 @@ class Timeline:
         self.steps: list[list[Cell]] = []  # in each step, a cell for each slot
 
     def step(self, cells: Mapping[int, Cell]) -> None:
-        """One step, by slot. Slots that are not named were empty."""
-        column = [cells.get(slot, ("empty", 0)) for slot in range(self.slots)]
+        """One step, by slot. Slots that are not named were free."""
+        column = [cells.get(slot, ("free", 0)) for slot in range(self.slots)]
         self.steps.append(column)
 
     @property

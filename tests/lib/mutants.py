@@ -131,8 +131,8 @@ CORE = [
     ),
     Mutant(
         "kv.py",
-        "        for array in self.arrays:\n            array[slot, :, start:stop] = 0",
-        "        for array in self.arrays[1:]:\n            array[slot, :, start:stop] = 0",
+        "        for array in self.arrays:\n            array[slot, :, start : min",
+        "        for array in self.arrays[1:]:\n            array[slot, :, start : min",
         f"{SPECULATIVE}::test_a_wrong_draft_that_is_not_finite_spoils_no_right_row",
     ),
     # --- llama.py

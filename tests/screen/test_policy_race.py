@@ -511,7 +511,8 @@ def test_a_race_refused_during_an_experiment():
         await it.press("r", turns=2)
         assert "another experiment is running" in it.stage.state.faults[-1].message
         assert (
-            "No race while an experiment runs" in it.text() and "The race begins" not in it.text()
+            "No race while another experiment runs" in it.text()
+            and "The race begins" not in it.text()
         )
 
     show(scenario, size=(120, 40))
@@ -548,6 +549,6 @@ def test_a_comparison_without_an_engine():
     """Another process had taken its place, and the page spoke of a race that begins."""
     stage = raced(3)
     stage.session.obey("/compare")
-    stage.state.absorb(stage.state.view._replace(life=9))
+    stage.state.absorb(stage.state.view._replace(epoch=9))
     text = " ".join(plain(drawn(keys.PAGES["compare"].draw, stage.state, 120, 40)))
     assert "Nothing has run yet" in text and "race" not in text

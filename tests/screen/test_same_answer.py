@@ -138,9 +138,10 @@ def test_a_difference_says_where_and_by_how_much():
 
 
 @cache
-def demo_stage() -> Stage:
+def demo_stage(**options) -> Stage:
     stage = Stage()
-    stage.client._load = lambda report, clock: Engine.load("demo", slots=8, max_len=400, chunk=64)
+    options |= {"slots": 8, "max_len": 400, "chunk": 64}
+    stage.client._load = lambda report, clock: Engine.load("demo", **options)
     return stage.load()
 
 
@@ -161,7 +162,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
         return attention(q, k, *rest) * (1 + k.shape[2] * 1e-5)
 
     monkeypatch.setattr(llama, "attention", a_reach_that_shows)
-    found = gathered(demo_stage(), "/same 12 Tell me a story about a fox.")
+    found = gathered(demo_stage(attention="plain"), "/same 12 Tell me a story about a fox.")
     assert found.unlike > 0 and max(kind.difference.by for kind in same_answer.unlike(found)) > 1e-7
 
 

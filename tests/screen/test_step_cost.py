@@ -347,7 +347,7 @@ def expert_stage() -> Stage:
         layer = ((1, decode), (0, decode - decode // 2), (2, decode // 2))
         return ExpertsView(step, (layer,) * model.layers)
 
-    stage.room._chosen_experts = chosen
+    stage.client._chosen_experts = chosen
     return stage
 
 
@@ -393,7 +393,7 @@ def test_failed_questions_are_not_repeated():
 
     async def scenario(it):
         stage = it.stage
-        stage.room._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
+        stage.client._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
         stage.session.obey("/burst 3")
         await it.turns(20)
         await it.press("space", "B", turns=3)
