@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import math
 import re
+import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -33,6 +34,7 @@ from server.schema import APIError
 MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429
 # Further connections without a request; beyond, the oldest of them is aborted
 MAX_SILENT_CONNECTIONS = 64
+OTHER_FILES = 128  # open files that are no connections: weights, logs, pipes
 ACCEPT_LOG_S = 60.0  # seconds between two log lines about connections that could not be accepted
 SWEEP_S = 0.5  # seconds between two looks for silent streams and slow clients
 HEAD_TIMEOUT_S = 30.0  # to send the head of the first request
@@ -474,6 +476,7 @@ def sweep_once(requests: Iterable[HTTPRequest]) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. OSError if the port is taken, or the host is not this machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    allow_open_files(MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS + OTHER_FILES)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -485,6 +488,16 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, if it is lower and may be raised. A Mac starts programs
+    with 256, and `accept` would fail before a 429 can be sent."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> bytes:

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 from here import Here
+from processes import python
 from servers import COMPLETIONS, Line
 from waiting import wait_for
 
@@ -1047,3 +1048,17 @@ def test_every_sampling_param_is_available_over_http():
     """A new sampler that the server does not know would be refused as an unknown field."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}
+
+
+def test_open_files_are_allowed_for_all_connections():
+    """A Mac starts programs with 256 open files, half of the connections that a server takes."""
+    code = (
+        "import resource; from server import http\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "for soft, most in ((256, hard), (100, 300)):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))\n"
+        "    http.listen('127.0.0.1', 0).close()\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    done = python(code)
+    assert done.stdout.split() == ["704", "300"], done.stderr
