@@ -5,6 +5,7 @@ So this proves that the numbers are right, and how many operations a step has; n
 are, how many kernels a GPU makes of them, or that those do what MLX says.
 """
 
+import random
 import re
 import tempfile
 from collections import Counter
@@ -461,3 +462,22 @@ def test_without_the_wait_tokens_are_the_same(tmp_path, monkeypatch):
     ) as engine:
         assert not engine.runner.waits
         compare(engine, Reference(folder), 1, prompts=6)
+
+
+def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
+    """MLX keeps a freed buffer for the next one of its size, and each length of a sequence has sizes
+    of its own."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    dice = random.Random(1)
+    held = []
+    with Engine.load(folder, slots=4, max_len=512, chunk=64) as engine:
+        while engine.steps < 2_000:
+            if not engine.has_work:
+                for _ in range(4):
+                    prompt = [dice.randrange(1, 200) for _ in range(dice.randint(3, 300))]
+                    tokens = dice.randint(5, 200)
+                    engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+            engine.step()
+            if engine.steps % 500 == 0:
+                held.append(mx.get_cache_memory())
+    assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # it levels off

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,6 +34,35 @@ def run(
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run("-c", code, **environment)
+
+
+# --- what the system knows of a process -----------------------------------------------------------
+
+
+def ps(what: str, process: int) -> str:
+    """On Linux and on a Mac; the test is skipped where `ps` knows nothing. Empty: no such process."""
+    try:
+        command = ["ps", "-o", f"{what}=", "-p", str(process)]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        pytest.skip("no ps here")
+
+
+def state_of(process: int) -> str:
+    """ "R", "S", "T" if it is stopped, "Z" if nobody has waited for its end; empty if it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "" if sys.platform == "linux" else ps("state", process)[:1]
+
+
+def resident(process: int) -> int:
+    """The bytes of a process that are in memory."""
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 1024 * int(ps("rss", process))
 
 
 def without_backend(folder: Path) -> dict[str, str]:

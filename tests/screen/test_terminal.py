@@ -11,11 +11,10 @@ import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from processes import run
+from processes import run, state_of
 from servers import COMPLETIONS, Line, free_ports
 from terminals import OTHER, ROOT, Terminal
 
@@ -144,7 +143,7 @@ def test_ctrl_z_suspends(model):
     hour."""
 
     def state() -> str:
-        return Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(") ")[2][0]
+        return state_of(terminal.process.pid)
 
     with Terminal("--model", model, process_group=0) as terminal:
         terminal.sees("Slots", "idle")

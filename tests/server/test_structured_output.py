@@ -6,12 +6,12 @@ import re
 import threading
 from collections import Counter
 from enum import Enum
-from pathlib import Path
 
 import openai
 import pytest
 from hostile import HOSTILE, asked
 from jsonschema import validate
+from processes import resident
 from pydantic import BaseModel, Field
 from servers import CHAT, COMPLETIONS, Server
 
@@ -170,9 +170,7 @@ def test_hostile_grammars_block_nobody(server, name):
 
 
 def memory(server) -> int:
-    """What the server's process holds, in bytes."""
-    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return resident(server.process.pid)
 
 
 def test_requests_do_not_wait_for_other_grammars(server):
