@@ -7,7 +7,7 @@ All prompts run at once. The answers stream in the order of the prompts, each fo
 figures. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt,
 and a thread that steps the engine while we read. (`engine.serving()` starts it. While there is work,
 it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
-is a conversation (`runtime/conversation.py`).
+is a conversation (`runtime/terminal_chat.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -21,9 +21,9 @@ import argparse
 import sys
 from dataclasses import fields
 
-from models import hub
+from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
-from runtime import config, conversation
+from runtime import config_file, terminal_chat
 from runtime.cli import say
 from runtime.files import read_some
 from runtime.sampling_params import ADVICE, GRAMMAR
@@ -77,7 +77,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     # What follows is a prompt, even if it looks like an option
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = options()
-    args = parser.parse_intermixed_args(config.expand(parser, "ask", arguments[:end]))
+    args = parser.parse_intermixed_args(config_file.expand(parser, "ask", arguments[:end]))
     args.prompts += arguments[end + 1 :]
     return args
 
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return engine.follow()
             sampling = SamplingParams(**engine.text.advice | asked)
             if talks:
-                return conversation.begin(engine, sampling, prompts)
+                return terminal_chat.begin(engine, sampling, prompts)
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             say(engine.summary)
@@ -140,7 +140,7 @@ def show_models() -> int:
     """Print a table of local models. The name is what `--model` takes."""
     lines = [
         ("model", "family", "parameters", "bits", "on disk", "in memory", "served"),
-        *hub.listed(),
+        *model_finder.listed(),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -151,10 +151,10 @@ def show_models() -> int:
 def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
     """Print one answer as it streams, and a line of figures after it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    width = conversation.columns()
+    width = terminal_chat.columns()
     wrap = WordWrap(width) if width else None
     wait_for_text(handle, StatusLine().show)
-    for _, shown in conversation.spoken(handle, text.output_format if width else OutputFormat()):
+    for _, shown in terminal_chat.spoken(handle, text.output_format if width else OutputFormat()):
         print(wrap.push(shown) if wrap else shown, end="", flush=True)
     print(wrap.flush() if wrap else "", end="")
     result = handle.result()

@@ -74,7 +74,7 @@ from benchmarks.plan import (
 )
 from benchmarks.report import load_data, show
 from models.config import read_config
-from models.hub import find
+from models.model_finder import find
 from policies import DEFAULT, POLICIES
 from runtime.files import check_writable, write_whole
 from runtime.validation import one_line, read_whole, shown

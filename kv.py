@@ -16,7 +16,7 @@ key and the value of one token.
 
 The first Hkv heads are keys, the others values. Each head has one more row than a slot (or a few, if
 heads are small), which belongs to nobody: the very last one of them holds a label for fused attention
-(`kernels/attention.py`).
+(`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from kernels import attention
+from kernels import c_attention
 from kernels.mlx import has_gpu, mx
 
 BUCKET = 32  # rows: the length of a slot is a multiple of this
@@ -61,14 +61,14 @@ class Slab:
             raise ValueError(f"slots of {length} rows; choose a multiple of {BUCKET}")
         self.slots = slots
         self.length = length
-        self.shape = (slots, 2 * Hkv, length + attention.label_rows(Dh, dtype.size), Dh)
+        self.shape = (slots, 2 * Hkv, length + c_attention.label_rows(Dh, dtype.size), Dh)
         self.dtype = dtype
         self.is_fused = is_fused
         self.arrays = [mx.zeros(self.shape, dtype) for _ in range(layers)]
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
         if is_fused:
             for array in self.arrays:
-                attention.label(array)
+                c_attention.label(array)
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but at most the length of a slot.

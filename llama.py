@@ -34,7 +34,7 @@ Where next: `kv.py`, which holds the keys and values.
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from kernels import attention as fused
+from kernels import c_attention as fused
 from kernels.mlx import mx
 from kv import AttentionGroup, Window
 from models.layers import Layer, Model

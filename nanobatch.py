@@ -41,15 +41,15 @@ from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
+from runtime.deferred_interrupt import Held
 from runtime.deprecated import renamed_attributes, renamed_names, renamed_options
-from runtime.errors import let_go, show_fault
+from runtime.error_reports import let_go, show_fault
 from runtime.handle import Handle, Result, checked_sampling
 from runtime.loop import Driver, Loop
-from runtime.model_source import ModelError, Report, Source, check_unused
+from runtime.model_reload import ModelError, Report, Source, check_unused
 from runtime.protocols import Grammar, RunnerProtocol
-from runtime.registry import RequestRegistry
+from runtime.request_registry import RequestRegistry
 from runtime.sampling_params import SamplingParams
-from runtime.signals import Held
 from runtime.snapshot import Limits, Snapshot, StepTimes, StepView
 from sampling import SamplingRow
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler

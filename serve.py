@@ -29,9 +29,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from kernels import blas
+from kernels import blas_preload
 from policies import POLICIES
-from runtime import config, errors
+from runtime import config_file, error_reports
 from runtime.idle import Idle
 from runtime.loop import Loop
 from runtime.validation import one_line, printable
@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="where a line for each request goes (default: standard error)",
     )
-    args = parser.parse_args(config.expand(parser, "serve", arguments))
+    args = parser.parse_args(config_file.expand(parser, "serve", arguments))
     try:
         if args.unload_after and cli.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
@@ -179,7 +179,9 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
     if report:
         report("starting MLX")
-        blas.say = how["report"] = report  # what it reports belongs among the stages of loading
+        blas_preload.say = how["report"] = (
+            report  # what it reports belongs among the stages of loading
+        )
     from nanobatch import Engine
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
@@ -187,7 +189,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     options |= {"kv": args.kv, "attention": args.attention}
     engine = Engine.load(args.model, **options, **sizes, **how)
     # Otherwise a bug in `forward` would look like a wrong option
-    with errors.shown("the first step failed"):
+    with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):

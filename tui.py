@@ -36,18 +36,18 @@ from pathlib import Path
 
 from course import overlay
 from policies import POLICIES
-from runtime import config, errors
+from runtime import config_file, error_reports
 from runtime.cli import BROWSER, about, command, on_a_terminal
-from runtime.conversation import History, history_file, state_folder
 from runtime.engine_protocol import AnyEngine
 from runtime.files import check_writable, read_some, write_whole
 from runtime.snapshot import RequestView
+from runtime.terminal_chat import History, history_file, state_folder
 from runtime.validation import read_whole, shown
 from screen import recording as record
 from screen.app import Screen
 from screen.commands import SCRIPT, Session, orders_of, run_plain
 from screen.engine_client import EngineClient, LocalEngineClient
-from screen.pages.totals import farewell
+from screen.pages.busy_periods import farewell
 from screen.pages.tour import run_plain_tour
 from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
@@ -102,7 +102,7 @@ def options() -> cli.CommandLine:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse options. A wrong value is one line and exit code 2, before any screen opens."""
     parser = options()
-    args = parser.parse_args(config.expand(parser, "screen", arguments))
+    args = parser.parse_args(config_file.expand(parser, "screen", arguments))
     args.max_queue = 256
     try:
         if args.serve and args.watch:
@@ -164,9 +164,9 @@ def load_engine(
 ) -> AnyEngine:
     """Load the engine. This is the first code that imports MLX."""
     report("starting MLX")
-    from kernels import blas
+    from kernels import blas_preload
 
-    blas.say = report  # its messages belong to the stages of loading
+    blas_preload.say = report  # its messages belong to the stages of loading
     from kernels import mlx as device
     from nanobatch import Engine
 
@@ -178,7 +178,7 @@ def load_engine(
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
     report(f"warming up with {overlay.labelled(device.named())}")
-    with errors.shown("the first step failed"):
+    with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     return engine
 

@@ -23,7 +23,7 @@ The invariant: no answer is compared with its own cache. Each way has an engine 
 the one that tries prefix caching may reuse rows. All random choices have one seed, so a second run
 asks the same.
 
-Where next: `analysis/compare.py`, which compares; `kernels/matmul.c`, the reason why it holds.
+Where next: `analysis/answer_diff.py`, which compares; `kernels/matmul.c`, the reason why it holds.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import file_digest, sha256
 from typing import Any, NamedTuple
 
-from analysis import fingerprint
-from analysis.compare import Bits, difference
+from analysis import answer_hash
+from analysis.answer_diff import Bits, difference
 from course.overlay import labelled
 from kernels import mlx as device
-from models import hub
+from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
 from policies import DEFAULT
 from runtime.gguf_file import is_gguf, parts_of
@@ -258,7 +258,7 @@ def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
 
 def hash_of(model: str) -> str:
     """A hash of the files that determine a model's answers."""
-    folder = hub.find(model)
+    folder = model_finder.find(model)
     digest = sha256()
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     for path in sorted(parts_of(folder) if is_gguf(folder) else files):
@@ -270,7 +270,7 @@ def hash_of(model: str) -> str:
 def hash_of_the_demo() -> str:
     """The fingerprint of the demo's answers, compared with the expected one."""
     with Engine.load("demo", max_len=LENGTH) as engine:
-        return fingerprint.compared(fingerprint.fingerprint(engine), device.mx.__version__)
+        return answer_hash.compared(answer_hash.fingerprint(engine), device.mx.__version__)
 
 
 def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
-from analysis.compare import first_other
+from analysis.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.figures import (
     Delivery,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from analysis.probes import measure_roofline
-from analysis.step_costs import floors_of, of_rows
+from analysis.engine_probes import measure_roofline
+from analysis.step_cost_model import floors_of, of_rows
 from nanobatch import Engine, Handle
 from runtime.snapshot import StepView, percentile
 
@@ -144,7 +144,7 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """The roofline's lower bound for a step of this many rows, each `length` tokens long.
 
-    `analysis/step_costs.py` counts what the step reads and multiplies, and both rates are measured
+    `analysis/step_cost_model.py` counts what the step reads and multiplies, and both rates are measured
     here and now. The longer of the two times is the floor.
     """
     measure_roofline(engine)

@@ -1,7 +1,7 @@
 """How `matmul.c` is compiled: once for each instruction set, when nanobatch is installed.
 
 A wheel is built for all processors of an architecture, so it carries a library for each instruction
-set, and a start takes the best one that its processor has (`matmul.py`). `setup.py` compiles them. A
+set, and a start takes the best one that its processor has (`matmul_library.py`). `setup.py` compiles them. A
 library holds the hash of what it was compiled from, so that an edited source is noticed.
 """
 

@@ -1269,7 +1269,7 @@ static NOINLINE void run(const Product *p) {
 #endif
 const char rows_source[65] = SOURCE_HASH; /* the hash of what this library is compiled from: `build.py` */
 
-atomic_long rows_products; /* how many have been computed here: `blas.py` looks whether MLX comes by */
+atomic_long rows_products; /* how many have been computed here: `blas_preload.py` looks whether MLX comes by */
 
 /* A child that was forked has no helpers, so it computes alone. */
 static void hold(void) { pthread_mutex_lock(&pool.owner); }

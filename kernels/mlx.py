@@ -6,7 +6,7 @@ memory, and of the end of a program: a stream belongs to the thread that made it
 out is a crash, and a process that leaves while the device works hangs. All of that is settled here,
 once.
 
-What this file keeps: it is the only one that imports MLX, and `blas.py` comes before that. Every
+What this file keeps: it is the only one that imports MLX, and `blas_preload.py` comes before that. Every
 other file takes its `mx` from here.
 """
 
@@ -18,7 +18,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from kernels.blas import Blas, preload
+from kernels.blas_preload import Blas, preload
 from runtime import cgroup
 from runtime.cli import install
 

@@ -29,13 +29,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kernels import matmul
+from kernels import matmul_library
 from kernels import mlx as device
-from kernels.matmul import LINE
+from kernels.matmul_library import LINE
 from kernels.mlx import mx
 
-FORMS = {mx.float32: matmul.FLOAT32, mx.float16: matmul.FLOAT16, mx.bfloat16: matmul.BFLOAT16}
-FORMS |= {mx.uint8: matmul.EIGHT_BITS}  # of scales and offsets (`widened`)
+FORMS = {
+    mx.float32: matmul_library.FLOAT32,
+    mx.float16: matmul_library.FLOAT16,
+    mx.bfloat16: matmul_library.BFLOAT16,
+}
+FORMS |= {mx.uint8: matmul_library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
 MLX_GROUPS = (32, 64, 128)  # how many numbers may share a scale in MLX's own products
@@ -155,7 +159,9 @@ def packed(matrix: Matrix) -> Matrix:
     group = matrix.group
     K = groups_of(matrix.scales, group) * group
     bits = WIDER.get(matrix.bits, matrix.bits)
-    form = {4: matmul.FOUR_BITS, 8: matmul.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
+    form = {4: matmul_library.FOUR_BITS, 8: matmul_library.EIGHT_BITS}.get(bits) or FORMS[
+        matrix.weight.dtype
+    ]
     arrays = [mx.contiguous(array) for array in matrix.arrays.values()]
     *many, N, _ = matrix.weight.shape
     count = math.prod(many)  # of matrices: one, or one for each expert
@@ -239,7 +245,7 @@ def row_nbytes(K: int, bits: int) -> int:
     """What a kept row of K weights takes."""
     if bits != 4:
         return K * bits // 8
-    return device.blas.library.rows_width(matmul.FOUR_BITS, ctypes.c_long(K))
+    return device.blas.library.rows_width(matmul_library.FOUR_BITS, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:
@@ -250,7 +256,7 @@ def address(array: mx.array) -> int:
 
 def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
     """Rows of four bits, as they are kept, in the order that MLX knows."""
-    lanes = matmul.ORDER
+    lanes = matmul_library.ORDER
     places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
     rest = words.shape[:-1]
     numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from kernels import matmul
+from kernels import matmul_library
 from kernels import mlx as device
-from kernels.matmul import LINE
+from kernels.matmul_library import LINE
 from kernels.mlx import mx
 from kernels.packed import address
 
@@ -41,7 +41,7 @@ class Operation:
         `weight`: a norm's."""
         own = mx.zeros(0) if weight is None else weight
         self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
-        self._halves = form in (matmul.SWIGLU, matmul.GEGLU)
+        self._halves = form in (matmul_library.SWIGLU, matmul_library.GEGLU)
         at = ctypes.c_void_p(address(self._memory))
         device.blas.library.rows_operation(at, form, own.size, ctypes.c_float(setting))
 

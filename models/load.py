@@ -17,7 +17,7 @@ from pathlib import Path
 
 from course.overlay import opened
 from distributed.group import ALONE, Ranks
-from kernels import fused_attention
+from kernels import fused_attention_check
 from kernels import mlx as device
 from kernels.mlx import mx, readable
 from kernels.packed import (
@@ -32,6 +32,7 @@ from kernels.packed import (
 )
 from models.config import read_config
 from models.embedding_support import why_not
+from models.forward_cost import arrays, counted
 from models.gguf_weights import GgufWeights
 from models.layers import (
     Choices,
@@ -46,7 +47,6 @@ from models.layers import (
 )
 from models.memory import Sizes, fit
 from models.ops import capped
-from models.param_count import arrays, counted
 from models.rope import AttentionType
 from models.sharding import Shard
 from models.weights import Weights, usual_form
@@ -162,7 +162,7 @@ class ModelReader:
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         dtype = norm.weight.dtype
         fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
-        fused = fused and fused_attention.is_right(c.H, c.Hkv, c.Dh, dtype)
+        fused = fused and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
         kinds = tuple(
             AttentionType.of(rope, span, c.cap, c.Dh, dtype, has_kernel=fused)
             for rope, span in kinds

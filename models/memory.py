@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from course.overlay import opened
 from kernels import mlx as device
-from kernels.attention import label_rows
+from kernels.c_attention import label_rows
 from kernels.mlx import has_gpu, mx, readable
 from models.config import Config
+from models.forward_cost import nbytes_of
 from models.layers import Model
-from models.param_count import nbytes_of
 from runtime import validation
 from runtime.files import ModelError
 

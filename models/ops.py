@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 
 from kernels import row_ops
-from kernels.matmul import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
+from kernels.matmul_library import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
 from kernels.mlx import mx
 
 

@@ -88,7 +88,7 @@ class AttentionType(NamedTuple):
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
     has_kernel: bool = (
-        False  # does MLX's fused attention compute it? (`kernels/fused_attention.py`)
+        False  # does MLX's fused attention compute it? (`kernels/fused_attention_check.py`)
     )
 
     @staticmethod

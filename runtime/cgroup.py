@@ -11,7 +11,7 @@ two versions of these files, and both are in use.
 What this file keeps. A limit that cannot be read is none. What a group holds of files, it lets go of
 as soon as somebody needs the memory: so it counts as free, as it does in the system's own figure.
 
-Where next: `kernels/matmul.py`, which starts the threads; `mlx.py`, which says how much memory is free.
+Where next: `kernels/matmul_library.py`, which starts the threads; `mlx.py`, which says how much memory is free.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ def answer(word: str) -> int:
     elif word == "--version":
         print(cli.version())
     elif word == "completion":
-        from runtime import completion
+        from runtime import shell_completion
 
         programs = {
             word: f"{module.replace('.', '/')}.py" for word, (module, *_) in PROGRAMS.items()
         }
-        print(completion.script(programs, [*PROGRAMS, "learn", "completion"]), end="")
+        print(shell_completion.script(programs, [*PROGRAMS, "learn", "completion"]), end="")
     elif word == "learn":
         print(LEARN.format(version=cli.number()))
     else:

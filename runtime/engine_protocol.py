@@ -23,7 +23,7 @@ class AnyEngine(Protocol):
     clock: Callable[[], float]  # seconds; stands still while the engine is paused
     model: Any
     runner: RunnerProtocol | None  # None: the weights are unloaded
-    registry: Any  # handles and records (`runtime/registry.py`)
+    registry: Any  # handles and records (`runtime/request_registry.py`)
     driver: Any  # who steps it (`runtime/loop.py`)
     steps: int  # that have been run
     summary: str

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from runtime.embeddings import unit
-from runtime.errors import describe, show_fault
-from runtime.outputs import StepOutput, TokenLogprob, TokenLogprobs
-from runtime.progress import PrefillClock, PrefillProgress
+from runtime.error_reports import describe, show_fault
+from runtime.prefill_progress import PrefillClock, PrefillProgress
 from runtime.protocols import Grammar, TokenizerProtocol
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Metrics, RequestView, percentile
+from runtime.step_outputs import StepOutput, TokenLogprob, TokenLogprobs
+from runtime.unit_vector import unit
 from sched import Request, Scheduler
 
 

@@ -30,8 +30,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from runtime.deferred_interrupt import Held
 from runtime.engine_protocol import AnyEngine
-from runtime.signals import Held
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from runtime.deprecated import renamed_attributes
 from runtime.model_cost import ModelCost
-from runtime.progress import UNREAD, PrefillProgress
+from runtime.prefill_progress import UNREAD, PrefillProgress
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
 
@@ -116,7 +116,7 @@ class RanksView(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """What this machine can do at most, as `analysis/roofline.py` measured it; 0: it has not been
+    """What this machine can do at most, as `analysis/measured_roofline.py` measured it; 0: it has not been
     measured."""
 
     reading: float = 0.0  # bytes a second, of weights that no cache holds

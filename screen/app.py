@@ -26,11 +26,11 @@ from textual.command import CommandPalette
 from textual.geometry import Region
 from textual.widget import Widget
 
-from runtime import errors as faults
+from runtime import error_reports as faults
 from runtime.cli import BROWSER
-from runtime.conversation import History
 from runtime.files import write_whole
 from runtime.snapshot import RequestView
+from runtime.terminal_chat import History
 from screen import keys
 from screen.commands import SCRIPTED, Session, as_command, orders_of
 from screen.draw import answers, charts, slots, status, timeline

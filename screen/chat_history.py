@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from runtime.conversation import Conversation
 from runtime.snapshot import RequestView
-from screen.view import Answer
+from runtime.terminal_chat import Conversation
+from screen.engine_view import Answer
 from text.tool_parser import split_reasoning
 
 

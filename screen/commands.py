@@ -23,11 +23,11 @@ from runtime.snapshot import Limits, RequestView, Snapshot
 from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
+from screen.engine_view import Finding, View
 from screen.keys import COMMANDS, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.stats import words
-from screen.view import Finding, View
 from screen.workload import SCHEMA, Ask, is_mute
 
 

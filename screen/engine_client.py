@@ -22,16 +22,16 @@ from weakref import WeakValueDictionary
 
 from analysis.contention import Others
 from policies import POLICIES
-from runtime.conversation import LEAST, outgrown
 from runtime.engine_protocol import AnyEngine
-from runtime.errors import show_fault
+from runtime.error_reports import show_fault
 from runtime.handle import Handle
 from runtime.loop import Loop, Stopwatch
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import ExpertsView
+from runtime.terminal_chat import LEAST, outgrown
 from sched import QueueFull
 from screen.draw.style import clean
-from screen.view import Answer, Fault, Finding, View
+from screen.engine_view import Answer, Fault, Finding, View
 from screen.workload import CANDIDATES, Ask
 from server.access_log import RequestLog, ServerView
 
@@ -471,7 +471,7 @@ class LocalEngineClient(Publisher):
         self._measure_roofline(self.others.look())
 
     def _measure_roofline(self, others: float) -> None:
-        from analysis.probes import measure_roofline  # it needs MLX
+        from analysis.engine_probes import measure_roofline  # it needs MLX
 
         measure_roofline(self.engine, others)
 
@@ -480,7 +480,7 @@ class LocalEngineClient(Publisher):
         self.note(experts=self._chosen_experts())
 
     def _chosen_experts(self) -> ExpertsView:
-        from analysis.probes import chosen_experts  # it needs MLX
+        from analysis.engine_probes import chosen_experts  # it needs MLX
 
         return chosen_experts(self.engine)
 

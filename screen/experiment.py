@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from runtime.engine_protocol import AnyEngine
 from runtime.handle import Handle
 from screen.engine_client import AnyExperiment, LocalEngineClient
-from screen.view import Finding, View
+from screen.engine_view import Finding, View
 
 
 def runs(view: View, found: Finding | None) -> bool:

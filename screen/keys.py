@@ -15,17 +15,17 @@ from screen.draw.canvas import Canvas
 from screen.draw.style import wrap
 from screen.page import Key, Page
 from screen.pages import (
-    clients,
+    busy_periods,
     conversation,
     error_log,
     fault_injection,
+    http_requests,
     long_prompt,
     race,
+    request_details,
     request_latency,
-    requests,
     same_answer,
     step_cost,
-    totals,
     tour,
 )
 from screen.state import State
@@ -484,12 +484,12 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
         ),
     ),
     "Pages": (
-        requests.PAGE,
+        request_details.PAGE,
         request_latency.PAGE,
         step_cost.PAGE,
         same_answer.PAGE,
         fault_injection.PAGE,
-        totals.PAGE,
+        busy_periods.PAGE,
         Key(
             "g",
             "g",
@@ -497,7 +497,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "Go",
             "from the step to the selected slot's request; there, from a request to its steps",
         ),
-        clients.PAGE,
+        http_requests.PAGE,
         error_log.PAGE,
     ),
     "The screen": (

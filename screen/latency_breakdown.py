@@ -2,7 +2,7 @@
 
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
 Each moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
-divided by the work in it, at the prices of a row and of a chunk (`analysis/step_times.py`). Because
+divided by the work in it, at the prices of a row and of a chunk (`analysis/fitted_step_times.py`). Because
 the scheduler needs no model, the same requests are also replayed: this one alone, and all under
 each policy.
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from analysis.fitted_step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
 from analysis.simulator import Guest
-from analysis.step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
 from policies import POLICIES
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span

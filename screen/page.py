@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 from screen.draw.canvas import Canvas
 from screen.draw.style import DARK
 from screen.engine_client import AnyExperiment, LocalEngineClient
+from screen.engine_view import View
 from screen.state import State
-from screen.view import View
 from screen.workload import Ask
 
 LOG = (100, 40)  # the size of a page in a log

@@ -1,7 +1,7 @@
 """A workload under a policy, measured or replayed, on a clock without interruptions.
 
 Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
-run is therefore as long as the undisturbed times of its steps (`analysis/step_times.py`); the rest
+run is therefore as long as the undisturbed times of its steps (`analysis/fitted_step_times.py`); the rest
 of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
 clock.
 """
@@ -12,8 +12,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from analysis.fitted_step_times import Prices, drafts_by_request, guest_of, replayed
 from analysis.simulator import Guest
-from analysis.step_times import Prices, drafts_by_request, guest_of, replayed
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import number, span
 from screen.step_columns import Cell, Column, column, last_in, merge, said_in, useful_of

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from analysis.step_times import Prices
+from analysis.fitted_step_times import Prices
 from runtime.snapshot import Limits, Metrics, RequestView, StepView
 from screen.draw.style import count
 from screen.policy_runs import on_clock

@@ -20,11 +20,11 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from runtime.cli import command
-from runtime.conversation import REMEDY
+from runtime.terminal_chat import REMEDY
 from runtime.validation import one_line, read_whole, shown
 from screen.draw.style import clean
 from screen.engine_client import AnyExperiment, Outgrown, Publisher
-from screen.view import View
+from screen.engine_view import View
 from screen.workload import Ask
 from server import watch_frames
 

@@ -18,8 +18,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from runtime.conversation import History
-from runtime.errors import describe, show_fault
+from runtime.error_reports import describe, show_fault
+from runtime.terminal_chat import History
 from screen.draw.canvas import Canvas
 from screen.draw.style import Line, clean, shorten
 from screen.state import State

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from runtime.cli import say
-from runtime.progress import PrefillProgress
-from runtime.registry import Log
+from runtime.prefill_progress import PrefillProgress
+from runtime.request_registry import Log
 from runtime.validation import one_line
 
 # Fields of a record that its log line has, too, there without their unit

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from server.adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.choice import Change, Choice, Item
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.schema import (
     APIError,
     BodyReader,

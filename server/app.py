@@ -11,7 +11,7 @@ is loaded, clients get 503.
 The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
 slot.
 
-Next: `completion.py`, the way of one request; `schema.py`, how a body is read; `adapter.py`, what
+Next: `completion.py`, the way of one request; `schema.py`, how a body is read; `protocol_adapter.py`, what
 the protocols share; `access_log.py`, records of requests.
 """
 
@@ -32,17 +32,17 @@ import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from runtime.engine_protocol import AnyEngine
-from runtime.errors import describe, show_fault
+from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from runtime.loop import Loop
 from runtime.snapshot import Snapshot
 from runtime.validation import shown
 from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
-from server.adapter import ProtocolAdapter, shutting_down
 from server.completion import Answer, ServedModel, count
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
+from server.protocol_adapter import ProtocolAdapter, shutting_down
 from server.proxy import seen_through
 from server.schema import APIError, check_model
 from server.watch import MAX_WATCHERS, watch

@@ -26,13 +26,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from runtime.engine_protocol import AnyEngine
-from runtime.errors import describe
+from runtime.error_reports import describe
 from runtime.handle import Handle
-from runtime.progress import UNREAD, PrefillProgress
+from runtime.prefill_progress import UNREAD, PrefillProgress
 from runtime.sampling_params import SamplingParams
 from runtime.validation import GrammarError
 from sched import QueueFull
-from server.adapter import (
+from server.choice import Choice, Words
+from server.http import HTTPRequest, Reply
+from server.metrics import ServerMetrics
+from server.protocol_adapter import (
     ParsedRequest,
     Progress,
     ProtocolAdapter,
@@ -40,9 +43,6 @@ from server.adapter import (
     dump_large,
     shutting_down,
 )
-from server.choice import Choice, Words
-from server.http import HTTPRequest, Reply
-from server.metrics import ServerMetrics
 from server.schema import APIError, invalid
 from text.sandbox import BusyError
 from text.tokenizer import Chat, Prompt, TooLongError

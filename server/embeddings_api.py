@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from runtime.embeddings import unit
-from server.adapter import ParsedRequest, ProtocolAdapter, Usage
+from runtime.unit_vector import unit
 from server.choice import Choice
 from server.openai import read_prompts
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage
 from server.schema import invalid, read_body
 
 MAX_TEXTS = 2048  # texts in one request

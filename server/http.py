@@ -25,10 +25,10 @@ from urllib.parse import unquote, urlsplit
 
 import h11
 
-from runtime.errors import LOG
+from runtime.error_reports import LOG
 from runtime.validation import shown
 from server.access_log import RequestLog, RequestRecord
-from server.adapter import dump
+from server.protocol_adapter import dump
 from server.schema import APIError
 
 MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from runtime.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 from server import watch_frames
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from server.adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
 from server.choice import Change, Choice, Item, Word
+from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
 from server.schema import (
     APIError,
     BodyReader,

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runtime.validation import shown
-from server.adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.choice import Change, Choice, Item
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from server.schema import (
     APIError,
     BodyReader,

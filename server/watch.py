@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from server import watch_frames
-from server.adapter import event
 from server.http import HTTPRequest
+from server.protocol_adapter import event
 from server.watch_frames import Frame
 
 MAX_WATCHERS = 16  # at the same time

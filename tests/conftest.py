@@ -17,10 +17,10 @@ import pytest
 from checkpoints import make_checkpoint
 from quick import QUICK
 
-from kernels import matmul
+from kernels import matmul_library
 from models.load import read_model
 from nanobatch import Engine, Model, Tokenizer
-from text import grammar, template_check
+from text import grammar, untrusted_check
 
 # Settings in a user's environment that no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
@@ -35,7 +35,7 @@ LONG = (
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
-template_check.LIMITS = template_check.LIMITS._replace(patience=60.0)
+untrusted_check.LIMITS = untrusted_check.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; with many cores, more workers mostly wait
 
 
@@ -60,7 +60,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # all servers of the tests are local
-    is_refused = any(matmul.library(form).exists() for form in matmul.forms_here())
+    is_refused = any(matmul_library.library(form).exists() for form in matmul_library.forms_here())
     if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
         raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
     sys.dont_write_bytecode = False
@@ -78,7 +78,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def cores() -> int:
-    return matmul.cores() if sys.platform == "linux" else os.cpu_count() or 1
+    return matmul_library.cores() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_small(config: pytest.Config) -> bool:

@@ -7,7 +7,7 @@
 import { Markdown } from "./markdown.js";
 import { copy, make, write } from "./elements.js";
 import { Frames } from "./player.js";
-import { chip } from "./lanes.js";
+import { chip } from "./lane_view.js";
 import { ask, eventsOf } from "./live.js";
 import { count, prefillInWords, span } from "./words.js";
 

@@ -3,7 +3,7 @@
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
 import { capital, costInWords, factsInWords, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
 import { $, buttonFor, make, write } from "./elements.js";
-import { chip } from "./lanes.js";
+import { chip } from "./lane_view.js";
 
 const READABLE = 400; // milliseconds
 const FEW_REQUESTS = 6; // of the list, until all are asked for

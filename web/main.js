@@ -6,7 +6,7 @@
 import { lanesOf } from "./recording.js";
 import { PACES, Player } from "./player.js";
 import { $, write } from "./elements.js";
-import { LaneView } from "./lanes.js";
+import { LaneView } from "./lane_view.js";
 import { RequestsView, StepView } from "./details.js";
 import { count, span, verdict } from "./words.js";
 import { Game } from "./game.js";

@@ -20,7 +20,7 @@ if overlay.asked() and "nanobatch" not in sys.modules:
 if overlay.opened():
     os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
 
-pytest.register_assert_rewrite("course.from_zero.helpers")
+pytest.register_assert_rewrite("course.from_zero.shared_by_tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

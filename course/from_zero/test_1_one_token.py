@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import llama
-from course.from_zero.helpers import (
+from course.from_zero.shared_by_tests import (
     SUM,
     assert_close,
     demo,

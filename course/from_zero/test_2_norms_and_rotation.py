@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from course.from_zero.helpers import ANSWERS, SUM, assert_close, demo, new_engine, steps_for
+from course.from_zero.shared_by_tests import ANSWERS, SUM, assert_close, demo, new_engine, steps_for
 from kernels.mlx import mx
 from models import ops, rope
 

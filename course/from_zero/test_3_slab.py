@@ -6,7 +6,7 @@ import pytest
 
 import kv
 import llama
-from course.from_zero.helpers import (
+from course.from_zero.shared_by_tests import (
     ANSWERS,
     SUM,
     assert_close,

@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import pytest
 
 import sampling
-from course.from_zero.helpers import assert_close, new_engine, run_all, text_of
+from course.from_zero.shared_by_tests import assert_close, new_engine, run_all, text_of
 from kernels.mlx import mx
 from nanobatch import SamplingParams
 from sampling import SamplingRow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from scheduler_story import name
 
-from course.from_zero.helpers import (
+from course.from_zero.shared_by_tests import (
     ANSWERS,
     Tale,
     demo,

@@ -7,7 +7,7 @@ import pytest
 from scheduler_story import name
 
 import sched
-from course.from_zero.helpers import ANSWERS, Tale, new_engine, steps_for
+from course.from_zero.shared_by_tests import ANSWERS, Tale, new_engine, steps_for
 from policies import POLICIES
 
 

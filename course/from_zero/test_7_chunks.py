@@ -6,7 +6,7 @@ In the drawings, A[0:4] means rows 0 to 3 of A's prompt, and d a decode.
 import pytest
 from scheduler_story import name, timeline
 
-from course.from_zero.helpers import ANSWERS, SUM, Tale, ask, new_engine, run_all
+from course.from_zero.shared_by_tests import ANSWERS, SUM, Tale, ask, new_engine, run_all
 
 
 def cuts(tale: Tale) -> list[str]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from course.from_zero.helpers import (
+from course.from_zero.shared_by_tests import (
     SUM,
     Tale,
     ask,

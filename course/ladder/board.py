@@ -22,9 +22,9 @@ from pathlib import Path
 # The checkout, from which nothing is installed:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from models.hub import DEMO
 from models.layers import Model
 from models.load import read_model
+from models.model_finder import DEMO
 from screen.draw.style import GLYPHS, NAMES
 from text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from runtime.progress import UNREAD
+from runtime.prefill_progress import UNREAD
 from runtime.snapshot import RequestView
 from screen.draw.canvas import Canvas
 from screen.draw.style import Line, Pen, clean, shorten, wrap

@@ -14,7 +14,7 @@ from itertools import cycle, pairwise
 from rich.cells import cell_len
 
 from policies import POLICIES
-from runtime.progress import LONG_S
+from runtime.prefill_progress import LONG_S
 from runtime.snapshot import RequestView, percentile
 from screen.draw.canvas import Canvas
 from screen.draw.style import HUES, count, number, span, style, wrap

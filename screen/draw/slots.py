@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from runtime.snapshot import SlotView
 from screen.draw import style
 from screen.draw.canvas import Canvas

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, number, shorten, wrap
+from screen.engine_view import View
 from screen.state import State
-from screen.view import View
 
 WAITING = 8  # commands shown while the model loads, the newest
 

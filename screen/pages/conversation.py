@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from runtime.cli import command
-from runtime.conversation import figures, room_left
+from runtime.terminal_chat import figures, room_left
 from screen.chat_history import Chat, Turn
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, shorten, wrap

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from analysis.compare import Bits, Difference, difference
+from analysis.answer_diff import Bits, Difference, difference
 from runtime.engine_protocol import running_on
 from runtime.handle import Handle
 from runtime.validation import shown

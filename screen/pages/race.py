@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from analysis.step_times import LEAST
+from analysis.fitted_step_times import LEAST
 from policies import POLICIES, policy_of
 from runtime.validation import read_whole
 from screen.draw import style
@@ -16,6 +16,7 @@ from screen.draw.canvas import Canvas
 from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
+from screen.engine_view import Leg, Race, View
 from screen.experiment import Experiment
 from screen.page import Page, PageSession
 from screen.policy_runs import (
@@ -31,7 +32,6 @@ from screen.policy_runs import (
     until,
 )
 from screen.state import State, prices
-from screen.view import Leg, Race, View
 from screen.workload import RIVALS, Ask
 
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most

@@ -16,7 +16,7 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from analysis.compare import Bits, Difference, difference
+from analysis.answer_diff import Bits, Difference, difference
 from runtime.handle import Handle
 from runtime.validation import read_whole
 from screen.draw.canvas import Canvas

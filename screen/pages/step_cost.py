@@ -1,7 +1,7 @@
 """The cost of a step: bytes, operations and Python, against this machine's roofline.
 
-A step's bytes and operations are counted (`analysis/step_costs.py`) and compared with what the
-machine can do (`analysis/roofline.py`):
+A step's bytes and operations are counted (`analysis/step_cost_model.py`) and compared with what the
+machine can do (`analysis/measured_roofline.py`):
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
     keys and values  each sequence reads its own cache and shares none
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from analysis.step_costs import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
+from analysis.step_cost_model import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
 from runtime.cli import command
 from runtime.model_cost import ModelCost
 from runtime.snapshot import ExpertsView, Roof, StepView
@@ -25,10 +25,10 @@ from runtime.validation import shown
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
 from screen.draw.style import HUES, count, number, shorten, span
+from screen.engine_view import View
 from screen.page import Page, PageSession
 from screen.state import State
 from screen.step_columns import Column
-from screen.view import View
 
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them

@@ -21,14 +21,14 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from runtime.cli import command
-from runtime.errors import describe, show_fault
+from runtime.error_reports import describe, show_fault
 from screen.draw.canvas import Canvas
 from screen.draw.status import others_of
 from screen.draw.style import clean, shorten
+from screen.engine_view import Fault
 from screen.page import Page, PageSession
 from screen.pages.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
 from screen.state import State, TourText
-from screen.view import Fault
 from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -13,17 +13,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from analysis.step_costs import of_rows
-from analysis.step_times import undisturbed
+from analysis.fitted_step_times import undisturbed
+from analysis.step_cost_model import of_rows
 from runtime.snapshot import RequestView
 from screen.draw.style import FAILED, clean, count, span
+from screen.engine_view import Finding
 from screen.latency_breakdown import outcomes
 from screen.pages.fault_injection import FEWEST, FaultInjection
 from screen.pages.long_prompt import Drop
 from screen.pages.step_cost import scaled
 from screen.state import State, breakdown_in, prices
 from screen.step_columns import Column
-from screen.view import Finding
 from screen.workload import BURST, EVENING
 
 HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")

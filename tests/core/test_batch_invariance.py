@@ -18,7 +18,7 @@ from random_batches import ELSEWHERE, SCHEDULES
 
 import kv
 import llama
-from kernels import matmul
+from kernels import matmul_library
 from kernels.mlx import mx
 from kernels.packed import Matrix
 from models import ops
@@ -48,7 +48,7 @@ def test_random_company_changes_no_bit(form):
 
 
 def test_the_form_that_was_asked_for_computes():
-    for form in matmul.forms_here():
+    for form in matmul_library.forms_here():
         code = "from kernels import mlx as device; print(device.blas.kernels)"
         done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
         assert done.stdout.strip() == f"{form}, 3 threads", done

@@ -13,7 +13,7 @@ from planted_bugs import poisoned
 
 from kernels.mlx import mx
 from nanobatch import Engine, ModelError, SamplingParams
-from runtime.embeddings import unit
+from runtime.unit_vector import unit
 
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}

@@ -16,7 +16,7 @@ from kernels.mlx import mx
 from nanobatch import Engine, QueueFull, SamplingParams
 from policies import POLICIES
 from runner import ForwardBatch, Runner
-from runtime.errors import describe, show_fault
+from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from sched import Scheduler
 

@@ -20,7 +20,7 @@ import kv
 import stories
 import tui
 from kernels.mlx import mx
-from models.hub import DEMO
+from models.model_finder import DEMO
 from nanobatch import Engine, SamplingParams
 from screen.workload import BURST, EVENING
 

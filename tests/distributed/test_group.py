@@ -37,7 +37,7 @@ from distributed import group
 from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
-from kernels import matmul
+from kernels import matmul_library
 from kernels.mlx import mx
 from models.config import read_config
 from models.layers import Chain
@@ -721,7 +721,7 @@ def test_two_processes_are_batch_invariant(tmp_path):
             tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16
         )
     )
-    forms = (matmul.forms_here() * 2)[:2]
+    forms = (matmul_library.forms_here() * 2)[:2]
     with Pair(tmp_path, RANK, "answers", "1", folder, forms=forms) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         ((_, exact, compared, different),) = pair.found()

@@ -30,19 +30,19 @@ MAY_IMPORT = {
     "sched": "prefix",
     "policies": "sched",
     "kv": "kernels/*",
-    "sampling": "kernels/* runtime/outputs runtime/sampling_params",
+    "sampling": "kernels/* runtime/step_outputs runtime/sampling_params",
     "llama": "kv models/* kernels/*",
     "setup": "kernels/build package",
     "package": "",
-    "runner": "llama kv sampling sched models/* kernels/* runtime/outputs runtime/sampling_params",
+    "runner": "llama kv sampling sched models/* kernels/* runtime/step_outputs runtime/sampling_params",
     "nanobatch": "runner sampling sched policies prompt_lookup runtime/* models/* text/* kernels/*",
     "kernels/*": "runtime/cgroup",
     "text/*": "runtime/sampling_params runtime/gguf_file",
-    "runtime/conversation": "runtime/terminal text/tool_formats text/tool_parser",
-    "runtime/model_source": "runtime/gguf_file kernels/* models/* distributed/* text/*",
+    "runtime/terminal_chat": "runtime/terminal text/tool_formats text/tool_parser",
+    "runtime/model_reload": "runtime/gguf_file kernels/* models/* distributed/* text/*",
     "runtime/*": "sched",
     "distributed/*": "runtime/snapshot kernels/*",
-    "models/hub": "models/* runtime/gguf_file kernels/* text/gguf_tokenizer",
+    "models/model_finder": "models/* runtime/gguf_file kernels/* text/gguf_tokenizer",
     "models/*": "runtime/model_cost runtime/gguf_file distributed/* kernels/*",
     "analysis/*": "sched policies runtime/* kernels/*",
     "course/overlay": "",
@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "web/*": "sched policies analysis/simulator",
     "benchmarks/*": "nanobatch runtime/* models/* kernels/* analysis/* distributed/rendezvous",
     "demo/*": "nanobatch",
-    "ask": "nanobatch runtime/* models/hub text/*",
-    "serve": "server/* runtime/* kernels/blas text/sandbox policies",
+    "ask": "nanobatch runtime/* models/model_finder text/*",
+    "serve": "server/* runtime/* kernels/blas_preload text/sandbox policies",
     "tui": "screen/* serve runtime/* kernels/* policies",
     "bench": "benchmarks/* runtime/* models/* policies",
     "verify": "nanobatch policies runtime/* kernels/* analysis/* models/* text/sandbox",
@@ -62,7 +62,7 @@ ANY_FILE_MAY_IMPORT = "course/overlay runtime/validation runtime/files runtime/c
 INSIDE_A_FUNCTION = {
     "serve": "nanobatch",
     "tui": "nanobatch",
-    "screen/engine_client": "analysis/probes",
+    "screen/engine_client": "analysis/engine_probes",
 }
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
@@ -82,14 +82,15 @@ SCREEN = """
     remote_client
     step_columns
     engine_client draw/canvas draw/markdown
-    view workload
+    engine_view workload
     draw/style draw/layout
 """
-SCREEN_MAY_IMPORT = """runtime/* analysis/compare analysis/step_costs analysis/step_times analysis/simulator
+SCREEN_MAY_IMPORT = """runtime/* analysis/answer_diff analysis/step_cost_model
+    analysis/fitted_step_times analysis/simulator
     analysis/contention text/tool_parser server/access_log server/watch_frames sched policies"""
 WITHOUT_MLX = """sched policies prefix prompt_lookup runtime/* text/* server/* screen/* serve tui
-    analysis/step_costs analysis/step_times analysis/simulator course/overlay"""
-NEEDS_MLX = "runtime/model_source"
+    analysis/step_cost_model analysis/fitted_step_times analysis/simulator course/overlay"""
+NEEDS_MLX = "runtime/model_reload"
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",
@@ -107,9 +108,9 @@ STANDARD_LIBRARY = {
 
 # And this package
 STANDARD_LIBRARY |= {
-    "kernels/blas": "",
+    "kernels/blas_preload": "",
     "kernels/build": "",
-    "kernels/matmul": "",
+    "kernels/matmul_library": "",
     "kernels/mlx": "mlx",
 }
 

@@ -9,7 +9,7 @@ from docs.make import life
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "life.md").read_text()
-API = ("handle", "registry", "loop")
+API = ("handle", "request_registry", "loop")
 STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
 
 

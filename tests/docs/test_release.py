@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import fingerprint
+from analysis import answer_hash
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
@@ -108,4 +108,4 @@ def test_newest_mlx_is_one_whose_hash_was_seen():
     """With another version the demo's bits may differ from what README prints."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (mlx,) = [each for each in project["dependencies"] if each.startswith("mlx")]
-    assert mlx.rpartition("<=")[2] in fingerprint.EXPECTED
+    assert mlx.rpartition("<=")[2] in answer_hash.EXPECTED

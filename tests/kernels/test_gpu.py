@@ -26,7 +26,7 @@ from soak import soak
 
 import kv
 import llama
-from kernels import fused_attention
+from kernels import fused_attention_check
 from kernels import mlx as device
 from kernels.mlx import mx
 from kv import Slab, Window
@@ -177,11 +177,11 @@ def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_
     def wrong(q, k, v, **options) -> mx.array:
         return plant(q, k, v, right(q, k, v, **options))
 
-    fused_attention.is_right.cache_clear()
+    fused_attention_check.is_right.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(mx.fast, "scaled_dot_product_attention", wrong)
         engine = Engine.load(folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32)
-    fused_attention.is_right.cache_clear()
+    fused_attention_check.is_right.cache_clear()
     with engine:
         assert "MLX's fused attention is wrong here, so the formula runs" in engine.summary
         compare(engine, Reference(folder), 0, prompts=4)

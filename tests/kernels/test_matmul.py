@@ -14,8 +14,8 @@ import pytest
 from processes import python, run
 from source import PACKAGES
 
-from analysis import fingerprint
-from kernels import blas, build, matmul
+from analysis import answer_hash
+from kernels import blas_preload, build, matmul_library
 from kernels import mlx as device
 from runtime import cgroup
 
@@ -27,12 +27,12 @@ ROOT = Path(__file__).parents[2]
 EXAM = Path(__file__).with_name("matmul_exam.c")
 COMPILER = shutil.which("cc")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
-COMPILED = [form for form in matmul.forms_here() if build.library(form).exists()]
+COMPILED = [form for form in matmul_library.forms_here() if build.library(form).exists()]
 
 
 # --- matmul.c itself ----------------------------------------------------------------------------
 
-BEST = build.FORMS[matmul.forms_here()[0]].options.split()
+BEST = build.FORMS[matmul_library.forms_here()[0]].options.split()
 
 
 def compile_library(output: Path, source: Path, *options: str) -> ctypes.CDLL:
@@ -66,11 +66,13 @@ def test_product_is_right_and_row_invariant(tmp_path, form):
 
 
 @NEEDS_COMPILER
-@pytest.mark.skipif("fma" not in matmul.processor(), reason="no fused multiply-add on this x86")
+@pytest.mark.skipif(
+    "fma" not in matmul_library.processor(), reason="no fused multiply-add on this x86"
+)
 def test_plain_c_has_the_same_bits(tmp_path):
     """One order of sums for all, so that answers can be compared between processors."""
     library = compile_library(tmp_path / "plain.so", build.SOURCE, "-mfma")
-    assert matmul.computed(library) == matmul.BITS
+    assert matmul_library.computed(library) == matmul_library.BITS
 
 
 @NEEDS_COMPILER
@@ -199,7 +201,7 @@ def test_every_planted_bug_is_caught(tmp_path):
         for number, bug in enumerate(BUGS, 1)
         if taken(tmp_path / "exam", str(number)).returncode == 1
     }
-    is_fused = matmul.forms_here()[0] != "plain"
+    is_fused = matmul_library.forms_here()[0] != "plain"
     assert caught | {bug for bug in BUGS if "unnamed" in bug and not is_fused} == BUGS.keys()
 
 
@@ -207,11 +209,11 @@ def test_every_planted_bug_is_caught(tmp_path):
 def test_wrong_library_is_not_used(tmp_path):
     """As a compiler with a fault would make it. The check sees whatever a single thread can see."""
     library = compile_library(tmp_path / "planted.so", planted(tmp_path), *BEST)
-    assert matmul.computed(library) == matmul.BITS
+    assert matmul_library.computed(library) == matmul_library.BITS
     unseen = set()
     for number, bug in enumerate(BUGS, 1):
         ctypes.c_int.in_dll(library, "planted").value = number
-        if matmul.computed(library) == matmul.BITS:
+        if matmul_library.computed(library) == matmul_library.BITS:
             unseen.add(bug)
     assert unseen == {bug for bug in BUGS if "share" in bug or "caller" in bug}
 
@@ -252,16 +254,16 @@ def test_threads_default_to_the_cores(monkeypatch):
     monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
     monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
-    assert matmul.threads() == 5
+    assert matmul_library.threads() == 5
     monkeypatch.setattr(cgroup, "quota", lambda: 2.5)
-    assert matmul.threads() == 2
+    assert matmul_library.threads() == 2
     monkeypatch.setattr(cgroup, "quota", lambda: 0.3)
-    assert matmul.threads() == 1
+    assert matmul_library.threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
     monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
-    assert matmul.threads() == matmul.MOST_THREADS
+    assert matmul_library.threads() == matmul_library.MOST_THREADS
     monkeypatch.setenv("NANOBATCH_THREADS", "3")
-    assert matmul.threads() == 3
+    assert matmul_library.threads() == 3
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
@@ -342,13 +344,13 @@ def test_best_library_is_chosen(checkout):
 FINGERPRINT = """
 from nanobatch import Engine
 from kernels import mlx as device
-from analysis.fingerprint import compared, fingerprint
+from analysis.answer_hash import compared, fingerprint
 with Engine.load("demo", max_len=256) as engine:
     print(compared(fingerprint(engine), device.mx.__version__))
 """
-EXPECTED = f"{fingerprint.EXPECTED.get(device.mx.__version__)}, as on every x86-64 and ARM CPU"
+EXPECTED = f"{answer_hash.EXPECTED.get(device.mx.__version__)}, as on every x86-64 and ARM CPU"
 RECORDED = pytest.mark.skipif(
-    device.mx.__version__ not in fingerprint.EXPECTED, reason="nothing is known of this MLX"
+    device.mx.__version__ not in answer_hash.EXPECTED, reason="nothing is known of this MLX"
 )
 
 
@@ -378,8 +380,8 @@ def test_fingerprint_on_an_emulated_arm(checkout):
 
 
 def test_a_hash_that_should_be_another_is_said():
-    assert fingerprint.compared("12", "0.32.4").startswith("12, which should be ")
-    assert "none is recorded" in fingerprint.compared("12", "9.9")
+    assert answer_hash.compared("12", "0.32.4").startswith("12, which should be ")
+    assert "none is recorded" in answer_hash.compared("12", "9.9")
 
 
 # --- what is told -------------------------------------------------------------------------------
@@ -393,12 +395,14 @@ def test_an_engine_says_whether_it_is_exact():
 
 
 def test_on_a_mac_or_a_gpu_no_library_is_loaded(monkeypatch):
-    monkeypatch.setattr(blas.matmul, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(blas_preload.matmul, "load", lambda *_: pytest.fail("it was loaded"))
     monkeypatch.delenv("NANOBATCH_BLAS", raising=False)
-    monkeypatch.setattr(blas.sys, "platform", "darwin")
-    assert str(blas.preload()) == "mlx"
-    monkeypatch.setattr(blas.sys, "platform", "linux")
+    monkeypatch.setattr(blas_preload.sys, "platform", "darwin")
+    assert str(blas_preload.preload()) == "mlx"
+    monkeypatch.setattr(blas_preload.sys, "platform", "linux")
     monkeypatch.setattr(
-        blas.importlib.metadata, "distributions", lambda name: [name] * (name == "mlx-cuda-13")
+        blas_preload.importlib.metadata,
+        "distributions",
+        lambda name: [name] * (name == "mlx-cuda-13"),
     )
-    assert str(blas.preload()) == "mlx"
+    assert str(blas_preload.preload()) == "mlx"

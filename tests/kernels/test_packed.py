@@ -13,13 +13,13 @@ from parity import CONFIGS, seed_of, whole
 from processes import python
 
 from distributed.group import Ranks
-from kernels import matmul
+from kernels import matmul_library
 from kernels import mlx as device
 from kernels.mlx import mx, tree_flatten
 from kernels.packed import Matrix, address, dequantized, joined, packed
+from models.forward_cost import arrays
 from models.load import ModelReader, read_model
 from models.memory import is_batch_invariant
-from models.param_count import arrays
 from nanobatch import Engine, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -231,12 +231,14 @@ def test_float32_is_not_taken_for_packed():
     """Even if they begin as a packed matrix does, but for one bit of its key. (Numbers made of it
     may be no numbers. So the first column of a result is not looked at.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
-    begins = (ctypes.c_char * matmul.LINE).from_address(address(matrix.weight) - matmul.LINE)
+    begins = (ctypes.c_char * matmul_library.LINE).from_address(
+        address(matrix.weight) - matmul_library.LINE
+    )
     x, wide = normal(2, 3, 64), np.array(normal(3, 64, 64))
     for bit in range(128):
         line = np.frombuffer(bytes(begins), np.uint8).copy()
         line[bit // 8] ^= 1 << bit % 8
-        wide[0, : matmul.LINE // 4] = line.view(np.float32)
+        wide[0, : matmul_library.LINE // 4] = line.view(np.float32)
         right = np.array(x, np.float64) @ wide[1:].astype(np.float64).T
         found = np.array(x @ mx.array(wide).T)[:, 1:]
         assert np.allclose(found, right, atol=1e-4)
@@ -264,7 +266,7 @@ def test_freed_packed_memory_is_reusable():
     before: set[int] = set()
     for seed in range(60):
         matrix = packed(quantized(seed, (40, 256), 8, 64))
-        before.add(address(matrix.weight) - matmul.LINE)
+        before.add(address(matrix.weight) - matmul_library.LINE)
         mx.eval(matrix(x))
         del matrix
         # As long as the packed one was, and so perhaps at its place

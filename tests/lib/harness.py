@@ -14,8 +14,8 @@ import runner
 import sched
 from nanobatch import Engine, Handle, SamplingParams
 from runner import ForwardBatch
+from runtime import deferred_interrupt, loop, request_registry, snapshot
 from runtime import handle as handle_file
-from runtime import loop, registry, signals, snapshot
 
 
 class Tap:
@@ -146,10 +146,10 @@ MODULES = (
     sched,
     prefix,
     handle_file,
-    registry,
+    request_registry,
     loop,
     snapshot,
-    signals,
+    deferred_interrupt,
     threading,
 )
 WATCHED = {module.__file__ for module in MODULES}

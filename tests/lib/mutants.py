@@ -31,7 +31,7 @@ SPEECH = "tests/text/test_tool_parser.py"
 GRAMMAR = "tests/text/test_grammar.py"
 TRIALS = "tests/text/test_sandbox.py"
 LESSONS = "tests/screen/test_lessons.py"
-TOTALS = "tests/screen/test_totals.py"
+TOTALS = "tests/screen/test_busy_periods.py"
 COLUMNS = "tests/screen/test_step_columns.py"
 
 CORE = [

@@ -35,7 +35,7 @@ from tokenizers import AddedToken
 
 from nanobatch import Engine
 from runtime.loop import Loop, Stopwatch
-from runtime.outputs import StepOutput
+from runtime.step_outputs import StepOutput
 from server.app import APIServer
 from server.http import Options
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import kv
 import llama
-from kernels import attention
+from kernels import c_attention
 from kernels.mlx import mx
 from nanobatch import Model
 from prefix import Prefixes
@@ -15,7 +15,7 @@ from runner import Runner
 
 
 def plant(monkeypatch, bug: str) -> None:
-    init, visible_rows = kv.Window.__init__, attention.visible_rows
+    init, visible_rows = kv.Window.__init__, c_attention.visible_rows
     if bug == "no mask":
 
         def all_of_the_slot(windows, *rest):
@@ -23,7 +23,7 @@ def plant(monkeypatch, bug: str) -> None:
             rows[:, 2] = windows[0].slab.length - 1
             return rows
 
-        monkeypatch.setattr(attention, "visible_rows", all_of_the_slot)
+        monkeypatch.setattr(c_attention, "visible_rows", all_of_the_slot)
         monkeypatch.setattr(llama, "seen", lambda positions, T, span: mx.arange(T) < T)
     elif bug == "one offset for all rows":
 
@@ -62,7 +62,7 @@ def plant(monkeypatch, bug: str) -> None:
             return rows
 
         monkeypatch.setattr(kv.Window, "groups", property(near))
-        monkeypatch.setattr(attention, "visible_rows", near_rows)
+        monkeypatch.setattr(c_attention, "visible_rows", near_rows)
     elif bug == "a prefix is matched one token too long":
         common = Prefixes._common
         monkeypatch.setattr(

@@ -32,7 +32,7 @@ import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
-from kernels import matmul
+from kernels import matmul_library
 from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
@@ -311,7 +311,7 @@ def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> li
 
 def everywhere() -> list[str]:
     """NANOBATCH_BLAS for each form of our product that this machine can run."""
-    return [f"rows:{form}" for form in matmul.forms_here()]
+    return [f"rows:{form}" for form in matmul_library.forms_here()]
 
 
 def run(form: str, schedules: int) -> Count:

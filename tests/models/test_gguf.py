@@ -15,10 +15,10 @@ from parity import whole
 from distributed.group import Ranks
 from kernels import mlx as device
 from kernels.mlx import mx
-from models import hub
+from models import model_finder
 from models.config import read_config
+from models.forward_cost import nbytes_of
 from models.load import ModelReader, read_model
-from models.param_count import nbytes_of
 from models.rope import rope_frequencies
 from nanobatch import Tokenizer
 from runtime.files import ModelError
@@ -124,7 +124,7 @@ def test_stretched_positions_come_from_the_metadata(kind, tmp_path):
 
 def load(file: Path) -> None:
     """As an engine does, but the tokenizer last: trying it takes longest."""
-    found = hub.find(str(file))
+    found = model_finder.find(str(file))
     ModelReader(found).read()
     Tokenizer(found, 272)
 
@@ -333,7 +333,7 @@ def test_a_split_model_is_found_by_any_of_its_parts(tmp_path):
     file, wide = make_pair(tmp_path, num_hidden_layers=1)
     parts = split(file)
     for part in parts:
-        assert hub.find(str(part)) == parts[0]
+        assert model_finder.find(str(part)) == parts[0]
     assert alike(parts[0], wide)
     middle = parts[1].read_bytes()
     parts[1].unlink()

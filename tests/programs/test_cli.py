@@ -26,7 +26,7 @@ import bench
 import serve
 import tui
 from runtime import cli as program
-from runtime.conversation import on_terminal
+from runtime.terminal_chat import on_terminal
 from text.tool_parser import ParsedPart
 
 ROOT = Path(__file__).parents[2]

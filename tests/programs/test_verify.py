@@ -14,7 +14,7 @@ import runner
 import sampling
 import sched
 import verify
-from kernels import attention
+from kernels import c_attention
 from kernels.mlx import mx
 from kernels.packed import Matrix
 
@@ -69,7 +69,7 @@ def test_no_bit_differs(capsys, few):
 
 
 def hide_rows_from_256_on(monkeypatch):
-    visible_rows = attention.visible_rows
+    visible_rows = c_attention.visible_rows
 
     def hidden(windows, *rest):
         rows = visible_rows(windows, *rest)
@@ -77,7 +77,7 @@ def hide_rows_from_256_on(monkeypatch):
         rows[:, 2] = mx.minimum(rows[:, 2], mx.array(most))
         return rows
 
-    monkeypatch.setattr(attention, "visible_rows", hidden)
+    monkeypatch.setattr(c_attention, "visible_rows", hidden)
 
 
 def change_logits_from_token_25_on(monkeypatch):

@@ -15,7 +15,7 @@ from processes import run
 
 import package
 from docs.make import page
-from kernels import blas
+from kernels import blas_preload
 from models.memory import sources
 from runtime import cli
 from screen.remote_client import RemoteEngineClient
@@ -66,7 +66,7 @@ def test_wheel_holds_the_package_and_nothing_else(site):
     """A wheel carried tests and CI files into site-packages."""
     assert {path.name.partition("-")[0] for path in site.iterdir()} == {"nanobatch"}
     files = {p.relative_to(site / "nanobatch").as_posix() for p in site.glob("nanobatch/**/*.*")}
-    assert {"engine.py", "kv.py", "models/ops.py", "screen/pages/totals.py"} <= files
+    assert {"engine.py", "kv.py", "models/ops.py", "screen/pages/busy_periods.py"} <= files
     assert {"demo/model/model.safetensors", "web/index.html", "kernels/matmul.c"} <= files
     left_out = ("tests/", "course/ladder", "course/from_zero", "setup.py", "package.py", ".")
     assert not [name for name in files if name.startswith(left_out) or name.endswith(".pyc")]
@@ -217,7 +217,7 @@ def test_completion_knows_commands_and_options(site, tmp_path):
         ),
         ("import serve", "from nanobatch import serve"),
         ("import serve as s; x = 1", "from nanobatch import serve as s; x = 1"),
-        ("import models.hub as hub", "from nanobatch.models import hub"),
+        ("import models.model_finder as hub", "from nanobatch.models import hub"),
         ("import nanobatch", "from nanobatch import engine as nanobatch"),
         (
             "from kv import Slab; import sched",
@@ -238,7 +238,7 @@ def test_imports_are_rewritten(before, after):
     "text, said",
     [
         ("import kv, sched", "x.py:1: import kv in a line of its own"),
-        ("import models.hub", "x.py:1: import models.hub in a line of its own"),
+        ("import models.model_finder", "x.py:1: import models.model_finder in a line of its own"),
         ("from  kv import Slab", "x.py:1: write the import with one space"),
         ("from kv \\\n  import Slab\nimport  kv", "x.py:3: write the import with one space"),
         ("\nfrom course.from_zero import start", "x.py:2 imports start of course.from_zero"),
@@ -290,13 +290,13 @@ def test_editable_install_leads_to_this_checkout(tmp_path):
 def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
     """Both wheels bring `mlx/lib/libmlx.so`; pip lets the second write over the first."""
     said = []
-    monkeypatch.setattr(blas, "say", said.append)
-    monkeypatch.setattr(blas, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
-    assert blas._needs_blas() is False
+    monkeypatch.setattr(blas_preload, "say", said.append)
+    monkeypatch.setattr(blas_preload, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
+    assert blas_preload._needs_blas() is False
     (line,) = said
     assert "mlx-cpu and mlx-cuda-12 own the same file" in line and "pip uninstall" in line
-    monkeypatch.setattr(blas, "backends", lambda: ["mlx-cpu"])
-    blas._needs_blas()
+    monkeypatch.setattr(blas_preload, "backends", lambda: ["mlx-cpu"])
+    blas_preload._needs_blas()
     assert len(said) == 1
 
 

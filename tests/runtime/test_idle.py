@@ -14,8 +14,8 @@ from harness import check
 
 from kernels.mlx import mx
 from models import memory
+from models.forward_cost import nbytes_of
 from models.memory import slab_of
-from models.param_count import nbytes_of
 from nanobatch import Engine, ModelError, SamplingParams
 from runtime.idle import Idle
 

@@ -4,7 +4,7 @@ import pytest
 from word_engine import Clock, word_engine
 
 from nanobatch import Engine, SamplingParams
-from runtime.progress import PrefillClock, PrefillProgress, work_of
+from runtime.prefill_progress import PrefillClock, PrefillProgress, work_of
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 

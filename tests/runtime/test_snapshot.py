@@ -9,7 +9,7 @@ from word_engine import Clock, word_engine
 
 from nanobatch import Engine, SamplingParams
 from runtime.handle import Handle
-from runtime.registry import Log, RequestRegistry
+from runtime.request_registry import Log, RequestRegistry
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from runtime.terminal import StatusLine, WordWrap, wait_for_text
 
 

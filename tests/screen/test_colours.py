@@ -8,7 +8,7 @@ from textual.theme import BUILTIN_THEMES
 from screen.draw import style
 from screen.draw.canvas import Canvas
 from screen.draw.style import BLOCKED, DECODE, EMPTY, HELD, PREFILL
-from screen.pages.requests import draw_parts
+from screen.pages.request_details import draw_parts
 
 
 def contrast(a: Color, b: Color) -> float:

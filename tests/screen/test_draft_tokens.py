@@ -8,7 +8,7 @@ from screen_stage import Stage, draft_at_random, drawn, plain
 from nanobatch import SamplingParams
 from screen.draw.step import draw_step
 from screen.draw.timeline import draw_timeline
-from screen.pages.requests import figures_of
+from screen.pages.request_details import figures_of
 from screen.pages.step_cost import asked_of, parts_of
 from screen.recording import record
 from screen.step_columns import useful_of

@@ -8,8 +8,8 @@ from rich.cells import cell_len
 from screen_stage import Stage, at_every_size, drawn, plain, show
 
 from nanobatch import SamplingParams
-from runtime.errors import show_fault
-from screen import app, view
+from runtime.error_reports import show_fault
+from screen import app, engine_view
 from screen.pages import error_log
 from screen.state import State
 
@@ -42,7 +42,7 @@ def test_ten_thousand_faults_are_a_few_warnings():
         it.stage.client.fault("the first")
         await it.turns()
         await it.sees("the first")
-        it.stage.state.faults += [view.Fault(f"r{i} failed") for i in range(10_000)]
+        it.stage.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
         await it.turns()
         await it.sees("other faults)")
         assert 1 <= len(it.app._notifications) <= app.WARNINGS

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
 from word_engine import WordRunner
 
-from kernels import attention
+from kernels import c_attention
 from nanobatch import Engine
 from runner import Runner
 from screen import commands, keys
@@ -75,12 +75,12 @@ def test_nan_spares_rows_that_may_be_shared(demo):
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
     """With a window that looks into all slots, whoever decodes ends."""
-    attend = attention.attend
+    attend = c_attention.attend
 
     def nosy(q, visible, slab):
         return attend(q, visible, slab) + 0 * slab[:, :, :-1].sum()
 
-    monkeypatch.setattr(attention, "attend", nosy)
+    monkeypatch.setattr(c_attention, "attend", nosy)
     found = broken(demo, "nan")
     assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 

@@ -15,7 +15,7 @@ from screen import policy_runs as runs
 from screen.draw import charts, layout, slots, status, style
 from screen.draw import step as steps
 from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
-from screen.pages import race, requests
+from screen.pages import race, request_details
 from screen.state import State
 from screen.workload import Settings
 
@@ -233,7 +233,7 @@ def test_all_panes_go_back_with_the_cursor():
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
-        opened = " ".join(plain(drawn(requests.draw_request, state, 300, 12)))
+        opened = " ".join(plain(drawn(request_details.draw_request, state, 300, 12)))
         assert f"in all {style.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
@@ -866,7 +866,10 @@ def test_commas_and_plurals():
     stage.session.obey("/set max=1500")
     stage.session.obey("x" * 2000)
     stage.finish()
-    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, slots.draw_slots)]
+    texts = [
+        plain(drawn(draw, stage.state, 100, 30))
+        for draw in (request_details.draw, slots.draw_slots)
+    ]
     stage.state.look_at(1)
     texts += [
         plain(drawn(draw, stage.state, 100, 30)) for draw in (slots.draw_slots, steps.draw_step)

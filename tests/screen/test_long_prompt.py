@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
 
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from screen.draw import charts, slots, status
 from screen.pages import conversation
 

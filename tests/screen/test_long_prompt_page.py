@@ -9,7 +9,7 @@ from runtime.snapshot import WIDEST
 from sched import NARROWEST
 from screen.commands import PlainLog, orders_of
 from screen.draw.style import span
-from screen.pages import long_prompt, race, request_latency, totals
+from screen.pages import busy_periods, long_prompt, race, request_latency
 
 
 def costs(stage: Stage, first: int) -> list[int]:
@@ -118,7 +118,7 @@ def test_the_totals_price_each_period_with_its_own_budget():
     stage = like_a_cpu(Stage().load())
 
     def makespans(count: int) -> list[str]:
-        title, *rows = plain(drawn(totals.draw, stage.state, 120, 40))[1 : count + 2]
+        title, *rows = plain(drawn(busy_periods.draw, stage.state, 120, 40))[1 : count + 2]
         end = title.index("makespan") + len("makespan")
         return [row[end - 10 : end].strip() for row in reversed(rows)]
 

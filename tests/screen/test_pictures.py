@@ -17,7 +17,7 @@ from textual.geometry import Region
 
 from screen import app, keys, workload
 from screen.draw import layout, style
-from screen.pages import race, requests
+from screen.pages import race, request_details
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,9 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                     Region(0, 0, width, 10_000),
                 )
         check_lines(
-            "requests", drawn(requests.draw_request, stage.state, 74, 12), Region(0, 0, 74, 12)
+            "requests",
+            drawn(request_details.draw_request, stage.state, 74, 12),
+            Region(0, 0, 74, 12),
         )
         seen["requests"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:

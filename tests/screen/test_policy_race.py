@@ -9,7 +9,7 @@ from screen_stage import EndsAfter, Stage, disturb, drawn, like_golden, plain, s
 
 import ask
 import tui
-from analysis import step_times
+from analysis import fitted_step_times
 from nanobatch import SamplingParams
 from policies import POLICIES
 from screen import keys, state, step_columns
@@ -311,7 +311,7 @@ def test_unseen_steps_are_priced_by_extrapolation():
         + [step(2, 1, 0.015)] * 2
         + [step(6, 0, 9.0)] * 9
     )
-    prices = step_times.Prices(seen)
+    prices = fitted_step_times.Prices(seen)
     wanted = {
         (2, 0): 0.010,
         (6, 0): 0.018,
@@ -322,11 +322,11 @@ def test_unseen_steps_are_priced_by_extrapolation():
         (0, 1): 0.005,
     }
     assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert step_times.Prices([]).of(3, 1) > 0 and step_times.Prices([step(0, 2, 0.01)]).of(
-        0, 2
-    ) == pytest.approx(0.01)
+    assert fitted_step_times.Prices([]).of(3, 1) > 0 and fitted_step_times.Prices(
+        [step(0, 2, 0.01)]
+    ).of(0, 2) == pytest.approx(0.01)
     # The more rows, the quicker: that was chance
-    odd = step_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
+    odd = fitted_step_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 

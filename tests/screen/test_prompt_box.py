@@ -6,7 +6,7 @@ import pytest
 from screen_stage import Stage, show
 from textual import events
 
-from runtime.conversation import History
+from runtime.terminal_chat import History
 
 
 def test_the_box_stays_open_after_enter():

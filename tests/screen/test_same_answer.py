@@ -16,7 +16,7 @@ from screen_stage import (
 )
 
 import llama
-from analysis.compare import Bits
+from analysis.answer_diff import Bits
 from nanobatch import Engine
 from screen import commands, keys, workload
 from screen.draw import style

@@ -7,7 +7,7 @@ import pytest
 from screen_stage import Stage, drawn, like_golden, plain, show
 from word_engine import VIEW
 
-from analysis.step_costs import Floors, Member, Work, floors_of, of_rows, pass_cost
+from analysis.step_cost_model import Floors, Member, Work, floors_of, of_rows, pass_cost
 from runtime.model_cost import ModelCost
 from runtime.snapshot import ExpertsView, RanksView, Roof
 from screen.commands import PlainLog, orders_of

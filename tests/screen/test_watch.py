@@ -28,10 +28,10 @@ from screen.app import PANES
 from screen.commands import PlainLog, Session
 from screen.draw import status, style
 from screen.engine_client import LocalEngineClient
-from screen.pages import clients, requests
+from screen.engine_view import View
+from screen.pages import http_requests, request_details
 from screen.remote_client import RemoteEngineClient, base_of
 from screen.state import State
-from screen.view import View
 from server import watch_frames
 from server.access_log import RequestRecord, ServerView
 from server.app import APIServer
@@ -65,7 +65,7 @@ class Watched(Server):
         return next((request.text for request in self.state.ended if request.prompt == prompt), "")
 
     def drawn(self, width: int = 120) -> str:
-        return "\n".join(plain(drawn(clients.draw_clients, self.state, width, 30)))
+        return "\n".join(plain(drawn(http_requests.draw_clients, self.state, width, 30)))
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def test_refused_http_requests_are_shown(watched):
     calls = watched.sees(lambda state: len(state.calls) == seen + 2 and state.calls[seen:])
     assert [call.status for call in calls] == [400, 404] and "n = 0" in calls[0].message
     assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
-    lines = drawn(clients.draw_clients, watched.state, 120, 30)
+    lines = drawn(http_requests.draw_clients, watched.state, 120, 30)
     assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {
         style.DARK.bad
     }
@@ -133,7 +133,7 @@ def test_http_requests_are_shown_with_their_client(watched):
     assert (request.text, request.reason) == (answer.json["choices"][0]["text"], "length")
     assert call.status == 200 and call.tokens == 8 and call.id == answer.json["id"]
     watched.state.opened = number
-    text = " ".join("\n".join(plain(drawn(requests.draw, watched.state, 100, 20))).split())
+    text = " ".join("\n".join(plain(drawn(request_details.draw, watched.state, 100, 20))).split())
     assert "from 127.0.0.1" in text and f"r{number}" in watched.drawn()
 
 
@@ -587,9 +587,9 @@ def test_the_clients_pane_is_as_drawn():
 def test_no_line_of_the_clients_is_longer_than_its_pane(width):
     state = State(view=View(door=canned_door()[0]), calls=canned_door()[1] * 9)
     for height in (1, 2, 5, 12):
-        lines = plain(drawn(clients.draw_clients, state, width, height))
+        lines = plain(drawn(http_requests.draw_clients, state, width, height))
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
-    lines = plain(drawn(clients.draw, state, width, 3))
+    lines = plain(drawn(http_requests.draw, state, width, 3))
     assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
 
 
@@ -599,7 +599,7 @@ def test_a_watching_screen_is_no_client():
     watch = RequestRecord(9, 0.0, "127.0.0.1", "GET /watch", status=200)
     state = State()
     state.absorb(View(door=replace(door, open=(*door.open, watch))))
-    lines = plain(drawn(clients.draw_clients, state, 120, 30))
+    lines = plain(drawn(http_requests.draw_clients, state, 120, 30))
     assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
 
 
@@ -627,11 +627,12 @@ def test_clients_are_counted_beyond_those_that_are_kept():
     for number in range(1, 1001):
         state.absorb(View(door=replace(door, seen=3 * number)))
     assert len(state.calls) == State.REMEMBERED
-    heading = plain(drawn(clients.draw_clients, state, 120, 12))[0]
+    heading = plain(drawn(http_requests.draw_clients, state, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
     state.absorb(View(door=replace(door, ended=(), seen=0), epoch=1))  # another process
     assert (
-        "0 ended · 0 refused · 0 hung up" in plain(drawn(clients.draw_clients, state, 120, 12))[0]
+        "0 ended · 0 refused · 0 hung up"
+        in plain(drawn(http_requests.draw_clients, state, 120, 12))[0]
     )
 
 

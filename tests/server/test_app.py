@@ -26,18 +26,18 @@ from processes import python
 from servers import COMPLETIONS, Line
 from waiting import wait_for
 
-from runtime import progress
+from runtime import prefill_progress
 from runtime.handle import TokenLogprob
 from runtime.sampling_params import SamplingParams
-from server import adapter, auth, completion, http, openai
+from server import auth, completion, http, openai, protocol_adapter
 from server.access_log import AccessLog
-from server.adapter import ParsedRequest
 from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
 from server.completion import Answer, ServedModel
 from server.http import LONG_BODY_BYTES
 from server.openai import ChatCompletion
+from server.protocol_adapter import ParsedRequest
 from server.responses import Response
 from text.grammar import Grammars
 from text.sandbox import BusyError, Sandbox
@@ -56,7 +56,9 @@ def here(engine):
 
 def test_log_reports_progress_of_long_prompts(here, monkeypatch):
     """Its only line came at its end: for ten minutes nobody knew what the server did."""
-    monkeypatch.setattr(progress, "LONG_S", -1.0)  # every prompt that is not read yet is long
+    monkeypatch.setattr(
+        prefill_progress, "LONG_S", -1.0
+    )  # every prompt that is not read yet is long
     lines = queue.Queue()
     here.api.log = lines.put
     here.loop.pause()
@@ -72,7 +74,7 @@ def test_log_reports_progress_of_long_prompts(here, monkeypatch):
 
 
 def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
-    monkeypatch.setattr(progress, "LONG_S", -1.0)
+    monkeypatch.setattr(prefill_progress, "LONG_S", -1.0)
     hints = []
     here.api.advise = hints.append
     here.loop.pause()
@@ -591,7 +593,7 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
     """A stream's events are written around their texts. A text that looks like the pattern's hole
     would tear them."""
     speaks = openai.ChatCompletion if chat else openai.Completion
-    shape = speaks(adapter.ParsedRequest([], usage=True), "7-ab", 'a "model"')
+    shape = speaks(protocol_adapter.ParsedRequest([], usage=True), "7-ab", 'a "model"')
 
     def tell(index: int, words: list | None) -> bytes:
         return shape.changed(index, Change("delta", Item("content"), text, words))
@@ -602,7 +604,7 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
         assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
         said = json.loads(tell(index, []).removeprefix(b"data: "))
         said["choices"][0]["logprobs"] = None
-        assert tell(index, None) == adapter.event(said)
+        assert tell(index, None) == protocol_adapter.event(said)
 
 
 def test_connection_over_the_limit_gets_429(here, monkeypatch):
@@ -906,7 +908,7 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
         (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 2049}),
         (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 130_000}),
     ):
-        with pytest.raises(adapter.APIError):
+        with pytest.raises(protocol_adapter.APIError):
             Answer(ServedModel(engine, "small", {}), speaks, "", {}).ask(json.dumps(body).encode())
     assert not asked
 
@@ -915,8 +917,8 @@ def test_log_probabilities_shorten_the_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
     the server did nothing else."""
     for tops, n, most in (
-        (20, 16, adapter.MAX_LOGPROBS // (16 * 21)),
-        (0, 16, adapter.MAX_LOGPROBS // 16),
+        (20, 16, protocol_adapter.MAX_LOGPROBS // (16 * 21)),
+        (0, 16, protocol_adapter.MAX_LOGPROBS // 16),
     ):
         parsed = openai.parse_request(
             json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), ("small",), False
@@ -930,7 +932,7 @@ def test_log_probabilities_shorten_the_answer(here):
 
 def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
     """JSON of megabytes, in the thread that serves all clients, let them all wait."""
-    wrote, write = [], adapter.dump_large
+    wrote, write = [], protocol_adapter.dump_large
 
     def noted(body) -> bytes:
         wrote.append(threading.current_thread().name)
@@ -939,7 +941,7 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
     monkeypatch.setattr(completion, "dump_large", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
     assert said["tokens"] and wrote and wrote[0] not in ("server", "MainThread")
-    assert adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
+    assert protocol_adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
 def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):

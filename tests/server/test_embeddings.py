@@ -12,8 +12,8 @@ from servers import CHAT
 from waiting import wait_for
 
 from nanobatch import SamplingParams
-from runtime.embeddings import unit
 from runtime.handle import Handle
+from runtime.unit_vector import unit
 
 EMBED = SamplingParams(embeds=True)
 PATH = "/v1/embeddings"

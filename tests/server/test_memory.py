@@ -17,7 +17,7 @@ from parrot import FLAT, SCHEMAS, TOOLS, Taught, said
 from servers import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from waiting import wait_for
 
-from runtime import errors
+from runtime import error_reports
 from text.grammar import Grammar
 
 OURS = ("server.", "text.", "runtime.", "nanobatch", "sched", "sampling", "h11.")
@@ -168,7 +168,7 @@ def reach(taught: Taught, phase: str) -> None:
 def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
     """A handle keeps its exception, and that the frames that it came through."""
     path, body = BODIES[kind]
-    monkeypatch.setattr(errors.LOG, "disabled", True)  # pytest keeps what is logged
+    monkeypatch.setattr(error_reports.LOG, "disabled", True)  # pytest keeps what is logged
 
     def fail(*arguments):
         raise RuntimeError("the device is on fire")

@@ -13,7 +13,7 @@ from servers import CHAT, COMPLETIONS
 
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError, check_size
 from server import embeddings_api, openai, watch, watch_frames
-from server.adapter import APIError
+from server.protocol_adapter import APIError
 from server.schema import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 from text.grammar import RULES, compiled
 from text.tokenizer import OURS, Tokenizer

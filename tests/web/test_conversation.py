@@ -18,9 +18,9 @@ from recordings import HOSTILE, TEXTS
 
 import tui
 from nanobatch import SamplingParams
-from runtime import progress
-from runtime.conversation import Conversation
-from runtime.registry import Log
+from runtime import prefill_progress as progress
+from runtime.request_registry import Log
+from runtime.terminal_chat import Conversation
 from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]

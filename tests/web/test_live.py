@@ -9,7 +9,7 @@ from servers import Server
 from word_engine import Clock, word_engine
 
 from nanobatch import SamplingParams
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from server import live_page, watch_frames
 from server.access_log import ServerView
 

@@ -12,9 +12,9 @@ import llama
 from course.from_zero.stages import names
 from course.overlay import swapped
 from kernels.mlx import mx
-from models.hub import DEMO
 from models.load import read_model
 from models.memory import slab_shape
+from models.model_finder import DEMO
 from nanobatch import Engine, Handle, SamplingParams
 from sched import Request
 from text.tokenizer import Tokenizer

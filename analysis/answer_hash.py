@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from analysis.compare import Bits
+from analysis.answer_diff import Bits
 from runtime.engine_protocol import AnyEngine
 from runtime.sampling_params import SamplingParams
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from runtime.progress import PrefillProgress
+from runtime.prefill_progress import PrefillProgress
 from server.choice import Choice
 from server.schema import APIError
 from text.tokenizer import Chat

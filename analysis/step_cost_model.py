@@ -9,7 +9,7 @@ chunk that copies rows which its own pass writes starts a second pass. Neighbour
 read as far as the longest of them. An expert is multiplied with each of its tokens separately, and
 read again unless it is cached. The activations between two products are written and read, too.
 
-Where next: `models/param_count.py`, where the sizes come from; `screen/pages/step_cost.py`, which
+Where next: `models/forward_cost.py`, where the sizes come from; `screen/pages/step_cost.py`, which
 shows the costs.
 """
 

@@ -2,7 +2,7 @@
 
 No config has these sums: weights may be packed, shared with the embedding, or cut among ranks. Each array
 is counted once, where `forward` uses it; one that is in memory twice is read twice. Next:
-`analysis/step_costs.py`, which makes a step's costs of it.
+`analysis/step_cost_model.py`, which makes a step's costs of it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 
 import serve
-from runtime import cli, config
+from runtime import cli, config_file
 
 FILE = """
 model = "owner/one"
@@ -37,7 +37,7 @@ def expanded(tmp_path, program: str, *arguments: str, text: str = FILE) -> list[
     for name in ("chat", "embeddings"):
         parser.add_argument(f"--{name}", action="store_true")
     given = ["--config", str(tmp_path / "my.toml"), *arguments]
-    words = config.expand(parser, program, given)
+    words = config_file.expand(parser, program, given)
     assert words[-len(given) :] == given
     return words[: -len(given)]
 

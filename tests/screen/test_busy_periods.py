@@ -12,7 +12,7 @@ from nanobatch import SamplingParams
 from runtime.snapshot import RanksView, percentile
 from screen import step_columns
 from screen.draw import status, step
-from screen.pages import race, requests, totals
+from screen.pages import busy_periods, race, request_details
 
 
 def test_the_statistics_of_a_busy_period():
@@ -88,7 +88,7 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     stage.session.obey("/race 10")
     stage.finish()
     titles, *rows = (
-        re.split("  +", line.strip()) for line in totals.farewell(stage.state, 120)[:3]
+        re.split("  +", line.strip()) for line in busy_periods.farewell(stage.state, 120)[:3]
     )
     took, makespan = (
         [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
@@ -102,8 +102,8 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
         > 2 * race.shown_in(stage.state).last.runs[1].makespan
     )
     said = (
-        totals.farewell(stage.state, 120),
-        plain(drawn(totals.draw, stage.state, 120, 9)),
+        busy_periods.farewell(stage.state, 120),
+        plain(drawn(busy_periods.draw, stage.state, 120, 9)),
     )
     assert took != makespan and all(
         "makespan: without interruptions, as in a race" in "".join(text) for text in said
@@ -143,13 +143,13 @@ def test_the_farewell_counts_unfinished_requests():
     left = stage.state.view.engine.submitted - stage.state.view.engine.finished
     assert 0 < left < 20
     for width in (60, 120):
-        said = " ".join(totals.farewell(stage.state, width))
+        said = " ".join(busy_periods.farewell(stage.state, width))
         assert f"{left} requests not finished." in said and "On the engine's clock" in said
-        said = " ".join(plain(drawn(totals.draw, stage.state, width, 20)))
+        said = " ".join(plain(drawn(busy_periods.draw, stage.state, width, 20)))
         assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (
             " useful " in said
         ) == (width == 120)
-    assert "not finished" not in " ".join(totals.farewell(stage.finish().state, 60))
+    assert "not finished" not in " ".join(busy_periods.farewell(stage.finish().state, 60))
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
@@ -182,7 +182,7 @@ def test_counts_go_on_beyond_what_is_remembered():
         sum(period.requests for period in stage.state.periods) == 600
         and len(stage.state.ended) == 50
     )
-    assert "1 of 600 that have ended" in plain(drawn(requests.draw, stage.state, 80, 20))[0]
+    assert "1 of 600 that have ended" in plain(drawn(request_details.draw, stage.state, 80, 20))[0]
 
 
 def test_of_requests_with_long_texts_fewer_can_be_opened():
@@ -251,6 +251,6 @@ def test_the_farewell_fits_any_width():
     stage.session.obey("/burst 12")
     stage.finish()
     for width in range(160):
-        lines = totals.farewell(stage.state, width)
+        lines = busy_periods.farewell(stage.state, width)
         assert lines and all(len(line) <= max(2, width) for line in lines), width
-    assert len(totals.farewell(stage.state, 160)) > 2
+    assert len(busy_periods.farewell(stage.state, 160)) > 2

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 import ask
 from kernels import mlx as device
 from kernels.mlx import mx
-from models import hub as models
+from models import model_finder as models
 from nanobatch import Engine
 from runtime.files import ModelError
 

@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels import matmul
+from kernels import matmul_library
 from runtime.cli import install
 
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a BLAS by itself
@@ -88,7 +88,7 @@ def preload() -> Blas:
     if name == "rows" or not choice:
         try:
             return _load_rows(kernels)
-        except matmul.Unbuilt as reason:
+        except matmul_library.Unbuilt as reason:
             if choice:
                 raise ImportError(f"NANOBATCH_BLAS={choice}: {reason}.") from None
             why_not = str(reason)
@@ -96,9 +96,9 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or matmul.openblas_kernels(),
+        OPENBLAS_CORETYPE=kernels or matmul_library.openblas_kernels(),
         OPENBLAS_THREAD_TIMEOUT="4",
-        OPENBLAS_NUM_THREADS=str(matmul.threads(most=1024)),
+        OPENBLAS_NUM_THREADS=str(matmul_library.threads(most=1024)),
     ):
         library = _load_openblas() if found == "openblas" else _global(found)
         if library and _offers(library):
@@ -154,7 +154,7 @@ def _environment(**settings: str) -> Iterator[None]:
 
 def _load_rows(form: str) -> Blas:
     """Our own product, made global once it has been looked at."""
-    library, said = matmul.load(form)
+    library, said = matmul_library.load(form)
     ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     return Blas("rows", said, library=library)
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from itertools import islice, takewhile
 from typing import Any
 
-from runtime.errors import describe, show_fault
+from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from runtime.model_cost import ModelCost
-from runtime.outputs import StepOutput
-from runtime.progress import UNREAD
+from runtime.prefill_progress import UNREAD
 from runtime.snapshot import (
     Limits,
     RanksView,
@@ -23,6 +22,7 @@ from runtime.snapshot import (
     Snapshot,
     StepView,
 )
+from runtime.step_outputs import StepOutput
 from runtime.validation import GrammarError
 from sched import Request, Scheduler
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kernels.mlx import readable
 from models.families import FAMILIES
 from models.gguf_config import described
-from models.gguf_places import (
+from models.gguf_finder import (
     OLLAMA,
     blob_of,
     chosen,

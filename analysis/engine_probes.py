@@ -1,7 +1,7 @@
 """What a viewer may measure on an engine between two steps: the machine's roofline, and which experts
 the newest step took. The thread that steps the engine calls these."""
 
-from analysis.roofline import measure
+from analysis.measured_roofline import measure
 from kernels.mlx import device_lock, device_stream
 from runtime.engine_protocol import AnyEngine
 from runtime.snapshot import ExpertsView, Roof

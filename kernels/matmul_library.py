@@ -9,7 +9,7 @@ The solution. Each instruction set has a library of its own (`build.py`), and al
 same bits. So a start computes some products and operations, and compares one hash. That takes some
 milliseconds.
 
-Invariant: a library that computes anything else is never used. OpenBLAS takes its place (`blas.py`),
+Invariant: a library that computes anything else is never used. OpenBLAS takes its place (`blas_preload.py`),
 and the first line of a program says so.
 """
 

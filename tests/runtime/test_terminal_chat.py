@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from processes import run
 
 from nanobatch import Engine, SamplingParams
-from runtime.conversation import Conversation, Dialogue
+from runtime.terminal_chat import Conversation, Dialogue
 
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 
 from kernels import mlx as device
-from kernels.matmul import LINE
+from kernels.matmul_library import LINE
 from kernels.mlx import mx
 from kernels.packed import FORMS, address
 

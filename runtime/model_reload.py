@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from distributed.rendezvous import join
 from kernels.mlx import device_lock, device_stream, readable
-from models import hub as models
+from models import model_finder as models
 from models.layers import Model
 from models.load import ModelReader
 from models.memory import Sizes, described

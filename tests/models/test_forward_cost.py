@@ -6,8 +6,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 import llama
-from analysis import probes, roofline
-from analysis.step_costs import Work, expected, pass_cost
+from analysis import engine_probes, measured_roofline
+from analysis.step_cost_model import Work, expected, pass_cost
 from distributed.group import Ranks
 from kernels import mlx as device
 from kernels.mlx import device_lock, device_stream, mx
@@ -227,7 +227,7 @@ def test_experts_of_the_newest_step(tmp_path):
         engine.run_ahead = False
         while engine.step():
             step = engine.snapshot().steps[-1]
-            found = probes.chosen_experts(engine)
+            found = engine_probes.chosen_experts(engine)
             assert found.step == step.step
             tokens = sum(stop - start for *_, start, stop in step.prefill) + len(step.decode)
             first, last = (sum(dict(layer).values()) for layer in found.layers)
@@ -241,7 +241,7 @@ def test_experts_of_the_newest_step(tmp_path):
 
 def test_a_model_without_experts_takes_none(engine):
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    assert probes.chosen_experts(engine) == (engine.steps, ())
+    assert engine_probes.chosen_experts(engine) == (engine.steps, ())
 
 
 def test_kept_experts_copy_no_slab(tmp_path):
@@ -283,9 +283,9 @@ def test_roofline_on_a_fast_machine(monkeypatch, rate):
         assert len({id(weight) for _, weight in pairs}) == len(pairs) == 8
         return sizes[-1] / rate
 
-    monkeypatch.setattr(roofline, "quickest", quickest)
+    monkeypatch.setattr(measured_roofline, "quickest", quickest)
     with device_lock, device_stream():
-        assert roofline.reading(2**23, 2**27, piece=2**20) == pytest.approx(rate)
+        assert measured_roofline.reading(2**23, 2**27, piece=2**20) == pytest.approx(rate)
     assert sizes == ([2**20] if rate == 1e9 else [2**n for n in range(20, 25)])
 
 
@@ -294,17 +294,17 @@ def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
     none stays so."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
-    monkeypatch.setattr(probes, "measure", lambda nbytes, dtype: tries.pop(0))
+    monkeypatch.setattr(engine_probes, "measure", lambda nbytes, dtype: tries.pop(0))
     for others, roof_then in (
         (1.5, Roof(3.0, 5.0, 7.0, 1.5)),
         (0.0, Roof(4.0, 5.0, 7.5, 0.0)),
         (1.9, Roof(4.0, 5.0, 7.5, 0.0)),
     ):
-        probes.measure_roofline(engine, others)
+        engine_probes.measure_roofline(engine, others)
         assert engine.snapshot().roof == roof_then
 
 
 def test_roofline_has_three_figures(engine):
     """The model here is small: it is read again and again from a cache."""
-    probes.measure_roofline(engine)
+    engine_probes.measure_roofline(engine)
     assert all(0 < figure < 1e16 for figure in engine.snapshot().roof[:3])

@@ -12,7 +12,7 @@ from processes import python
 
 import runner
 from nanobatch import Engine, SamplingParams
-from runtime.signals import Held
+from runtime.deferred_interrupt import Held
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 FEW = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_another_thread_leaves_the_signal_alone():
 def test_a_second_ctrl_c_ends_the_process_at_once():
     code = """
 import signal
-from runtime.signals import Held
+from runtime.deferred_interrupt import Held
 with Held():
     signal.raise_signal(signal.SIGINT)
     print("goes on", flush=True)
