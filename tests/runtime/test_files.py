@@ -138,7 +138,9 @@ while True:
     write_whole(sys.argv[1], "a" * 3_000_000)
 """
     cut = 0
-    for _ in range(KILLS):
+    for count in range(30 * KILLS):
+        if cut and count >= KILLS:
+            break  # on a quick disk a kill seldom comes in the middle
         command = [sys.executable, "-c", f"import sys\nfrom runtime.files import *\n{code}", file]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
             process.stdout.readline()
