@@ -31,8 +31,8 @@ from kv import Slab, Window
 from llama import forward
 from models.layers import Model
 from models.memory import Sizes, slab_shape
+from runtime.output_types import StepOutput
 from runtime.sampling_params import SamplingParams
-from runtime.step_outputs import StepOutput
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
 from sched import Chunk, Decode, Plan
 

@@ -3,7 +3,7 @@
 Each part of `screen/` knows only those above it:
 
     workload.py       the prompts of a burst, and the settings of a prompt
-    view.py           all that the screen knows of an engine at one moment, frozen
+    engine_view.py    all that the screen knows of an engine at one moment, frozen
     engine_client.py  the protocol of an engine client, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
     step_columns.py   steps as columns of the timeline; stats.py: the statistics of a busy period

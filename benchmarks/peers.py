@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.contention import my_cores
+from analysis.cpu_contention import my_cores
 from kernels.mlx import has_gpu, mx
 from models.config import read_config
 from models.load import ModelReader

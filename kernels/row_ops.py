@@ -5,7 +5,7 @@ without the processor's vectors. In a prompt of a small model that takes half as
 products of matrices.
 
 The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. A
-packed matrix uses that already (`matrix.py`). So an operation claims to be a matrix, too: `x @ claim`
+packed matrix uses that already (`packed.py`). So an operation claims to be a matrix, too: `x @ claim`
 is the softmax of each row of x. What lies at the address says which operation it is, and the memory
 says so for as long as a product holds it.
 

@@ -117,7 +117,7 @@ def start(program: str) -> list[str]:
 
 
 def backend() -> str:
-    """How this process reaches the others that share a model with it (`ranks.py`); empty if it is
+    """How this process reaches the others that share a model with it (`distributed/group.py`); empty if it is
     alone.
 
     What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by

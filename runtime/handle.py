@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from runtime.error_reports import describe, show_fault
+from runtime.output_types import StepOutput, TokenLogprob, TokenLogprobs
 from runtime.prefill_progress import PrefillClock, PrefillProgress
 from runtime.protocols import Grammar, TokenizerProtocol
 from runtime.sampling_params import SamplingParams
 from runtime.snapshot import Metrics, RequestView, percentile
-from runtime.step_outputs import StepOutput, TokenLogprob, TokenLogprobs
 from runtime.unit_vector import unit
 from sched import Request, Scheduler
 

@@ -8,7 +8,7 @@ What this file keeps. The figures are computed here and nowhere else: screen, pa
 and streams only show them. Cached tokens are part of the prompt, but they were not read, so they
 are in no rate.
 
-Where next: `views.py`, where each slot's view has these figures.
+Where next: `snapshot.py`, where each slot's view has these figures.
 """
 
 from __future__ import annotations

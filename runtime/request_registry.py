@@ -12,6 +12,7 @@ from typing import Any
 from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from runtime.model_cost import ModelCost
+from runtime.output_types import StepOutput
 from runtime.prefill_progress import UNREAD
 from runtime.snapshot import (
     Limits,
@@ -22,7 +23,6 @@ from runtime.snapshot import (
     Snapshot,
     StepView,
 )
-from runtime.step_outputs import StepOutput
 from runtime.validation import GrammarError
 from sched import Request, Scheduler
 

@@ -109,7 +109,7 @@ class Limits(NamedTuple):
 
 
 class RanksView(NamedTuple):
-    """The processes that share the model (`ranks.py`)."""
+    """The processes that share the model (`distributed/group.py`)."""
 
     backend: str = ""  # empty: there is one process
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank

@@ -20,7 +20,7 @@ from functools import wraps
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from analysis.contention import Others
+from analysis.cpu_contention import Others
 from policies import POLICIES
 from runtime.engine_protocol import AnyEngine
 from runtime.error_reports import show_fault

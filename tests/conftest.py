@@ -20,7 +20,7 @@ from quick import QUICK
 from kernels import matmul_library
 from models.load import read_model
 from nanobatch import Engine, Model, Tokenizer
-from text import grammar, untrusted_check
+from text import grammar, template_and_tokenizer_check
 
 # Settings in a user's environment that no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
@@ -35,7 +35,7 @@ LONG = (
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
-untrusted_check.LIMITS = untrusted_check.LIMITS._replace(patience=60.0)
+template_and_tokenizer_check.LIMITS = template_and_tokenizer_check.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; with many cores, more workers mostly wait
 
 

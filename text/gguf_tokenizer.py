@@ -3,7 +3,7 @@
 There are two kinds. "gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which
 a text is cut into words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow
 from them. What the file calls a tokenizer is another author's data: it is tried in a child process
-(`untrusted_check.py`) before it is used.
+(`template_and_tokenizer_check.py`) before it is used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model that speaks in turns wants its prompts wrapped exactly as in its training, so its own chat
 template does it. Template and tokenizer come from an untrusted author and are checked in a child
-process before they are used (`untrusted_check.py`). The way back is in `detokenizer.py`.
+process before they are used (`template_and_tokenizer_check.py`). The way back is in `detokenizer.py`.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Tokenizer:
     def _try_out(self, path: Path) -> tuple[str | None, str]:
         """Check template and tokenizer in a child process. Return the template's source, and in one
         line why it cannot be used."""
-        from text.untrusted_check import SAMPLES, TemplateChecker
+        from text.template_and_tokenizer_check import SAMPLES, TemplateChecker
 
         source, for_tools, place = self._find_template()
         why = ""

@@ -30,11 +30,11 @@ MAY_IMPORT = {
     "sched": "prefix",
     "policies": "sched",
     "kv": "kernels/*",
-    "sampling": "kernels/* runtime/step_outputs runtime/sampling_params",
+    "sampling": "kernels/* runtime/output_types runtime/sampling_params",
     "llama": "kv models/* kernels/*",
     "setup": "kernels/build package",
     "package": "",
-    "runner": "llama kv sampling sched models/* kernels/* runtime/step_outputs runtime/sampling_params",
+    "runner": "llama kv sampling sched models/* kernels/* runtime/output_types runtime/sampling_params",
     "nanobatch": "runner sampling sched policies prompt_lookup runtime/* models/* text/* kernels/*",
     "kernels/*": "runtime/cgroup",
     "text/*": "runtime/sampling_params runtime/gguf_file",
@@ -87,7 +87,7 @@ SCREEN = """
 """
 SCREEN_MAY_IMPORT = """runtime/* analysis/answer_diff analysis/step_cost_model
     analysis/fitted_step_times analysis/simulator
-    analysis/contention text/tool_parser server/access_log server/watch_frames sched policies"""
+    analysis/cpu_contention text/tool_parser server/access_log server/watch_frames sched policies"""
 WITHOUT_MLX = """sched policies prefix prompt_lookup runtime/* text/* server/* screen/* serve tui
     analysis/step_cost_model analysis/fitted_step_times analysis/simulator course/overlay"""
 NEEDS_MLX = "runtime/model_reload"

@@ -35,7 +35,7 @@ from tokenizers import AddedToken
 
 from nanobatch import Engine
 from runtime.loop import Loop, Stopwatch
-from runtime.step_outputs import StepOutput
+from runtime.output_types import StepOutput
 from server.app import APIServer
 from server.http import Options
 

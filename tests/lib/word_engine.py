@@ -18,7 +18,7 @@ from nanobatch import Engine
 from policies import POLICIES
 from runner import ForwardBatch, SamplingRows
 from runtime.model_cost import ModelCost
-from runtime.step_outputs import StepOutput, TokenLogprob
+from runtime.output_types import StepOutput, TokenLogprob
 from sched import Scheduler
 from text.tokenizer import Prompt
 

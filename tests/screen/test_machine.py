@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from screen_stage import Stage, at_every_size, drawn, plain
 
-from analysis.contention import IDLE, LEAST, Others, Worked, counted, my_cores
+from analysis.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen.draw import status
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0

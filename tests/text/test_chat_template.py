@@ -33,7 +33,7 @@ from policies import POLICIES
 from prefix import SEGMENT
 from runtime.files import ModelError
 from sched import Request, Scheduler
-from text import untrusted_check
+from text import template_and_tokenizer_check
 from text.tool_formats import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
@@ -688,7 +688,11 @@ def unfit(text: Tokenizer) -> str:
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    monkeypatch.setattr(untrusted_check, "LIMITS", untrusted_check.LIMITS._replace(seconds=0.3))
+    monkeypatch.setattr(
+        template_and_tokenizer_check,
+        "LIMITS",
+        template_and_tokenizer_check.LIMITS._replace(seconds=0.3),
+    )
     line = unfit(make_model(tmp_path, source))
     assert "takes more than 0.3 s for a sample conversation" in line
 
@@ -723,7 +727,7 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script, 
     monkeypatch.setattr(sys, "executable", python)
     if "timed out" in words:
         monkeypatch.setattr("text.sandbox.START", 0.2)
-    monkeypatch.setattr(untrusted_check, "PASSED", set())
+    monkeypatch.setattr(template_and_tokenizer_check, "PASSED", set())
     with pytest.raises(ModelError) as refused:
         make_model(tmp_path / "model", CHATML)
     assert f"the tokenizer {words}" in str(refused.value)
@@ -737,7 +741,7 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
         asked.append(source)
         return "", []
 
-    monkeypatch.setattr(untrusted_check.TemplateChecker, "template", note)
+    monkeypatch.setattr(template_and_tokenizer_check.TemplateChecker, "template", note)
     ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
     assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
     assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template
@@ -791,7 +795,9 @@ def interrupted(tmp_path, monkeypatch):
 
     def run(source: str, how: str) -> tuple[str, int]:
         with monkeypatch.context() as patch:
-            patch.setattr(untrusted_check.TemplateChecker, "template", lambda *_: ("", []))
+            patch.setattr(
+                template_and_tokenizer_check.TemplateChecker, "template", lambda *_: ("", [])
+            )
             make_model(tmp_path, source)
         program = subprocess.Popen(
             [sys.executable, "-c", LOADS, str(tmp_path), how],

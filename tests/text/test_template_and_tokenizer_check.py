@@ -12,8 +12,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from nanobatch import Tokenizer
 from runtime.files import ModelError
+from text import template_and_tokenizer_check
 from text import tokenizer as tokens
-from text import untrusted_check
 
 no_limit_of_memory = pytest.mark.skipif(
     sys.platform == "darwin", reason="macOS does not limit a process's memory"
@@ -47,7 +47,9 @@ def hostile(name: str) -> str:
 def test_greedy_tokenizer_is_refused(tmp_path, monkeypatch, name):
     """5 KB of JSON took all memory at the first prompt, or aborted the process."""
     monkeypatch.setattr(
-        untrusted_check, "LIMITS", untrusted_check.LIMITS._replace(seconds=3.0, memory=2**27)
+        template_and_tokenizer_check,
+        "LIMITS",
+        template_and_tokenizer_check.LIMITS._replace(seconds=3.0, memory=2**27),
     )
     (tmp_path / "tokenizer.json").write_text(hostile(name))
     with pytest.raises(ModelError) as refused:
@@ -83,7 +85,9 @@ def test_template_with_huge_output_is_refused(tmp_path):
 def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
     """The tokenizer explodes at a letter that only the template writes."""
     monkeypatch.setattr(
-        untrusted_check, "LIMITS", untrusted_check.LIMITS._replace(seconds=3.0, memory=2**27)
+        template_and_tokenizer_check,
+        "LIMITS",
+        template_and_tokenizer_check.LIMITS._replace(seconds=3.0, memory=2**27),
     )
     tokenizer = make_tokenizer()
     letter = "\U0001d70a"
@@ -98,13 +102,13 @@ def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
 
 def test_tokenizer_is_checked_once(tmp_path, monkeypatch):
     """A model that comes back need not wait for a child, and the demo came with the program."""
-    monkeypatch.setattr(untrusted_check, "PASSED", set())
+    monkeypatch.setattr(template_and_tokenizer_check, "PASSED", set())
     jobs = []
 
-    def run(child: untrusted_check.Sandbox, job: tuple) -> None:
+    def run(child: template_and_tokenizer_check.Sandbox, job: tuple) -> None:
         jobs.append(job[0])
 
-    monkeypatch.setattr(untrusted_check.Sandbox, "run", run)
+    monkeypatch.setattr(template_and_tokenizer_check.Sandbox, "run", run)
     Tokenizer(tokens.OURS, 1536)
     assert jobs == []
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
