@@ -1,4 +1,4 @@
-"""Chapter 2: the KV cache. One slab per layer, cut into slots, allocated once.
+"""Chapter 2: the KV cache. One slab: an array per layer, cut into slots, allocated once.
 
 The problem. To predict the next token, attention reads the key and the value of every token before
 it. Computing them again for each new token would make an answer of n tokens cost n times as much,
@@ -15,8 +15,8 @@ key and the value of one token.
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
 The first Hkv heads are keys, the others values. Each head has one more row than a slot (or a few, if
-heads are small), which belongs to nobody: the very last one of them holds a label for fused attention
-(`kernels/c_attention.py`).
+heads are small), which no sequence uses: the very last one of the array is a label, a header that
+fused attention reads (`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
@@ -24,7 +24,7 @@ their slots (A4, B6). Sequences with the same number of draft tokens share one, 
 in each of their slots. A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p
-itself, or if a sequence that begins with the same tokens has. (Then the row was still in the slot,
+itself, or if a sequence with the same first p + 1 tokens has. (Then the row was still in the slot,
 or was copied from another one.) So a slot need not be cleared for its next owner, with one
 exception: attention multiplies rows that it must not see by zero, but 0 x NaN is NaN. So rows that
 may hold a number that is not finite are zeroed first. A NaN in another slot does no harm, because a
@@ -55,7 +55,7 @@ class Slab:
         length: int,  # of a slot, in rows
         Dh: int,
         dtype: mx.Dtype,
-        is_fused: bool = False,  # attention is one operation, and not the formula (`llama.attention`)
+        is_fused: bool = False,  # attention is one C operation instead of `llama.attention`
     ):
         if length % BUCKET:
             raise ValueError(f"slots of {length} rows; choose a multiple of {BUCKET}")
@@ -74,7 +74,7 @@ class Slab:
         """`rows`, rounded up to whole buckets, but at most the length of a slot.
 
         Buckets grow with the length, to an eighth of it at most: so shapes are few, and neighbours
-        of similar length share a product.
+        of similar length share a matrix product.
         """
         size = max(BUCKET, 2 ** rows.bit_length() // 16)
         whole = -(-rows // size) * size
@@ -93,11 +93,11 @@ class Slab:
         return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
-        """Keys and values in the slab's dtype, with a NaN for what exceeds it.
+        """Keys and values in the slab's dtype, with NaN for those out of its range.
 
-        subtle: float16 ends at 65,504, and what is larger would become infinite. An infinite key may
-        get the weight 0, and then nobody would notice. A NaN spreads to the logits, and ends the
-        request with an error that names `--kv float32`.
+        subtle: float16 ends at 65,504, and larger numbers would become infinite. An infinite key
+        may get the weight 0, and then the overflow would go unnoticed. A NaN spreads to the logits,
+        and ends the request with an error that names `--kv float32`.
         """
         if new.dtype == self.dtype:
             return new
@@ -105,8 +105,8 @@ class Slab:
         return new + new * 0  # inf x 0 is NaN
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
-        """Zero rows that may hold numbers which are not finite. Rows past the slot's end are no rows:
-        there is the label."""
+        """Zero rows that may hold numbers which are not finite. Never past the slot's end, because
+        the label is there."""
         for array in self.arrays:
             array[slot, :, start : min(stop, self.length)] = 0
 
@@ -127,12 +127,12 @@ class Slab:
         return [mx.take(array[:, :, :rows], slots, axis=0) for array in self.arrays]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
-        """Write into this slot what `prefix` has copied from another one."""
+        """Write the rows that `prefix` has copied from another slot into this one."""
         for array, rows in zip(self.arrays, prefix, strict=True):
             array[slot, :, : rows.shape[2]] = rows[0]
 
     def check(self) -> None:
-        """Assert that the slab is what it was when it was made."""
+        """Assert that the shape and dtype of each array have not changed."""
         for array in self.arrays:
             assert array.shape == self.shape, array.shape
             assert array.dtype == self.dtype, array.dtype
@@ -142,7 +142,7 @@ class AttentionGroup(NamedTuple):
     """Sequences of a window in neighbouring slots, with one product for their attention."""
 
     slots: slice  # one slot for each sequence
-    T: int  # how many rows each sequence reads: of a single one, as far as its newest token
+    T: int  # the rows that each sequence reads; one alone reads up to its newest token
     positions: mx.array  # (B, 1, L, 1): of the tokens
 
     @property
@@ -154,9 +154,9 @@ class Window:
     """The rows of the slab that a prefill chunk, or decoding sequences together, write and read in
     a forward pass.
 
-    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`.
-    (Both are Python ints, because `+=` on an `mx.array` changes it for every other holder of the
-    array, too.)
+    There are B sequences; `slots` names their slots. Each writes L rows, the first one at its entry
+    in `starts`. (Both are Python ints, because `+=` on an `mx.array` changes it for every other
+    holder of the array, too.)
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Window:
         starts: Sequence[int],
         L: int,
     ):
-        # MLX checks no bounds: a write past the end of the slab would change other memory.
+        # MLX checks no bounds: a write past the end of the slab would corrupt other memory.
         if not len(slots) == len(starts) == len(set(slots)):
             raise IndexError(f"{len(starts)} starts for slots {slots}, which must differ")
         if not all(0 <= slot < slab.slots for slot in slots):
@@ -185,8 +185,8 @@ class Window:
     def _decoding_rows(self) -> mx.array:  # (B * L * 2 Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
 
-        As one list of rows, the slab of a layer has all rows of a slot's first head, then those of
-        its second, and so on. Each number of a row needs its own index.
+        Flattened to rows, a layer's array has all rows of a slot's first head, then those of its
+        second, and so on. Each element of a row needs its own index.
         """
         _, heads, length, Dh = self.slab.shape
         rows = []
@@ -234,8 +234,8 @@ class Window:
         of them. If all sequences did, the short ones would wait for the longest. On a GPU all
         neighbours do, because there one more product costs more than reading less saves.
 
-        How far a sequence reads does not show in its numbers: the rows that it must not see have the
-        weight 0, and in a product of our own (`matmul.c`) adding 0 changes no sum.
+        How far a sequence reads does not change its results: the rows that it must not see have the
+        weight 0, and in our matrix product (`matmul.c`) adding 0 changes no sum.
         """
         ends = [start + self.L for start in self.starts]
         buckets = [0 if has_gpu() else self.slab.bucket(end) for end in ends]

@@ -2,11 +2,11 @@
 
 The problem. A language model answers one token at a time, and for each token the machine reads
 every weight. That reading takes most of the time, and it costs almost the same for eight sequences
-as for one. So an engine that serves many people wants many sequences in every forward pass. Their
+as for one. So an engine that serves many users wants many sequences in every forward pass. Their
 lengths differ: one is at its third token, another at its thousandth, and a third brings in a whole
-prompt. This file is the forward pass that takes them all.
+prompt. This file is the forward pass that runs them all.
 
-The glossary, used everywhere in this project:
+The notation, used everywhere in this project (all terms: GLOSSARY.md):
 
     N    tokens in one forward pass            D    model width
     n    tokens whose next one is sampled      V    vocabulary
@@ -17,13 +17,13 @@ The glossary, used everywhere in this project:
     slot     a sequence's place in the slab
     row      a place in a slot, for one token's key and value
     chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
-    decode   one new token for a sequence
+    decode   one new token for a sequence, or more with draft tokens
     window   the rows that a chunk, or decoding sequences together, write in a forward pass
     group    neighbouring sequences of a window whose attention is one product, over T rows of each
-    kind     layers whose attention treats positions alike are of one kind (most models have one)
+    kind     an attention type: RoPE and sliding window of some layers (most models have one)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
-and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
+and on nothing else: not on the neighbours, not on the slot, and not on the timing. Where
 `Engine.is_batch_invariant` is True (on a CPU, with our own matrix product), that holds for every bit.
 The proof is one sentence, in `kernels/matmul.c`: every number of a matrix product is one sum,
 computed in one order.
@@ -48,13 +48,13 @@ def forward(
     windows: Sequence[Window],
     asked: Sequence[int],
 ) -> mx.array:  # (n, D)
-    """Run the tokens of all windows, one after the other, through the model. Return the last states
-    of those that are asked; `model.head(states)` makes logits of them, (n, V).
+    """Run the tokens of all windows, one after the other, through the model. Return the final
+    hidden states at `asked`; `model.head(states)` turns them into logits, (n, V).
 
     `windows`: each chunk of a prompt has one of its own; decoding sequences with the same number of
     new tokens share one.
-    `asked`: the places, among the N tokens, of those whose next token is to be sampled: ascending,
-    each place once.
+    `asked`: indices into the N tokens: those whose next token is to be sampled. Ascending, without
+    duplicates.
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
     tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
@@ -76,7 +76,7 @@ def forward(
         q, k, v = heads(model, layer, h, turns[layer.kind])
         h = attend(model, layer, q, k, v, windows, visible[layer.kind])  # (N, H * Dh)
         if layer is model.layers[-1]:
-            # All keys and values are stored. Only the tokens that are asked go on.
+            # All keys and values are stored. Only tokens whose next one is sampled go on.
             x = only(x, asked)  # (n, D)
             h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)
@@ -93,7 +93,7 @@ def heads(
 ) -> tuple[mx.array, mx.array, mx.array]:  # (N, H, Dh), twice (N, Hkv, Dh)
     """Each token's queries, keys and values, head by head.
 
-    `turn`: turns queries and keys by the token's position, so that attention sees distances.
+    `turn`: RoPE. It rotates queries and keys by position, so that scores depend on distances.
     """
     c = model.config
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
@@ -141,24 +141,24 @@ def attention(
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
-    This formula is what runs on a GPU, without our own product (`matmul.c`), with `--attention plain`
-    and with `--book`. Otherwise a CPU runs `fused.attend`, one operation of `matmul.c`. It has the
-    same bits, and a test compares them; but change the formula, and you see it with
-    `--attention plain` only.
+    This formula runs on a GPU, without our matrix product (`matmul.c`), with `--attention plain`
+    and with `--book` (a student's core). Otherwise a CPU runs `fused.attend`, one operation of
+    `matmul.c`, with the same bits; a test compares them. If you change the formula, run with
+    `--attention plain` to see the effect.
 
     Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
-    with a span, the last of them. The result weights the values. The mask is 0 for these keys, and
-    minus infinity for all others, so that their weight is 0.
+    with a span (sliding window), the last of them. The result weights the values. The mask is 0 for
+    these keys, and minus infinity for all others, so that their weight is 0.
 
-    G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the
+    G = H / Hkv query heads share a key head. They are adjacent, so they fold into the
     rows of one matrix product, and each key is read once for all of them.
     """
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
     L = count // B
     scale = Dh**-0.5
-    # subtle: before k is turned. Afterwards the copy would be made in the other layout, which has
-    # another order of sums.
+    # subtle: cast before k is transposed. Afterwards the copy would be made in the other layout,
+    # which has another order of sums.
     k = k.astype(q.dtype)
     v = v.astype(q.dtype)
     if L > 1:  # a chunk; with one token a sequence, the numbers are in order
@@ -193,7 +193,8 @@ def mask_of(group: AttentionGroup, kind: AttentionType, H: int) -> mx.array | st
     that is seen, and minus infinity for any other.
 
     A GPU's kernel wants True and False, for each head. subtle: a view would be copied for each head
-    in each layer; this is one copy for all. Where one sequence sees all its rows, a word will do.
+    in each layer; this is one copy for all. Where one sequence sees all its rows, the string
+    "causal" is enough.
     """
     if kind.has_kernel and group.B == 1 and kind.span is None:
         return "causal"
@@ -205,7 +206,8 @@ def mask_of(group: AttentionGroup, kind: AttentionType, H: int) -> mx.array | st
 
 
 def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L, 1) -> (B, 1, L, T)
-    """A token at position p sees row j if j <= p. So it sees no later token, and no old row.
+    """A token at position p sees row j if j <= p. So it sees no later token, and no row of a
+    previous owner.
 
     `span`: how many rows it sees, its own included; None means all rows of its sequence.
     """

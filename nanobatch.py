@@ -1,7 +1,7 @@
-"""Chapter 5: the engine. One step is plan -> run -> commit.
+"""Chapter 5, second part: the engine. One step is plan -> run -> commit.
 
-The problem. Requests come at any moment, and each is at another place of its answer. There is a
-forward pass that takes them all (`llama.py`), a slab that holds their keys and values (`kv.py`), a
+The problem. Requests arrive at any moment, and each is at a different point of its answer. There is
+a forward pass that runs them all (`llama.py`), a slab that holds their keys and values (`kv.py`), a
 scheduler that decides what runs next (`sched.py`), and a runner that computes it (`runner.py`).
 
 The solution. `Engine` ties them together:
@@ -9,16 +9,17 @@ The solution. `Engine` ties them together:
     prompt -> submit -> plan (sched.py) -> ForwardBatch -> Runner: forward, sample -> commit -> text
               any thread |________________ one thread at a time _________________|    any thread
 
-A plan names requests; a `ForwardBatch` names slots and numbers, and is all that a forward pass needs
-to know. With run-ahead, the next step is started before the tokens of the last one are read. Such a
-step is *in flight*. A sequence that runs in it although its request has ended is a *ghost*.
+A plan names requests; a `ForwardBatch` holds slots and plain numbers, all that a forward pass
+needs. With run-ahead, the next step is started before the tokens of the last one are read back. A
+step that is started but not read is *in flight*. If it runs a request that has ended, that is a
+*ghost*.
 
-The invariant: a request's answer depends on its prompt, its `SamplingParams` and the model alone: not
-on its neighbours in the batch, not on its slot, and not on when it came. (A request that samples at
-random needs a seed for that.)
+The invariant: a request's answer depends on its prompt, its `SamplingParams` and the model alone:
+not on its neighbours in the batch, not on its slot, and not on when it arrived. (A request that
+samples at random needs a seed for that.)
 
 Where next: `runtime/`, which has what an engine needs around this: handles and snapshots, the thread
-that steps, and how a folder becomes a model.
+that calls `step`, and reloading a model (`models/load.py` reads one from its folder).
 """
 
 from __future__ import annotations
@@ -63,20 +64,20 @@ __getattr__ = renamed_names("nanobatch", {"Sampling": SamplingParams, "Text": To
 class Engine:
     """A scheduler and a runner, tied together by `step`.
 
-    `slots` sequences run at once, each at most `max_len` tokens long. By default both are what fits
-    the free memory, up to 8 slots of `usual_len` tokens. `summary` says what was chosen.
+    `slots` sequences run at once, each at most `max_len` tokens long. By default both are
+    sized to the free memory, up to 8 slots of `usual_len` tokens. `summary` says what was chosen.
     `chunk`: tokens of a prefill chunk, 128 by default on a CPU and 512 on a GPU.
     `budget`: tokens of a step. By default one for each slot, a chunk, and half a chunk for every
     eight slots.
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
-    `speculate`: speculative decoding by prompt lookup, up to this many draft tokens for an answer and
+    `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
     is not `is_batch_invariant`, so that no token depends on them.
-    `embeds`: the model was made for embeddings, although its files do not say so.
+    `embeds`: treat the model as an embedding model, even if its files do not say so.
     `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
-    `on_commit` is yours to set: it is called after each commit with tokens, and each end from elsewhere
-    (cancel, close, a failed step), with the handles that have new output. No lock is held then, so it
-    may do anything but wait in a loop's own thread.
+    `on_commit` may be set by the caller. It receives the handles with new output, after each commit
+    with tokens, and after a request ends outside a commit (cancel, close, a failed step). No lock
+    is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
     __getattr__ = renamed_attributes(exact="is_batch_invariant", reuse="prefix_cache")
@@ -99,8 +100,8 @@ class Engine:
         speculate: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        runner: RunnerProtocol | None = None,  # another device half, for tests
-        sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
+        runner: RunnerProtocol | None = None,  # a fake one, for tests
+        sizes: Sizes | None = None,  # set by `load`, before it reads the weights
     ):
         if sizes is None:
             sizes = memory.fit_beside(model, slots, max_len, chunk, budget, usual_len)
@@ -134,7 +135,7 @@ class Engine:
             runner = runner or Runner(model, sizes, self.clock)
         with self.changed:
             self.runner: RunnerProtocol | None = runner
-            self._slab_is_lost = False  # with a step that failed
+            self._slab_is_lost = False  # True after a failed step
             self.registry.model = model.cost
             self.model = model
             self.text = text
@@ -182,9 +183,9 @@ class Engine:
     ) -> Handle:
         """Queue a prompt: a text, chat messages, or token ids as they are. Never waits for a step.
 
-        `client`: who asks, by any name. The policy `fair` shares the slots among clients.
-        `origin` may be anything: those who watch see it.
-        `grammar`: that of the `sampling`, if it has been compiled already (`text.grammar`).
+        `client`: any name for the user. The policy `fair` shares the slots among clients.
+        `origin`: any value; observers find it in `Snapshot`.
+        `grammar`: `sampling.grammar` in compiled form, if there is one already (`text.grammar`).
         `ends`: called with each piece of the answer; True makes it the last one.
         `prefix_cache`, `speculate`: False forbids cached prefixes, or draft tokens.
         """
@@ -200,7 +201,7 @@ class Engine:
         with Held(), self.changed:
             if self.driver.is_closed:
                 raise RuntimeError("the engine is closed; load another")
-            if self._is_reloading or self.text is not text:  # the ids would mean something else
+            if self._is_reloading or self.text is not text:  # the ids are of the old tokenizer
                 raise RuntimeError("the engine reads another model; try again in a while")
             prefix_cache = prefix_cache and self.prefix_cache
             id = self.sched.submitted + 1
@@ -216,11 +217,11 @@ class Engine:
     def step(self, plan: bool = True) -> bool:
         """Plan, run and commit once. False if there was nothing to do.
 
-        `plan=False` plans nothing: what is in flight is only read back.
+        `plan=False` plans nothing, and only reads back what is in flight.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
-        on the device, and Python's work overlaps with the device's (on a CPU little of it). Without,
-        N is committed before N+1 is planned.
+        on the device, and Python's work overlaps with the device's (on a CPU, only a little).
+        Without, N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
@@ -254,9 +255,9 @@ class Engine:
     def _run(self, plan: Plan) -> None:
         """Start a step on the device.
 
-        A penalty or a grammar needs to know the token before. With run-ahead, that token is still
-        on the device. But only sampling has to wait for it. So a step with one of these starts its
-        forward pass first. Then the step before is committed, and sampling follows:
+        A penalty or a grammar needs the previous token. With run-ahead, that token is still on the
+        device. But only sampling has to wait for it. So a step with one of these starts its forward
+        pass first. Then the previous step is committed, and sampling follows:
 
             device   |   run N          |   forward N+1           |   sample N+1
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
@@ -272,14 +273,14 @@ class Engine:
         self._unstarted = None
 
     def _sampling_rows(self, member: Chunk | Decode) -> list[SamplingRow]:
-        """How the tokens of a request are sampled. A grammar that fails ends its own request."""
+        """How the tokens of a request are sampled. A failing grammar ends only its own request."""
         handle = self.registry.open.get(member.request.id)
         if handle is None:  # the request has ended, and the tokens of its rows will be dropped
             return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
         masks: Sequence[bytes] = ()
         try:
             masks = handle.masks(member.draft)
-        except BaseException as error:  # a panic in the library's Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is no Exception
             let_go(error)
             with self.changed:
                 self._end(handle, "error", error)
@@ -288,10 +289,10 @@ class Engine:
     def _max_in_flight(self, plan: Plan | None) -> int:
         """How many steps may stay in flight: one if the engine runs ahead.
 
-        On a CPU, a step that yields a first token is read at once (`eager_first_token`). MLX's queue
-        is short there: to start the next step takes nearly as long as that step itself, and the token
-        would come only then. A step is read at once, too, if it has draft tokens, or if the next one
-        may have some.
+        On a CPU, a step that yields a first token is read at once (`eager_first_token`). MLX's
+        queue is short there: starting the next step takes nearly as long as running it, and the
+        token would be delivered only then. A step is also read at once if it has draft tokens, or
+        if the next one may have some.
         """
         if plan is None or not self.run_ahead:
             return 0
@@ -339,8 +340,8 @@ class Engine:
         - Requests with a chunk in a failed step end: their rows are lost with the slab.
         - Requests with a token planned end, too: they cannot begin again.
         - The others have yielded nothing. They go back to the queue, or stay in it.
-        - All end if no step was planned or in flight, because then it is not known what failed, and
-          if not even a new slab could be made. With other ranks the process ends.
+        - All end if no step was planned or in flight, because then the cause is unknown, and
+          if even a new slab could not be allocated. With tensor parallelism, the process ends.
         """
         unstarted = self._unstarted
         self._unstarted = None
@@ -396,12 +397,12 @@ class Engine:
                     handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # after a refusal or Ctrl-C; else all have ended
+            for handle in handles:  # after a rejected prompt or Ctrl-C; otherwise all have ended
                 handle.cancel()
 
     def embed(self, texts: Sequence, dimensions: int | None = None) -> list[Sequence[float]]:
-        """A vector of length 1 for each text or list of token ids. `dimensions`: keep only its first
-        numbers, for models that were trained for that."""
+        """An L2-normalized vector for each text or list of token ids. `dimensions`: keep only the
+        first components, for models that were trained for that (Matryoshka)."""
         results = self.generate(texts, SamplingParams(embeds=True))
         return [result.unit_vector(dimensions) for result in results]
 
@@ -410,7 +411,8 @@ class Engine:
         return Loop(self)
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()`, asleep or by stepping the engine. False after `timeout` seconds."""
+        """Wait until `ready()`: sleep if a `Loop` steps the engine, else step it here. False after
+        `timeout` seconds."""
         return self.driver.wait(ready, timeout, self.step)
 
     @property
@@ -419,7 +421,7 @@ class Engine:
 
     @property
     def is_released(self) -> bool:
-        """Have weights and slab been unloaded, and not been read again?"""
+        """Are weights and slab unloaded?"""
         return self.runner is None
 
     @property
@@ -445,7 +447,7 @@ class Engine:
             self.sched.chunk = chunk
 
     def follow(self) -> int:
-        """The whole work of every rank but the first. Returns the program's exit code."""
+        """Run a rank other than rank 0 until the end. Returns the program's exit code."""
         return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:
@@ -454,7 +456,7 @@ class Engine:
         self.driver.stop()
         with Held(), device_lock, device_stream():
             self._in_flight.clear()
-            device.synchronize()  # the goodbye says that no other rank is needed any more
+            device.synchronize()  # `leave` tells the other ranks to exit
             self.ranks.leave()
 
     def __enter__(self) -> Engine:
@@ -491,7 +493,7 @@ class Engine:
                 self._is_reloading = False
 
     def _check_unused(self) -> None:
-        """Raise an error if weights and slab have to stay. Called under the lock."""
+        """Raise an error if weights and slab are in use. Called under the lock."""
         open_requests = len(self.registry.open)
         check_unused(self.driver.is_closed, self.ranks.size, self._source, open_requests)
 
@@ -503,7 +505,7 @@ class Engine:
             self._is_reloading = is_reloading
             self.runner = None
             self.model = self.model.without_weights()
-            self.sched.start_over()  # no slot remembers anything
+            self.sched.start_over()  # also clears the prefix cache
         device.give_back()
 
     def _ensure_loaded(self) -> None:

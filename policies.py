@@ -1,4 +1,4 @@
-"""Chapter 3, second part: how policies differ. How many requests are admitted now, and which is next?
+"""Chapter 3, second part: admission policies. How many requests are admitted, and which is next?
 
 The problem. Requests wait in the queue, and some slots are free. An early first token for one, or a
 full batch for all? First come, first served, or the short ones first? No choice is right for every
@@ -9,8 +9,8 @@ running requests, and returns how many to admit now. `next` yields the waiting r
 of admission, and the scheduler takes as many as there is room for.
 
 The invariant: no request waits forever. Under `fair`, a client without a slot is overtaken at most
-once by each other client. Under `short`, a request of n tokens is overtaken only by those that come
-within the next n steps. Nothing is kept of a client that has no request in the queue.
+once by each other client. Under `short`, a request of n tokens is overtaken only by those that
+arrive within the next n steps. No state is kept for a client without a waiting request.
 
 Where next: `prefix.py`, which chooses the slot of a request.
 """
@@ -35,10 +35,10 @@ def by_arrival(scheduler: Scheduler) -> Iterator[Request]:
 
 
 def by_turns(scheduler: Scheduler) -> Iterator[Request]:
-    """The client with the fewest slots is next; of these, the one served longest ago.
+    """The client with the fewest slots is next; among equals, the least recently served one.
 
-    A client that has not been served waits since its oldest request came. Later it waits since the
-    last step that admitted one of its requests: those that were in the queue then remember the step.
+    A client's wait counts from the arrival of its oldest waiting request, or from the last step
+    that admitted a request of this client (`Request.turn`), whichever is later.
     """
     now = scheduler.steps + 1
     held = Counter(request.client for request in scheduler.running.values())
@@ -59,7 +59,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:
-    """The shortest prompt is next. Each step in the queue counts as a token less."""
+    """The shortest prompt is next, with aging: each step in the queue counts as one token less."""
     line = scheduler.waiting.values()
     return iter(sorted(line, key=lambda request: len(request.prompt) + request.came))
 

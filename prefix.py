@@ -1,21 +1,21 @@
-"""Chapter 3, third part: prefix caching. Which prompts begin alike, and which slots hold their rows?
+"""Chapter 3, third part: prefix caching. Which prompts share a prefix, which slots hold its rows?
 
 The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
 everything that was said before. Their keys and values are the same rows, so they should be computed
 once. But to compare each new prompt with what every slot holds, token by token and again in every
 step, takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
 
-The solution: a prefix tree, a trie. (SGLang's radix cache is one, too.) A prompt is cut into segments
-of 16 tokens. Each segment is an edge of the tree, from one `Node` to the next. Prompts that begin
-alike walk through the same nodes. So two prompts share n segments exactly if their n-th nodes are one
-and the same object:
+The solution: a prefix tree, a trie. (SGLang's radix cache is one, too.) A prompt is cut into
+segments of 16 tokens. Each segment is an edge of the tree, from one `Node` to the next. Prompts
+with a common prefix pass through the same nodes. So two prompts share n segments if and only if
+their n-th nodes are the same object:
 
     prompt A   c a t s _ s i t _ d o w n        segments of 4:   cats -> _sit -> _dow
     prompt B   c a t s _ r u n _ a w a y                         cats -> _run -> _awa
 
-Both walk through one node, `cats`, and then part.
+Both pass through one node, `cats`, and then diverge.
 
-A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer
+A prompt is inserted once, when it is submitted, and its answer when the request ends: the answer
 continues from the last node of its prompt. From then on a comparison looks at one node, and each node
 knows the slots that hold its rows. Only after the last common segment are tokens compared one by one,
 because a conversation may go on from any row.
@@ -39,7 +39,7 @@ SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
 
 
 class Node:
-    """The first n segments of a prompt: one object for all prompts that begin so."""
+    """The first n segments of a prompt: one object for all prompts with this prefix."""
 
     __slots__ = ("__weakref__", "slots")
 
@@ -50,7 +50,7 @@ class Node:
 class Trail(NamedTuple):
     """The tokens of a text, and its path through the tree.
 
-    A last segment that is not full has no node.
+    An incomplete last segment has no node.
     """
 
     tokens: Sequence[int] = ()
@@ -58,7 +58,7 @@ class Trail(NamedTuple):
 
 
 class Prefixes:
-    """The paths of all open and cached prompts, and the slots with their rows."""
+    """The prefix tree: the paths of all open and cached prompts, and the slots with their rows."""
 
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
@@ -102,7 +102,7 @@ class Prefixes:
         among = set(slots)
         nodes = trail.nodes
         usable = min(len(nodes), (len(trail.tokens) - 1) // self.segment)
-        # A slot that holds a node holds all before it, so the last common one is found by halving.
+        # A slot that holds a node holds all before it, so bisection finds the last common one.
         count = bisect_left(nodes, True, hi=usable, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
             return 0, None
@@ -125,7 +125,7 @@ class Prefixes:
         return rows
 
     def choose_slot(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
-        """Which free slot to write this prompt into, and in a few words why.
+        """The free slot to write this prompt into, and a short reason.
 
         The slot with the most common rows is best: no row needs to be copied. But all its other
         rows are lost. If there are more of them than common ones, the slot may hold a conversation
@@ -147,8 +147,8 @@ class Prefixes:
     def best_source(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
         """The number of cached rows to start this prompt with, and the slot to copy them from.
 
-        None: the slot itself holds them. Another one has to hold `worth` rows more. To copy fewer
-        takes longer than to compute them.
+        None: the slot itself holds them. Another slot is used only if it holds at least `worth`
+        more: copying fewer rows takes longer than computing them.
         """
         near, _ = self.match(trail, (slot,))
         most, source = self.match(trail, range(len(self.rows)))
@@ -157,8 +157,8 @@ class Prefixes:
         return most, source
 
     def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
-        """Does a prompt begin with the same `rows` rows as one of the others, as far as whole
-        segments tell?"""
+        """Does a prompt share its first `rows` rows with one of the others? Compared in whole
+        segments only."""
         n = rows // self.segment
         assert n > 0, (rows, self.segment)
         if n * self.segment >= len(one.tokens) or n > len(one.nodes):
@@ -167,10 +167,10 @@ class Prefixes:
         return any(node in other.nodes[n - 1 : n] for other in others)
 
     def begin(self, slot: int, source: int | None, rows: int = 0, client: str = "") -> int:
-        """The slot gets a new prompt. `source`: the slot to copy the first rows from.
+        """Assign a new prompt to the slot. `source`: the slot to copy the first rows from.
 
-        Returns the number of rows that the client may be told of: none that another client wrote,
-        because that would confirm a guess at the other's prompt.
+        Return the number of cached rows that may be reported to the client: 0 if another client
+        wrote them, because a reported hit would confirm a guess at that client's prompt.
         """
         is_own = self.clients[slot if source is None else source] == client
         self.clients[slot] = client
@@ -180,8 +180,8 @@ class Prefixes:
         return rows if is_own else 0
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
-        """The slot holds the first `rows` rows of this text, of which it may have held some before,
-        and no others."""
+        """Record that the slot holds the first `rows` rows of this text, and nothing else. (It may
+        have held some of them before.)"""
         known = self._nodes[slot]
         count = rows // self.segment
         for node in known[count:]:
@@ -194,7 +194,7 @@ class Prefixes:
         self.rows[slot] = rows
 
     def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int], rows: int) -> None:
-        """The slot holds the first `rows` rows of this prompt and what was answered."""
+        """Record that the slot holds the first `rows` rows of this prompt and its answer."""
         if answer:
             tokens = [*trail.tokens, *answer]
             rest = tokens[len(trail.nodes) * self.segment :]
@@ -203,11 +203,11 @@ class Prefixes:
         self.hold(slot, trail, rows)
 
     def is_held_by(self, slot: int, trail: Trail) -> bool:
-        """Are this slot's rows those of this very prompt, and not of another one like it?"""
+        """Does the slot hold the rows of this request's prompt, not of an equal one?"""
         return self._trails[slot] is trail
 
     def use(self, slot: int) -> None:
-        """The slot was used just now: it is now the last to be overwritten."""
+        """Mark the slot as the most recently used: it will be overwritten last."""
         self.by_use.remove(slot)
         self.by_use.append(slot)
 

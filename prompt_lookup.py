@@ -1,9 +1,9 @@
-"""Speculative decoding: which draft tokens may come next in an answer, and whether they pay.
+"""Speculative decoding: which draft tokens to propose, and whether they pay off.
 
-The problem. A step reads every weight to bring one token to each answer, and would check several at
-little more. But which? Much of what a model writes repeats earlier text: code that is edited, a text
-that is quoted, the keys of a schema. And a draft has a price: a row for each token, and run-ahead,
-because a step with draft tokens is read before the next one is planned.
+The problem. A step reads every weight to add one token to each answer, and could verify several at
+little extra cost. But which? Much of what a model writes repeats earlier text: code that is edited,
+a text that is quoted, the keys of a schema. And a draft has a price: a row for each token, and
+run-ahead, because a step with draft tokens is read before the next one is planned.
 
 The solution: prompt lookup. A pointer follows the place where the two newest tokens occurred before:
 
@@ -18,12 +18,12 @@ nearly all. So an answer keeps a rate for each length of a run, and drafts as fa
 worth the price of a row, which is learned from the clock. Where drafts are rejected, the rates fall,
 and no other rule is needed to stop. Under a grammar some tokens are forced: these are always right.
 
-The invariant: a draft changes no token, because `Scheduler.commit` takes what the sampler says. So a
-draft may depend on the clock. The text of one client is never looked up for another. And steps that
-others share become longer by about a twentieth at most, on average. (By more next to one other alone,
-because an answer counts as a copy until its first drafts have been read.)
+The invariant: a draft changes no token, because `Scheduler.commit` takes only sampled tokens. So a
+draft may depend on the clock. The text of one client is never looked up for another. And requests
+that gain nothing are slowed by about 5 % at most, on average. (By more in a batch of two, because
+an answer is assumed to gain until its first drafts have been read back.)
 
-Where next: `Scheduler.plan`, which asks, and `Scheduler.commit`, which decides.
+Where next: `Scheduler.plan`, which asks for drafts, and `Scheduler.commit`, which accepts them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from typing import Protocol
 from sched import Plan, Request
 
 MOST = 15  # draft tokens of an answer in a step, unless the engine was made with another number
-# The rate of matches after 0, 1, 2, 3 and more matches, to begin with
+# Initial match rates after a run of 0, 1, 2, 3 and more matches
 USUAL = (0.4, 0.6, 0.7, 0.85, 0.93)
-COPIED = 0.3  # the share of matches among an answer's tokens, to begin with
-NEWEST = 0.1  # the weight of the newest token in these averages
-FORGET = 0.02  # the weight of the newest step in what steps cost
-WAITING = 0.05  # how much longer a step takes that is read before the next one is planned
-PATIENCE = 0.05  # how much longer steps may be for those who gain nothing
+COPIED = 0.3  # the initial share of matches among an answer's tokens
+NEWEST = 0.1  # the weight of the newest token in these moving averages
+FORGET = 0.02  # the weight of the newest step in the fit of step costs
+WAITING = 0.05  # what losing run-ahead costs, as a share of a step
+PATIENCE = 0.05  # the slowdown allowed for requests that gain nothing, as a share of a step
 COPIES = 0.25  # below this share of matches, an answer gains nothing
-SELDOM = 16  # after this many tokens that were not forced, a grammar is asked once in as many
+SELDOM = 16  # after this many unforced tokens, a grammar is asked only every this many tokens
 
 
 class ForcingGrammar(Protocol):
@@ -55,7 +55,7 @@ class ForcingGrammar(Protocol):
 
 
 class Pairs:
-    """The tokens of a text, and where it continued after each pair of them the last time."""
+    """The tokens of a text, and for each bigram the index after its last occurrence."""
 
     def __init__(self, tokens: Iterable[int]):
         self.tokens = list(tokens)
@@ -84,7 +84,7 @@ class PromptLookup:
         self._source: Pairs | None = None  # the text that the pointer is in
         self._at = 0  # where: this token may come next
         self._read = 0  # tokens of the answer that have been read
-        self._sure = 0  # the end of the last tokens that were forced
+        self._sure = 0  # the index after the last forced token
 
     def begin(self, prompt: Sequence[int], earlier: Pairs | None) -> None:
         self.text = Pairs(prompt[:-1])
@@ -108,7 +108,7 @@ class PromptLookup:
             self.copied += NEWEST * (is_match - self.copied)
 
     def _is_match(self, token: int) -> bool:
-        """Does this token equal the one at the pointer? Move the pointer on, or drop it."""
+        """Does this token equal the one at the pointer? Advance the pointer, or drop it."""
         source = self._source
         if source is None:
             return False
@@ -142,7 +142,7 @@ class PromptLookup:
         return self._source.tokens[self._at : self._at + most]
 
     def chances(self, count: int, matches: int | None = None) -> list[float]:
-        """The chance of each of `count` draft tokens to be accepted, if all before it are."""
+        """The acceptance probability of each of `count` draft tokens, if all before it are."""
         run = self.matches if matches is None else matches
         return [self.rates[min(run + i, len(USUAL) - 1)] for i in range(count)]
 
@@ -155,7 +155,7 @@ class PromptLookup:
 
     @property
     def next(self) -> tuple[float, int]:
-        """The chance that there is a pointer after the next token, and the length of its run then."""
+        """The chance of a pointer after the next token, and the length of its run."""
         if self._source is None:
             return self.copied, 0
         return self.chances(1)[0], self.matches + 1
@@ -169,7 +169,7 @@ class PromptLookup:
 class Drafter:
     """Proposes the draft tokens of an engine's steps. The scheduler calls it (`sched.ProposeDrafts`).
 
-    `most`: up to this many tokens of each answer, whatever they cost. None: where they pay.
+    `most`: up to this many tokens per answer, whatever they cost. None: where they pay off.
     """
 
     def __init__(self, most: int | None = None):
@@ -181,7 +181,7 @@ class Drafter:
         self._step_s = self._row_s = 0.0
         self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds
         self._last = 0.0  # when the newest step was read
-        self._owed = 0.0  # what those who gain nothing have lost, in steps
+        self._owed = 0.0  # the slowdown of requests that gain nothing, in steps
 
     def __call__(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
         drafts: dict[int, tuple[int, ...]] = {}
@@ -219,7 +219,7 @@ class Drafter:
         return self._step_s + self._row_s * rows
 
     def _must_wait(self, requests: Iterable[Request]) -> bool:
-        """Have those who gain nothing lost as much as they may?"""
+        """Have requests that gain nothing been slowed by as much as is allowed?"""
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
@@ -229,10 +229,12 @@ class Drafter:
         return all(lookup is not None and lookup.gains for lookup in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
-        """The number of draft tokens that pay, and the tokens that the step is expected to yield then.
+        """The number of draft tokens that pay off, and the tokens that the step is then expected to
+        yield.
 
-        A draft token is accepted if all before it are. With a chance of c for one token more, a row
-        more pays if (expected + c) / (seconds + a row's) is above expected / seconds.
+        A draft token is accepted only if all before it are. With a chance of c for one more token,
+        one more row pays off if (expected + c) / (seconds + seconds of a row) is above expected /
+        seconds.
         """
         chance = 1.0
         for i, each in enumerate(chances):
@@ -280,7 +282,7 @@ class Drafter:
         return lookup
 
     def learn(self, plan: Plan, read: float) -> None:
-        """Learn from a step that was read just now what a step and a row cost.
+        """Update the costs of a step and of a row from a step that was just read back.
 
         Exponentially weighted least squares over recent steps, without those that read a prompt.
         """
@@ -298,7 +300,7 @@ class Drafter:
         spread = n * rr - r * r
         # As long as all steps had the same number of rows, a row is taken to cost a tenth of a step
         slope = (n * rs - r * s) / spread if spread > 0.5 * n else 0.1 * usual
-        # Bounded, because else one interrupted step could end all drafts, and no later step would
-        # correct the price
+        # Bounded, because otherwise one interrupted step could end all drafts, and no later step
+        # would correct the price
         self._row_s = min(max(slope, 0.02 * usual), 0.8 * s / r)
         self._step_s = max(usual - self._row_s * r / n, 0.0)

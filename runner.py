@@ -1,11 +1,11 @@
-"""The runner: one step on the device. A `ForwardBatch` goes in, tokens come out.
+"""Chapter 5, first part: one step on the device. A `ForwardBatch` goes in, tokens come out.
 
-The problem. A plan names requests, and a request has handles, texts and clients. A forward pass needs
-none of that, and the other processes that share a model have none of it.
+The problem. A plan names requests, and a request has a handle, text and a client. A forward pass
+needs none of that, and the other ranks of a model have none of it.
 
 The solution. `ForwardBatch.of` turns a plan into plain numbers: slots, token ids, rows. The runner
-builds one lazy MLX graph of it and starts it, in two halves. `begin` starts the forward passes.
-`finish` adds the sampling, which may have to wait until the step before has been read.
+turns it into a lazy MLX graph and starts it, in two halves. `begin` starts the forward passes.
+`finish` adds the sampling, which may have to wait until the previous step has been read back.
 
     ForwardBatch -> begin: forward over the slab -> LaunchedStep
                     finish: sample               -> InFlightStep -> read: tokens
@@ -13,7 +13,7 @@ builds one lazy MLX graph of it and starts it, in two halves. `begin` starts the
 The invariant: the same batches and sampling rows, in the same sequence, give the same bits. Only the
 times of a step depend on the clock.
 
-Where next: chapter 5, `nanobatch.py`, which plans a step, runs it here and commits it.
+Where next: chapter 5, second part, `nanobatch.py`, which plans a step, runs it here and commits it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Decoding(NamedTuple):
 
     slot: int
     row: int
-    ids: tuple[int, ...]  # of these tokens; empty if only the device knows the newest one
+    ids: tuple[int, ...]  # of these tokens; empty if the newest one is still on the device
 
 
 class ForwardBatch(NamedTuple):
     """A plan without its requests: plain numbers.
 
-    Together with the slab and each slot's newest token, a batch determines the logits. So other
-    ranks can run it, too.
+    Together with the slab and each slot's newest token, a batch determines the logits. So all other
+    ranks of a model run the same batch.
     """
 
     scrubs: Sequence[tuple[int, int, int]]  # (slot, start, stop): rows to be zeroed first
@@ -80,7 +80,7 @@ class ForwardBatch(NamedTuple):
         decodes = []
         for decode in plan.decodes:
             request = decode.request
-            is_known = first_of(decode) == request.committed  # nothing of it is in flight
+            is_known = first_of(decode) == request.committed  # none of its tokens is in flight
             ids = (request.answer[-1], *decode.draft) if is_known else ()
             decodes.append(Decoding(decode.slot, decode.position, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
@@ -89,8 +89,8 @@ class ForwardBatch(NamedTuple):
     def passes(self) -> list[tuple[list[Prefill], Sequence[Decoding]]]:
         """The chunks and the decoding sequences of each forward pass.
 
-        Nearly all steps have one pass, so each weight is read once. Only a chunk that copies rows
-        which the pass itself writes starts another one.
+        Nearly all steps have one pass, so each weight is read once. Only a chunk that copies
+        rows which the same pass writes starts another one.
         """
         passes: list[list[Prefill]] = [[]]
         written: set[int] = set()  # the slots that the newest pass writes
@@ -109,7 +109,7 @@ def first_of(member: Chunk | Decode) -> int:
     return member.request.planned - 1 - len(member.draft)
 
 
-SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: how each of its rows is sampled
+SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: the sampling of each of its rows
 
 
 def sampling_rows(
@@ -168,7 +168,7 @@ class LaunchedStep(NamedTuple):
 
     batch: ForwardBatch
     outputs: list[PassOutput]  # of the passes with a row to sample
-    proofs: dict[int, mx.array]  # (), by slot: of each chunk that asks for no token
+    proofs: dict[int, mx.array]  # (), by slot: of each chunk without a token to sample
     began: float
     took: float
 
@@ -180,26 +180,26 @@ class LaunchedStep(NamedTuple):
 class InFlightStep(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    # (slots, 1 + draft tokens): the token of each row. -1 where none was asked for, or where the
+    # (slots, 1 + draft tokens): the token of each row. -1 where no token is sampled, or where the
     # logits were not finite
     tokens: mx.array
     logprobs: list[Logprobs]
-    states: dict[int, mx.array]  # (D,), by slot: the last states of prompts that want a vector
+    states: dict[int, mx.array]  # (D,), by slot: the last hidden states of prompts to embed
     began: float
-    build_s: float  # Python built the graph
-    device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
-    wait_s: float  # Python waited for the pass before (`Runner._start`)
+    build_s: float  # while Python built the graph
+    device_s: float  # while MLX took the graph into its queue (`Runner._enqueue`)
+    wait_s: float  # while Python waited for the previous pass (`Runner._start`)
     proofs: Mapping[int, mx.array] = {}  # (), by slot: 0 if the rows of a chunk are finite
 
     @property
     def finite(self) -> list[int]:
-        """Once the step is read: the slots of chunks that asked for no token, and are finite."""
+        """The slots of finite chunks without a sampled token. Only valid after `read`."""
         return [slot for slot, proof in self.proofs.items() if proof.item() == 0]
 
     def read(self) -> tuple[list[list[int]], dict[tuple[int, int], StepOutput]]:
         """Wait for the step. Returns the tokens by slot and, by slot and index in the answer, the
         outputs that are more than a token."""
-        # Here, in `_start` and in `_enqueue` Python waits
+        # Python blocks here, in `_start` and in `_enqueue`
         mx.eval(self.tokens, self.logprobs, self.states, self.proofs)
         outputs = {}
         for part in self.logprobs:
@@ -226,7 +226,7 @@ def by_known_tokens(
 
 
 class Runner:
-    """The model, the slab and each slot's newest token, on the device. It knows no request."""
+    """The model, the slab and each slot's newest token, on the device, without requests."""
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model = model.for_slots_of(sizes.max_len)
@@ -248,7 +248,7 @@ class Runner:
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 
     def warm_up(self) -> None:
-        """Run a prompt of one token, and the next token: the first step is slow."""
+        """Run a prompt of one token and one decode, because first steps are slow."""
         if self.ranks.rank:
             return  # rank 0 sends it these batches
         with device_lock, device_stream():
@@ -280,7 +280,7 @@ class Runner:
         resumed = self.clock()
         tokens, logprobs, states = self._sample(launched, rows)
         tokens = self.ranks.first(tokens)  # those of rank 0, on every rank
-        # With draft tokens Python alone will know the newest token, and puts it in the next batch
+        # With draft tokens, only `commit` finds the newest token; the next batch then contains it
         first = tokens[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)
         self._enqueue(tokens, self._newest, logprobs, states)
@@ -322,14 +322,14 @@ class Runner:
             asked = [len(prefill.ids) - 1] if prefill.asked else []
             tokens.add(mx.array(padded), window, asked)
         for slots, rows, known in by_known_tokens(decodes):
-            # Else they are on the device, and not read yet
+            # Ids that are not known here are still on the device
             ids = mx.array(known) if known else self._newest[mx.array(slots)]
             window = Window(self.slab, slots, rows, L=ids.size // len(slots))
             tokens.add(ids, window, range(ids.size))
         return tokens
 
     def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
-        """Are the rows of each chunk finite? If a token is sampled from a chunk, the token tells."""
+        """Are the rows of each chunk finite? A chunk with a sampled token needs no proof."""
         proofs = {}
         for prefill in prefills:
             if not prefill.asked:
@@ -388,15 +388,15 @@ class Runner:
         self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array]) -> None:
-        """Start a forward pass, as soon as the one before has read the last of the slab.
+        """Start a forward pass as soon as the previous one has finished reading the slab.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer
-        by layer. So we wait for the pass before. What remains to be done for it, the sampling, is
-        time enough to get the next one going. (To wait for less than the results is no use: MLX
-        says of all that was started together at once that it is computed.)
+        by layer. So we wait for the previous pass. Its sampling, which still has to run, leaves
+        enough time to start the next one. (Waiting for less than the results would not help: MLX
+        marks everything that was started together as computed at the same time.)
 
-        On a GPU nobody has measured what is better: there the device idles while the next pass is
+        On a GPU this has not been measured: there the device idles while the next pass is
         encoded. `NANOBATCH_WAIT=off` copies instead of waiting, and bench.py tries both.
         """
         began = self.clock()
@@ -408,10 +408,10 @@ class Runner:
         self._reading = results
 
     def _enqueue(self, *results) -> None:
-        """Add the operations that lead to these results to MLX's queue. The device takes them.
+        """Add the operations that lead to these results to MLX's queue, for the device to run.
 
-        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly
-        all of the device's work is done during this call.
+        On a CPU the queue holds about fifty operations, and adding to a full queue blocks. So
+        nearly all of the device's work is done during this call.
         """
         began = self.clock()
         mx.async_eval(results)

@@ -1,12 +1,12 @@
-"""Chapter 4: how each row of a batch gets a sampler of its own, without a loop.
+"""Chapter 4: how each row of a batch gets its own sampling parameters, without a loop.
 
 The problem. A forward pass ends with a row of V logits for each request. One request is greedy,
 another has a temperature of 0.8 and a seed, and a third must never say a certain word. A loop over
 the requests would run many small operations for each of them, one request after the other. One
 sampler for all would give seven requests the settings of the eighth.
 
-The solution. Requests that need the same work form a *group*. The logits of a group are a matrix with
-a row for each request, and each setting is a column of numbers next to the matrix.
+The solution. Requests that need the same work form a *group* (not llama.py's attention group). The
+logits of a group are a matrix with a row for each request. Each setting is a column next to it.
 
               logits (n, V)           temperature (n, 1)    u (n, 1)
     A         2.1   4.0   3.3  ...    0.8                   0.31
@@ -21,11 +21,11 @@ For any other the steps are these, in mlx-lm's order:
     filter     top_k, top_p and min_p, each on the probabilities at temperature 1
     draw       the temperature changes the weights of the tokens that are left, and one is drawn
 
-A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers, and sorting
-them takes ten times as long as the whole forward pass of a small model. Instead, `likeliest` finds a
-few tokens by way of blocks, and `keep_nearest` finds by bisection how far down the filters reach. Both
-know their shapes beforehand and read no result, so the engine can prepare the next step while the
-device computes this one.
+A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers, and
+sorting them takes ten times as long as the whole forward pass of a small model. Instead,
+`likeliest` finds the top k by block minima, and `keep_nearest` finds by bisection how far down the
+filters reach. For both, shapes are known in advance and no result is read back, so the engine can
+prepare the next step while the device computes this one.
 
 The invariant: a request's token depends on the request's own logits, settings, seed and position. The
 group depends on the settings alone, and no operation here mixes rows. The noise is a hash of seed and
@@ -58,7 +58,7 @@ class SamplingRow(NamedTuple):
     seed: int
     index: int  # the token is the request's index-th, from 0
     before: tuple[int, ...] = ()  # with a penalty: the prompt's last tokens, and the answer so far
-    mask: bytes | None = None  # a bit for each token that the grammar allows, the lowest first
+    mask: bytes | None = None  # one bit per token id, 1 if the grammar allows it; lowest bit first
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def sample(
             free = Spread.of(unmasked.astype(mx.float32)) if has_mask else None
             measured = measure(spread, members, ids, x.shape[-1], free)
             logprobs.append(measured)
-        # A comparison with NaN is False, so NaN could go unnoticed. As the maximum it is seen.
+        # Comparisons with NaN are False: it could go unnoticed. But the maximum of its row is NaN.
         is_finite = mx.isfinite(best)
         ids = mx.where(is_finite, ids.astype(mx.int32), -1)
         tokens.append(ids)
@@ -112,7 +112,7 @@ def sample(
 
 
 class SlotState:
-    """What sampling keeps from step to step: the bias of each slot's request, and a table that unpacks
+    """State that outlives a step: the bias of each slot's request, and a table that unpacks grammar
     masks."""
 
     def __init__(self, slots: int, V: int):
@@ -123,7 +123,7 @@ class SlotState:
         self._mask_of_byte = mx.where(bits == 1, 0, -math.inf)
 
     def bias(self, pick: SamplingRow) -> mx.array:  # (V,)
-        """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
+        """logit_bias as array, built once per request: 100,000 entries take longer than a step."""
         wanted = pick.sampling.logit_bias
         if not wanted:
             return self._no_bias
@@ -245,7 +245,8 @@ def exp_minus(gap: mx.array) -> mx.array:
 
 
 def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
-    """The maximum or the sum of each row: down the columns of a matrix, then along the row left.
+    """The maximum or the sum of each row: down the columns of a matrix, then along the resulting
+    row.
 
     On a CPU this takes a third of the time. A sum is more exact, too: near the end of a long
     float32 sum, small numbers are lost next to the sum so far.
@@ -262,7 +263,7 @@ class Filters(NamedTuple):
     """Where the filters stop, counted from each row's likeliest token down.
 
     A filter stops after a number of tokens, after a probability mass, or at a gap. Each setting becomes
-    one of these three, and the rest of this file knows only the three. So a new filter is a few lines
+    one of these three, and the rest of this file handles only these. So a new filter is a few lines
     in `of`.
     """
 
@@ -334,9 +335,9 @@ def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
         gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
         smallest     2       4       0       3        only blocks 0 and 2 are sorted
 
-    For why: k numbers of these blocks come before any number of another block. The same holds among
-    equal gaps, because blocks are in the order of ids. Finding the k blocks is the same task on a
-    shorter row.
+    Proof: the k minima of these blocks come before any number of another block. The same holds
+    among equal gaps, because blocks are in the order of ids. Finding the k blocks is the same task
+    on a shorter row.
     """
     n, V = gap.shape
     # With this size there are about as many blocks as numbers in k blocks.
@@ -391,8 +392,8 @@ def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
 
     def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
         """How many tokens at this bound may be kept? 0 or less if the bound is too far."""
-        # Tokens at the bound, and farther ones. The bits of a guess may mean NaN: none is beyond,
-        # so the guess is too far.
+        # Tokens at the bound, and farther ones. A guess may be NaN: then none is beyond, so the
+        # guess is too far.
         beyond = added(gap >= bound)
         by_count = filters.count - (V - beyond)
         if filters.mass is None:
@@ -469,8 +470,8 @@ def uniform(seed: int, index: int) -> float:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities for some rows, still on the device: the chosen token's, then the top, then
-    what would be the top without a grammar, if there is one."""
+    """Log probabilities for some rows, still on the device: the chosen token's, then the top ones,
+    then those that would be the top without the grammar, if there is one."""
 
     picks: Sequence[SamplingRow]
     most: int  # of the top

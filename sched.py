@@ -1,4 +1,4 @@
-"""Chapter 3: what runs next. The scheduler knows requests, slots and a budget, and no model, no
+"""Chapter 3: what runs next. The scheduler knows requests, slots and a budget, but no model, no
 array and no clock.
 
 The problem. A device is fast when it works on many sequences at once, but requests arrive at any
@@ -13,34 +13,35 @@ share a step's budget: the shortest goes first, and the oldest keeps half.
        1 | A:p       B:p            d  decode: one row, one new token
        2 | A:d       B:d
        3 | A:d       B:d            <- A ends here
-       4 | C:p       B:d            <- C is admitted in mid-decode of B
+       4 | C:p       B:d            <- C is admitted while B decodes
 
 A step is planned, run and committed: plan -> run -> commit. `plan` returns a frozen `Plan`; the
-engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1
-before it has committed step N (run-ahead, or async scheduling). So a request carries two numbers
-that are never confused: how many tokens are *planned*, and how many are *committed*. The end of an
-answer is seen one step late (unless `max_tokens` ends it, which is known before). By then the next
-step has been planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
+engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1 before
+it has committed step N (run-ahead, or async scheduling). So a request has two separate counters:
+how many tokens are *planned*, and how many are *committed*. The end of an answer is seen one step
+late (unless `max_tokens` ends it, which is known in advance). By then the next step has been
+planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
-Some output can be predicted, because it repeats earlier text. This is speculative decoding. A decode
-is a chunk of one row; with a *draft* of g tokens it has 1 + g rows, and each row yields a token. The
-token after the newest one is right in any case. As long as a draft token equals the token that was
-sampled, the row after it is right, too. So a step yields several tokens, the same ones as without a
-draft: `commit` accepts draft tokens up to the first that differs. A rejected one costs its row, which
-the right token overwrites. A step with draft tokens is committed before the next one is planned.
+Some output can be predicted, because it repeats earlier text. This is speculative decoding. A
+decode is a chunk of one row; with a *draft* of g tokens it has 1 + g rows, and each row yields a
+token. The first row's token is always valid. As long as a draft token equals the token that was
+sampled in its place, the next row is valid, too. So a step yields several tokens, the same ones as
+without a draft: `commit` accepts draft tokens up to the first that differs. A rejected one has
+wasted its row, which the correct token later overwrites. A step with draft tokens is committed
+before the next one is planned.
 
-A slot remembers its last prompt and answer, as far as their rows are proven to be finite, even if the
-prompt was cancelled. A new prompt that begins alike continues from there, or has the common rows
-copied from a slot that holds them. That is prefix caching (`prefix.py`): a system prompt is computed
-once, and a chat's next message reads only what is new.
+A slot keeps its last prompt and answer, as far as their rows are proven to be finite (no NaN), even
+if the request was cancelled. A new prompt with the same prefix continues from there, or has the
+common rows copied from a slot that holds them. That is prefix caching (`prefix.py`): a system
+prompt is computed once, and a chat's next message reads only what is new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with a draft
     the queue is in the order of arrival
 
-Where next: `policies.py`, in which the policies differ. Then `prefix.py`: the scheduler asks there
-which slot suits a new prompt, and which slot holds the rows of its beginning.
+Where next: `policies.py`, the admission policies. Then `prefix.py`, which tells the scheduler which
+slot suits a new prompt, and which slot holds the rows of its prefix.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from prefix import SEGMENT, Prefixes, Trail
 
 
 class QueueFull(RuntimeError):
-    """The queue has reached its limit. Raised at once; nothing else is disturbed."""
+    """The queue has reached its limit. Raised at once; other requests are not affected."""
 
 
 class DraftSource(Protocol):
@@ -82,10 +83,10 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    prefix_cache: bool = True  # may it use rows of other prompts, and they its rows?
-    client: str = ""  # who asks, by any name. All without a name are one client
+    prefix_cache: bool = True  # may it share rows with other prompts?
+    client: str = ""  # any name for the user; all without a name are one client
     # In the queue (`policies.py`)
-    came: int = 0  # steps planned before the request came
+    came: int = 0  # steps planned before the request arrived
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     # Admission
     policy: str = ""  # under which it was admitted
@@ -94,8 +95,8 @@ class Request:
     admitted: float | None = None
     # Prefix caching (`prefix.py`)
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
-    cached: int = 0  # prompt tokens whose rows were there already
-    own: int = 0  # of these, the tokens whose rows came from its own client
+    cached: int = 0  # prompt tokens found in the prefix cache
+    own: int = 0  # of these, the tokens whose rows the same client wrote
     # Progress, planned and committed
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # rows of its slot, from the first on, that are known to be finite
@@ -114,9 +115,9 @@ class Request:
         return len(self.answer)
 
     def take(self, token: int) -> None:
-        """Append a token to the answer. It proves that all rows before it are finite.
+        """Append a token to the answer. Its finite logits prove that all rows before it are finite.
 
-        -1: the logits were not finite. Some row is to blame, so none is trusted any more.
+        -1: the logits were not finite. Some row is the cause, so none counts as proven any more.
         """
         if token < 0:
             self.proven = 0
@@ -125,7 +126,7 @@ class Request:
         self.proven = len(self.prompt) + self.committed - 1
 
     def settle(self, drafted: int, accepted: int) -> None:
-        """Count the draft of a step. All its tokens have been read, so none is planned any more."""
+        """Count the draft of a step. All its tokens have been read back, none is in flight."""
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.planned = self.committed
@@ -192,10 +193,10 @@ class Decode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, decided: which requests take part, in which slots."""
+    """The decision for one step: which requests take part, in which slots."""
 
     step: int
-    at: float  # the moment
+    at: float  # when it was planned, by the engine's clock
     admitted: tuple[Request, ...]
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Chunk, ...]
@@ -204,7 +205,7 @@ class Plan:
     held: tuple[Request, ...]
     blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
     waiting: int  # requests left in the queue
-    policy: str  # the policy at that moment
+    policy: str  # the policy's name at that time
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
@@ -241,10 +242,10 @@ class Committed(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Everything in which policies differ (`policies.py`)."""
+    """An admission policy (`policies.py`)."""
 
     name: str
-    does: str  # in a sentence, for people
+    does: str  # a description of one sentence, for users
     room: Callable[[int, int], int]  # (free slots, running requests) -> how many to admit now
     # Yields the waiting requests in the order of admission. The scheduler takes no more than it
     # admits, so `next` may count each of them as admitted.
@@ -264,19 +265,19 @@ NEVER = 2**63  # a row that is never reached
 
 
 def price_of(row: int, far: int, chunk: int) -> float:
-    """The cost of a token, in budget, in a chunk from this row on: 1 at the beginning of a prompt, 2
-    at row `far`.
+    """What each token of a chunk that starts at this row takes from the budget: 1 at the start of a
+    prompt, 2 at row `far`.
 
     A token late in a prompt attends to all before it. At the price of an early one, the last chunks
-    of a long prompt would make the decoding requests wait several times as long. But no chunk becomes
-    narrower than NARROWEST for that, because a step has a fixed cost, too.
+    of a long prompt would make the decoding requests wait several times as long. But the price
+    never makes a chunk shorter than NARROWEST, because a step also has a fixed cost.
     """
     price = 1 + row / far
     return min(price, max(1, chunk / NARROWEST))
 
 
 class Scheduler:
-    """The queue, the running requests, and what each slot remembers.
+    """The queue, the running requests, and the prefix cache of the slots.
 
     `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
@@ -312,7 +313,7 @@ class Scheduler:
         self.resize(slots, max_len, chunk, budget)
 
     def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
-        """Start over with a slab of this size, and these bounds of a chunk and of a step."""
+        """Start over with a slab of this size, and these limits on chunk and step."""
         self.slots = slots
         self.max_len = max_len
         self.chunk = chunk
@@ -423,20 +424,20 @@ class Scheduler:
 
         The prompt with the fewest tokens left goes first, so a short prompt does not wait for a
         long one. But half is kept for the oldest, as far as the oldest can use it. So the oldest
-        moves on in every step. Each prompt is the oldest in the end, and none starves.
+        makes progress in every step. Each prompt becomes the oldest, and none starves.
 
-            step | budget 8 for L, a prompt of 24 tokens, and S, of 6, which comes in step 2
+            step | budget 8 for L, a prompt of 24 tokens, and S, of 6, which arrives in step 2
                1 | L[0:8]
                2 | S[0:4] L[8:12]
                3 | S[4:6] L[12:18]
                4 | L[18:24]
 
-        Where the budget ends, a chunk is cut. However many rows decode, there is enough for one
-        whole chunk. So no step costs more than max(budget, decoding rows + chunk).
+        If the budget runs out, a chunk is shortened. However many requests decode, one whole
+        chunk always fits. So no step costs more than max(budget, decoding rows + chunk).
 
-        A new prompt waits while another one with a common prefix of a chunk or more is read. So of
-        eight prompts that arrive together and begin alike, the oldest writes the common part, and
-        seven copy the rows.
+        A new prompt waits while another one with a common prefix of a chunk or more is in prefill.
+        So of eight prompts that arrive together with a common prefix, the oldest computes it, and
+        the other seven copy its rows.
         """
         if not requests:
             return []
@@ -460,7 +461,7 @@ class Scheduler:
         return chunks
 
     def _cut(self, request: Request, left: int) -> Chunk:
-        """The next chunk of a prompt, as wide as `left` of the budget allows. It may be empty."""
+        """The next chunk of a prompt, as long as `left` of the budget allows. It may be empty."""
         start = request.prefilled
         source = None
         if start == 0:
@@ -479,7 +480,7 @@ class Scheduler:
         request = chunk.request
         if request.prefilled == 0:
             request.cached = chunk.start
-            # What is copied from another slot may be in flight itself.
+            # Rows copied from another slot may still be in flight themselves.
             request.proven = chunk.start if chunk.source is None else 0
             request.own = self.prefixes.begin(chunk.slot, chunk.source, chunk.start, request.client)
         request.prefilled = chunk.stop
@@ -488,10 +489,10 @@ class Scheduler:
     # --- commit
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
-        """Note that the chunks in these slots are finite, and so are all rows before them.
+        """Record that the chunks in these slots are finite, and so are all rows before them.
 
-        A request that was cancelled meanwhile leaves its rows in the prefix cache, unless the slot
-        has a new owner.
+        A request that was cancelled in the meantime leaves its rows in the prefix cache, unless the
+        slot has a new owner.
         """
         for chunk in plan.chunks:
             request = chunk.request
@@ -501,12 +502,12 @@ class Scheduler:
                     self._leave_slot(request)
 
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
-        """Hand out the tokens, and free the slots of requests that end.
+        """Give each request its sampled tokens, and free the slots of requests that finish.
 
         `tokens`: by slot, the token of each of its rows. Those after a rejected draft token are
         dropped.
 
-        Results belong to requests, not to slots: when a token is read, its slot may have a new
+        Results belong to requests, not to slots: when a token is read back, its slot may have a new
         owner.
         """
         ended = []
@@ -541,24 +542,24 @@ class Scheduler:
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
     def _begin_again(self, decode: Decode) -> None:
-        """A row of this decode is not finite, and none of its tokens is taken.
+        """Retry a decode without its draft, because a row is not finite. No token of it is taken.
 
         subtle: a row does not see the draft tokens after it: their weight is 0. But 0 x NaN is NaN. So
-        a rejected token whose keys are not finite spoils the right rows before it, if they share a
+        a rejected token whose keys are not finite corrupts the valid rows before it in the same
         window. All rows of this decode are zeroed, and the request continues without drafts. If the
-        newest token itself is to blame, that shows in the next step.
+        newest token itself is the cause, that shows in the next step.
         """
         decode.request.draft_source = None
         self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
-        """End a request in whatever phase. Its slot is free for the next plan.
+        """End a request in any phase. Its slot is free for the next plan.
 
         A step in flight may still write a ghost's row into that slot. This is harmless: the device
         runs in order, so the next owner's rows are written later.
         """
         if request.finish_reason is not None:
-            return  # a second end changes nothing
+            return  # it has ended already
         request.finish_reason = reason
         request.ended = now
         self.waiting.pop(request.id, None)
@@ -567,9 +568,9 @@ class Scheduler:
             self._end_drain()
 
     def _leave_slot(self, request: Request) -> None:
-        """Note what the slot holds, and which of its rows are to be zeroed.
+        """Record what the slot holds, and which of its rows are to be zeroed.
 
-        The slot remembers the rows that are proven to be finite (`prove`, `Request.take`). All
+        The prefix cache keeps the rows that are proven to be finite (`prove`, `Request.take`). All
         others may hold NaN, and are zeroed before the next owner writes: the rows of a chunk in
         flight, of a ghost, or of draft tokens after the end of the answer.
         """
@@ -584,7 +585,7 @@ class Scheduler:
             written = request.prefilled + request.planned
             self._to_scrub[slot] = (request.proven, written + self.chunk)
 
-    # --- beginning again, and checking
+    # --- starting over, and checking
 
     def start_over(self) -> None:
         """Begin with a new slab. All requests return to the queue, in the order of arrival."""
