@@ -41,7 +41,7 @@ MODULES = (
     "elements",
     "draw",
     "player",
-    "lanes",
+    "lane_view",
     "details",
     "live",
     "markdown",

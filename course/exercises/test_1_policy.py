@@ -25,8 +25,8 @@ How to know: the command above, and `python -m pytest tests/core/test_sched.py`.
 shows the new name.
 """
 
-from hints import not_done
 from scheduler_story import Story
+from short_failures import not_done
 
 from policies import POLICIES
 

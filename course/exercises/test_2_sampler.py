@@ -30,7 +30,7 @@ import math
 from dataclasses import fields
 
 import pytest
-from hints import not_done
+from short_failures import not_done
 
 import ask
 import sampling

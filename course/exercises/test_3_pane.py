@@ -34,9 +34,9 @@ it shows.
 import re
 
 import pytest
-from hints import not_done
 from rich.cells import cell_len
 from screen_stage import Stage, drawn
+from short_failures import not_done
 
 from screen import app
 from screen.draw import layout

@@ -28,7 +28,7 @@ Press Ctrl-C while it tells, and look at http://127.0.0.1:8000/metrics.
 
 import re
 
-from hints import not_done
+from short_failures import not_done
 
 from server.access_log import RequestRecord
 from server.metrics import ServerMetrics

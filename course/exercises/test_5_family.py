@@ -26,7 +26,7 @@ How to know: the command above. To make it a supported family it needs an entry 
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint, make_config, save
-from hints import not_done, not_right
+from short_failures import not_done, not_right
 
 from kernels.mlx import mx
 from kv import Slab, Window

@@ -28,7 +28,7 @@ from course import overlay
 from course.from_zero.stages import STAGES, Stage, Task
 from course.from_zero.start import MADE_OF, mark
 
-TRY_STAGE = Path(__file__).with_name("try_stage.py")
+TRY_STAGE = Path(__file__).with_name("run_stage_tests.py")
 
 
 def blank_tasks(folder: Path, stage: Stage) -> list[Task]:

@@ -223,10 +223,10 @@ def test_fork():
     code = (
         "import os, sys; from kernels.mlx import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
-        "from kernels import matmul; from kernels import blas\nfrom kernels import mlx as device\n"
+        "from kernels import matmul_library\nfrom kernels import mlx as device\n"
         "library = device.blas.library\n"
         "form = device.blas.kernels.split(',')[0]\n"
-        "if not (child := os.fork()): os._exit(bool(library and matmul.why_unfit(library, form)))\n"
+        "if not (child := os.fork()): os._exit(bool(library and matmul_library.why_unfit(library, form)))\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
     )
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_fork():
 def test_mlx_calls_our_product():
     code = "from kernels import mlx as device; print(device.blas.name, device.blas.why_not)"
     late = (
-        "import ctypes; from kernels import blas; blas.Blas.products = property(lambda self: 7); "
+        "import ctypes; from kernels import blas_preload; blas_preload.Blas.products = property(lambda self: 7); "
         + code
     )
     here = python(code)
@@ -395,7 +395,9 @@ def test_an_engine_says_whether_it_is_exact():
 
 
 def test_on_a_mac_or_a_gpu_no_library_is_loaded(monkeypatch):
-    monkeypatch.setattr(blas_preload.matmul, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        blas_preload.matmul_library, "load", lambda *_: pytest.fail("it was loaded")
+    )
     monkeypatch.delenv("NANOBATCH_BLAS", raising=False)
     monkeypatch.setattr(blas_preload.sys, "platform", "darwin")
     assert str(blas_preload.preload()) == "mlx"

@@ -81,9 +81,9 @@ def test_operation_used_as_a_matrix():
     """The process ends with one line, before memory is misread."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
-        "from kernels import matmul; from kernels import mlx, row_ops\n"
+        "from kernels import matmul_library, mlx, row_ops\n"
         "from kernels.mlx import mx\n"
-        "memory = row_ops.usual(matmul.SOFTMAX, 1.0)._memory\n"
+        "memory = row_ops.usual(matmul_library.SOFTMAX, 1.0)._memory\n"
         "mx.eval(mx.ones((2, 8)) @ mx.as_strided(memory, (8, 2), (1, 8)))\n"
     )
     done = python(code)

@@ -210,14 +210,17 @@ def test_completion_knows_commands_and_options(site, tmp_path):
     [
         ("from kv import Slab", "from nanobatch.kv import Slab"),
         ("from models.ops import silu", "from nanobatch.models.ops import silu"),
-        ("from models import hub", "from nanobatch.models import hub"),
+        ("from models import model_finder", "from nanobatch.models import model_finder"),
         (
             "from nanobatch import (\n    Engine,\n)",
             "from nanobatch.engine import (\n    Engine,\n)",
         ),
         ("import serve", "from nanobatch import serve"),
         ("import serve as s; x = 1", "from nanobatch import serve as s; x = 1"),
-        ("import models.model_finder as hub", "from nanobatch.models import hub"),
+        (
+            "import models.model_finder as finder",
+            "from nanobatch.models import model_finder as finder",
+        ),
         ("import nanobatch", "from nanobatch import engine as nanobatch"),
         (
             "from kv import Slab; import sched",
