@@ -88,7 +88,7 @@ def without(template: str, part: str) -> str:
 @cache
 def live() -> tuple[str, str]:
     """The page of a server and its policy: it may send requests to this server only."""
-    text = page({"adapter": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
+    text = page({"shape": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"
 

@@ -11,6 +11,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -73,7 +74,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
 def test_steps_that_are_worth_a_look_can_be_shown(opens):
     tab = opens(DEMO)
     buttons = tab.locator("[data-step-examples] button")
-    words = ("Admitted", "tokens 1 to 49 of 80", "known already", "a ghost", "kept shut")
+    words = ("Admitted", "(tokens 1 to ", "known already", "a ghost", "kept shut")
     assert buttons.count() == len(words)
     for number, word in enumerate(words):
         tab.evaluate("nanobatch.choose(3)")
@@ -105,9 +106,12 @@ def test_the_price_of_a_step_adds_up_in_its_words(opens):
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
     until(tab, "nanobatch.step.index === 1")
     cost, words = tab.inner_text("[data-step-cost]"), tab.inner_text("[data-step-words]")
-    assert "71 of a budget of 104: 5 for answers, 59 for prompts, at a price of 66" in cost
-    assert "r6 (tokens 50 to 80 of 80), r7 (all 18 tokens) and r8 (all 10 tokens)" in words
-    assert 18 + 10 + 31 == 59 and 5 + 66 == 71
+    numbers = r"(\d+) of a budget of 104: (\d+) for answers, (\d+) for prompts, at a price of (\d+)"
+    whole, decoded, read, price = map(int, re.search(numbers, cost).groups())
+    chunks = re.findall(r"tokens (\d+) to (\d+) of \d+", words)
+    wholes = re.findall(r"all (\d+) tokens", words)
+    assert read == sum(int(b) - int(a) + 1 for a, b in chunks) + sum(map(int, wholes)) > 0
+    assert whole == decoded + price and price > read
 
 
 def test_the_space_bar_plays_wherever_the_focus_is(opens):

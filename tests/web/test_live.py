@@ -1,6 +1,7 @@
 """The page that a server sends: nothing of the server's is in it, and it rebuilds what `/watch` tells."""
 
 import json
+import re
 import time
 
 import pytest
@@ -27,6 +28,15 @@ def test_the_servers_page_needs_no_key():
     rules = reply.headers["content-security-policy"].split("; ")
     assert {"connect-src 'self'", "default-src 'none'", "frame-ancestors 'none'"} <= set(rules)
     assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_servers_page_has_the_data_that_it_reads():
+    """It was embedded under another name than the script asks for, and the page stayed empty."""
+    text = live_page.live()[0]
+    (name,) = re.findall(r'watch\(dataOf\("(\w+)"\)\)', text)
+    (data,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', text)
+    shape = live_page.SHAPE | {"protocol": watch_frames.PROTOCOL}
+    assert json.loads(data) == json.loads(json.dumps(shape))
 
 
 def test_the_key_is_sent_in_a_header():
