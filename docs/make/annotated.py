@@ -119,10 +119,11 @@ def coloured(text: str) -> list[str]:
         kind = "keyword" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
         if COLOURED.fullmatch(kind) and token.start[0] == token.end[0]:
             row = token.start[0] - 1
+            start = token.start[1]
+            word = html.escape(heads[row][start : token.end[1]])
             after = html.escape(heads[row][token.end[1] :])
-            word = f'<i class="{kind.lower()}">{html.escape(token.string)}</i>'
-            tails[row] = word + after + tails[row]
-            heads[row] = heads[row][: token.start[1]]
+            tails[row] = f'<i class="{kind.lower()}">{word}</i>{after}{tails[row]}'
+            heads[row] = heads[row][:start]
     return [html.escape(head) + tail for head, tail in zip(heads, tails, strict=True)]
 
 
