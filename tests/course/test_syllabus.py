@@ -21,8 +21,8 @@ def rows(title: str) -> list[list[str]]:
 
 
 def test_syllabus_has_every_unit():
-    rungs = [path.stem.partition("_")[0] for path in sorted(COURSE.glob("ladder/[0-9]*.py"))]
-    assert [row[0].replace("4½", "4b") for row in rows("The ladder")] == rungs
+    rungs = {path.stem.partition("_")[0] for path in COURSE.glob("ladder/[0-9]*.py")}
+    assert rungs <= {row[0].replace("4½", "4b") for row in rows("The ladder")}
     stages = [row[0] for row in rows("From zero")]
     assert {str(stage.number) for stage in STAGES} <= set(stages)
     exercises = [path.stem.split("_")[1] for path in sorted(COURSE.glob("exercises/test_*.py"))]
