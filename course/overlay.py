@@ -46,7 +46,9 @@ CHAPTERS = (
     "prefix",
     "runner",
     "nanobatch",
+    "course.from_zero.reference.pages",
 )
+REFERENCE = "course.from_zero.reference."  # chapters that no engine imports
 PATIENCE_S = 10  # for a step of another book
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -163,7 +165,10 @@ class Book(MetaPathFinder):
 
     def __str__(self) -> str:
         """What runs: which book, and what in it is ours."""
-        left = dict(self.blanks())
+        left = {}
+        for name, stage in self.blanks():
+            if not module_name(name.partition(".")[0]).startswith(REFERENCE):
+                left[name] = stage
         named = f"book {self.folder.name}"
         if not left:
             return named

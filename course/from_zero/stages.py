@@ -4,9 +4,15 @@ No program by itself: `start.py` writes the tasks into the blank book, `check.py
 written and tells hints. Beside each function stands what it must do in a *first* engine. Ours does
 more (draft tokens, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
 book until you want it.
+
+Stages 1 to 8 are functions of the engine's own files. Stages 9 to 12 have chapters of their own, in
+`reference/`, which no engine imports.
 """
 
+from pathlib import Path
 from typing import NamedTuple
+
+from course.overlay import module_name, our_file
 
 
 class Task(NamedTuple):
@@ -20,6 +26,15 @@ class Task(NamedTuple):
     def short(self) -> str:
         return self.name.rpartition(".")[2]
 
+    @property
+    def chapter(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def reference(self) -> Path:
+        """The file with our function in it."""
+        return our_file(module_name(self.chapter))
+
 
 class Stage(NamedTuple):
     number: int
@@ -27,6 +42,11 @@ class Stage(NamedTuple):
     minutes: int
     runs: str  # what runs after it
     tasks: tuple[Task, ...]
+
+    @property
+    def tests(self) -> Path:
+        (file,) = Path(__file__).parent.glob(f"test_{self.number}_*.py")
+        return file
 
 
 STAGES = (
@@ -576,6 +596,81 @@ return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., 
         self._fail(error)
         if not isinstance(error, Exception): raise
         return True""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        9,
+        "the KV cache in pages",
+        60,
+        "many more short requests fit into the same memory, with the same tokens; each step copies rows",
+        (
+            Task(
+                "pages.Pool.grow",
+                """How many pages do `rows` rows need, and how many are in the sequence's table already?
+                Take the missing ones out of `self.free`, and put them at the end of its table. If too
+                few are free, return False and change nothing, the table included.""",
+                (
+                    "17 rows need two pages of 16: round up.",
+                    "`-(-rows // PAGE)` rounds up. A sequence that is new has no table yet, and one may "
+                    "have more pages than it needs.",
+                    """table = self.tables.get(sequence, [])
+missing = -(-rows // PAGE) - ...            # may be below 0
+if missing > len(self.free): return False
+self.tables[sequence] = table + [self.free.pop() for _ in range(...)]
+return True""",
+                ),
+            ),
+            Task(
+                "pages.Pool.leave",
+                """Put all pages of the sequence back into `self.free`, and drop its table. What is in
+                them may stay: the next owner writes a row before it reads it.""",
+                (
+                    "`self.tables` is by sequence.",
+                    "`dict.pop` returns what it takes out.",
+                    "self.free += self.tables.pop(...)",
+                ),
+            ),
+            Task(
+                "pages.Pool.place",
+                """Which entry of the sequence's table names the page, and how far into it is the row?""",
+                (
+                    "Each page has PAGE rows: row 0 to 15 are in the first.",
+                    "`divmod(row, PAGE)`",
+                    "return self.tables[sequence][row // ...], row % ...",
+                ),
+            ),
+            Task(
+                "pages.PagedWindow.write",
+                """The new tokens are those of `self.sequences`, L of each, one sequence after the other;
+                the first of each goes into its row in `self.starts`. Write each into
+                `self.slab.arrays[layer]`, (pages, 2 Hkv, PAGE, Dh), where `self.slab.place` says: its keys
+                into the first Hkv heads, its values into the others.""",
+                (
+                    "A loop over all rows is right, and slow. `mx.concatenate([k, v], axis=1)` has the "
+                    "heads in their order.",
+                    "An array of pages and one of places, as indices beside each other, write all rows at "
+                    "once: `a[pages, :, places] = new` takes new as (rows, 2 Hkv, Dh).",
+                    """new = mx.concatenate([k, v], axis=1)
+rows = [(sequence, start + i) for each sequence and its start, for i in range(self.L)]
+pages, places = zip(*[self.slab.place(*row) for row in rows])
+self.slab.arrays[layer][mx.array(pages), :, ...] = new""",
+                ),
+            ),
+            Task(
+                "pages.PagedWindow.read",
+                """Gather: the pages of the group's sequence (number `group.slots.start` of
+                `self.sequences`), in the order of its table, as one array; then the first `group.T` rows
+                of it. Return keys and values, (1, Hkv, T, Dh) each.""",
+                (
+                    "An index that is an array of pages copies them: (pages, 2 Hkv, PAGE, Dh).",
+                    "Bring the axis of the heads to the front; then pages and places are neighbours, and "
+                    "can be one axis.",
+                    """pages = self.slab.arrays[layer][mx.array(table)]
+rows = pages.swapaxes(0, 1).flatten(1, 2)     # (2 Hkv, all rows, Dh)
+rows = rows[None, :, : ...]
+return mx.split(rows, 2, axis=...)""",
                 ),
             ),
         ),
