@@ -47,6 +47,7 @@ CHAPTERS = (
     "runner",
     "nanobatch",
     "course.from_zero.reference.pages",
+    "course.from_zero.reference.lookup",
 )
 REFERENCE = "course.from_zero.reference."  # chapters that no engine imports
 PATIENCE_S = 10  # for a step of another book

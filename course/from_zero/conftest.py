@@ -39,8 +39,9 @@ def about(item: pytest.Item) -> set[str]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     book = overlay.opened()
-    blank = {name.rpartition(".")[2] for name, _ in book.blanks()} if book else set()
-    if found := about(item) & blank:
+    blank = dict(book.blanks()) if book else {}
+    left = {task.short for task in stage_of(item).tasks if task.name in blank}
+    if found := about(item) & left:
         pytest.skip(f"{', '.join(sorted(found))}: blank")
 
 

@@ -675,6 +675,59 @@ return mx.split(rows, 2, axis=...)""",
             ),
         ),
     ),
+    Stage(
+        10,
+        "speculative decoding",
+        45,
+        "the same answers in fewer steps, where a text repeats itself; rows in vain where it does not",
+        (
+            Task(
+                "lookup.draft",
+                """Look for the newest two tokens in the text before them, from its end backwards. They
+                may overlap with themselves: after "aaa", "a" came. Return up to `most` tokens of what came
+                after, as a list.""",
+                (
+                    "The newest pair itself does not count: nothing has come after it yet.",
+                    "The last place where a pair may begin is three before the end of the text.",
+                    """for at in range(len(text) - 3, -1, -1):
+    if text[at : at + 2] == ...:
+        return list(text[at + 2 : ...])
+return []""",
+                ),
+            ),
+            Task(
+                "lookup.accept",
+                """The first of `sampled` comes after the newest token, so it is right, whatever was
+                drafted. The next one is, if the first drafted token is what the model said; and so on.""",
+                (
+                    "Token i of the draft is right if it is token i of what was sampled, and all before "
+                    "it are right.",
+                    "With n right tokens the answer gets n + 1.",
+                    """right = 0
+while right < len(drafted) and drafted[right] == ...: right += 1
+return list(sampled[: ...])""",
+                ),
+            ),
+            Task(
+                "lookup.answer",
+                """First the prompt goes in, and the last token that comes out begins the answer. Then, in
+                each step, the newest token and its draft, into the row behind all that is right. Draft
+                no more than the answer may still use. Among the tokens that are accepted the first of
+                `ends` is the last one of the answer.""",
+                (
+                    "The newest token has no row yet: its row is number len(prompt) + len(said) - 1. Rows of "
+                    "wrong drafts are written over by themselves.",
+                    "An answer with n tokens to go may draft n - 1, for the model adds one.",
+                    """said = step(prompt, 0)[-1:]
+while len(said) < max_tokens and said[-1] not in ends:
+    drafted = draft(prompt + said, min(most, ...))
+    sampled = step([said[-1], *drafted], ...)
+    for token in accept(drafted, sampled): append it, and stop at an end
+return said""",
+                ),
+            ),
+        ),
+    ),
 )
 
 

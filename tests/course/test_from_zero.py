@@ -162,6 +162,17 @@ MISTAKES = [
     Mistake(9, "pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),
     Mistake(9, "pages.PagedWindow.write", "start + i", "start", "New rows land where"),
     Mistake(9, "pages.PagedWindow.read", "array(table)", "array(sorted(table))", "in their order"),
+    Mistake(10, "lookup.draft", "len(text) - 3", "len(text) - 2", "newest two tokens"),
+    Mistake(10, "lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "the last"),
+    Mistake(10, "lookup.accept", "right + 1", "max(1, right)", "what the model says instead"),
+    Mistake(
+        10, "lookup.accept", "drafted[right] == sampled[right]", "True", "Drafted tokens count"
+    ),
+    Mistake(10, "lookup.answer", " - 1)\n        for", ")\n        for", "is skipped"),
+    Mistake(
+        10, "lookup.answer", "                break\n", "                pass\n", "ends within"
+    ),
+    Mistake(10, "lookup.answer", "min(most, max_tokens - len(said) - 1)", "most", "at max_tokens"),
 ]
 
 
