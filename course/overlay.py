@@ -48,6 +48,7 @@ CHAPTERS = (
     "nanobatch",
     "course.from_zero.reference.pages",
     "course.from_zero.reference.lookup",
+    "course.from_zero.reference.eight_bits",
 )
 REFERENCE = "course.from_zero.reference."  # chapters that no engine imports
 PATIENCE_S = 10  # for a step of another book

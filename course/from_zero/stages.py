@@ -728,6 +728,65 @@ return said""",
             ),
         ),
     ),
+    Stage(
+        11,
+        "keys and values in 8 bits",
+        45,
+        "the memory is little more than a quarter, and answers stay; logits are off by a little",
+        (
+            Task(
+                "eight_bits.quantize",
+                """Which numbers may share a scale, if a row must not depend on its neighbours? The
+                scale is 1/127 of the largest size among them. A row of zeros has the scale 0, and the
+                codes 0. Of a row that is not finite the scale is not finite either.""",
+                (
+                    "The numbers of one row and head share a scale: the last axis.",
+                    "`mx.abs(x).max(axis=-1, keepdims=True)`; and do not divide by a scale of 0, for "
+                    "0 / 0 is NaN. Round before the cast to int8, which cuts off.",
+                    """scale = mx.abs(x).max(axis=-1, keepdims=True).astype(mx.float32) / 127
+codes = mx.round(x / mx.where(scale == 0, 1, ...))
+return codes.astype(mx.int8), scale""",
+                ),
+            ),
+            Task(
+                "eight_bits.dequantize",
+                """One product. (0 times a scale that is NaN or infinite is NaN: so what was not finite
+                shows.)""",
+                (
+                    "What is a code of 127 worth?",
+                    "Each code times the scale of its row and head; the shapes fit.",
+                    "return codes * ...",
+                ),
+            ),
+            Task(
+                "eight_bits.SmallWindow.write",
+                """As `Window.write` in kv.py, twice: codes into `self.slab.codes[layer]`, scales into
+                `self.slab.scales[layer]`, both (slots, 2 Hkv, rows, ...), keys before values.""",
+                (
+                    "`quantize(mx.concatenate([k, v], axis=1))` has both at once: (B * L, 2 Hkv, ...).",
+                    "The rows of sequence i are number i * L to (i + 1) * L. In the slab the heads come "
+                    "before the rows: swap the axes.",
+                    """codes, scale = quantize(mx.concatenate([k, v], axis=1))
+for i, (slot, start) in enumerate(zip(self.slots, self.starts)):
+    new = slice(i * self.L, (i + 1) * self.L)
+    self.slab.codes[layer][slot, :, start : start + self.L] = codes[new].swapaxes(0, 1)
+    and the scales in the same way""",
+                ),
+            ),
+            Task(
+                "eight_bits.SmallWindow.read",
+                """The first T rows of the group's slots, codes and scales, as the numbers that they
+                stand for; then cut keys from values.""",
+                (
+                    "`group.slots` is a slice, and so the first index.",
+                    "`mx.split(x, 2, axis=1)` cuts the heads in two halves.",
+                    """codes = self.slab.codes[layer][group.slots, :, : group.T]
+scales = ...
+return mx.split(dequantize(codes, scales), 2, axis=1)""",
+                ),
+            ),
+        ),
+    ),
 )
 
 

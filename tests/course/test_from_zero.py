@@ -173,6 +173,14 @@ MISTAKES = [
         10, "lookup.answer", "                break\n", "                pass\n", "ends within"
     ),
     Mistake(10, "lookup.answer", "min(most, max_tokens - len(said) - 1)", "most", "at max_tokens"),
+    Mistake(11, "eight_bits.quantize", "axis=-1, keep", "axis=(0, -1), keep", "that it has alone"),
+    Mistake(11, "eight_bits.quantize", "/ 127", "/ 128", "is 127 or -127"),
+    Mistake(11, "eight_bits.quantize", "mx.round(", "(", "is 127 or -127"),
+    Mistake(11, "eight_bits.quantize", "mx.abs(x)", "x", "127 or -127"),
+    Mistake(
+        11, "eight_bits.SmallWindow.write", "i * self.L, (", "0, (", "Rows land in their slots"
+    ),
+    Mistake(11, "eight_bits.SmallWindow.read", "group.slots", "slice(0, 1)", "the keys of slot 1"),
 ]
 
 
