@@ -49,6 +49,7 @@ CHAPTERS = (
     "course.from_zero.reference.pages",
     "course.from_zero.reference.lookup",
     "course.from_zero.reference.eight_bits",
+    "course.from_zero.reference.ranks",
 )
 REFERENCE = "course.from_zero.reference."  # chapters that no engine imports
 PATIENCE_S = 10  # for a step of another book

@@ -787,6 +787,60 @@ return mx.split(dequantize(codes, scales), 2, axis=1)""",
             ),
         ),
     ),
+    Stage(
+        12,
+        "two ranks on one machine",
+        60,
+        "two processes give the tokens of one, with half of each layer's weights and 12 messages a token",
+        (
+            Task(
+                "ranks.route",
+                """What does a prompt cost on each replica? The tokens that wait there, and those of the
+                prompt behind the longest beginning that one of its texts shares. Return the number of the
+                cheapest replica; of equals the first.""",
+                (
+                    "A text may share nothing, or be shorter than the prompt. Compare token by token, up "
+                    "to the first that differs.",
+                    "A replica without texts shares 0 tokens: `max(..., default=0)`.",
+                    """for replica in replicas:
+    shared = the longest common beginning of prompt and any of replica.texts
+    costs.append(replica.waiting + len(prompt) - ...)
+return costs.index(min(costs))""",
+                ),
+            ),
+            Task(
+                "ranks.shard",
+                """Rank 0 has the first part, rank 1 the second. Which axis is cut? Rows of a weight are
+                what comes out (the heads of q), and columns are what goes in (the heads that o gets).
+                A norm has one axis.""",
+                (
+                    "`mx.split(weight, size, axis=...)[rank]`",
+                    "q_proj has a row for each number of each head: axis 0. What o_proj gets are the "
+                    "heads of this rank: axis 1.",
+                    """if weight.ndim == 1: return weight
+axis = 1 if name in ("o_proj", ...) else 0
+return mx.split(weight, size, axis=axis)[...]""",
+                ),
+            ),
+            Task(
+                "ranks.block",
+                """norm, q, k and v, attend, o, and x added; norm, gate and up, down, and x added. What o
+                and down yield is this rank's part: add it up over the ranks (`all_sum`) before x is added.
+                The MLP is down(silu(gate) * up), with silu(x) = x * sigmoid(x).""",
+                (
+                    "x is the same on each rank already. If it went through `all_sum`, it would count "
+                    "twice.",
+                    "Everything but the two sums is the block of one rank: small_llama.py has it.",
+                    """h = norm(x, w["input_layernorm"])
+h = attend(h @ w["q_proj"].T, ..., ...)
+x = x + all_sum(h @ w["o_proj"].T)
+h = norm(x, w["post_attention_layernorm"])
+gate = ...
+return x + all_sum((gate * mx.sigmoid(gate) * ...) @ w["down_proj"].T)""",
+                ),
+            ),
+        ),
+    ),
 )
 
 

@@ -181,6 +181,12 @@ MISTAKES = [
         11, "eight_bits.SmallWindow.write", "i * self.L, (", "0, (", "Rows land in their slots"
     ),
     Mistake(11, "eight_bits.SmallWindow.read", "group.slots", "slice(0, 1)", "the keys of slot 1"),
+    Mistake(12, "ranks.route", "replica.waiting + ", "", "where the fewest tokens"),
+    Mistake(12, "ranks.route", "max(shared, same)", "same", "where the fewest tokens"),
+    Mistake(12, "ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Rows of what heads"),
+    Mistake(12, "ranks.shard", "if weight.ndim == 1", "if False", "a norm is whole"),
+    Mistake(12, "ranks.block", "x = x + all_sum(h @", "x = x + (h @", "how often each rank"),
+    Mistake(12, "ranks.block", "x + all_sum(h @ w", "all_sum(x + h @ w", "x itself is in no sum"),
 ]
 
 
