@@ -89,6 +89,11 @@ def blanks(text: str) -> dict[str, int]:
     return found
 
 
+def has_reference() -> bool:
+    """False in a handout (course/handout.py): there our functions are blank, too."""
+    return not blanks(our_file("llama").read_text(encoding="utf-8"))
+
+
 # --- our functions in the place of others -------------------------------------------------------
 
 
@@ -152,6 +157,15 @@ class Book(MetaPathFinder):
         for file in self.files:
             for name, stage in blanks(file.read_text(encoding="utf-8")).items():
                 yield f"{file.stem}.{name}", stage
+
+    def check_whole(self) -> None:
+        """In a handout nothing can stand in for what is blank."""
+        names = [name for name, _ in self.blanks()]
+        left = [name for name in names if not module_name(name.split(".")[0]).startswith("course.")]
+        if left and not has_reference():
+            count = f"{len(left)} functions are blank, {left[0]} among them"
+            wants = "a handout has no reference to stand in for them: write them first"
+            raise ValueError(f"{self.folder.name}: {count}; {wants}")
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
         if name not in CHAPTERS:
