@@ -51,7 +51,6 @@ CHAPTERS = (
     "course.from_zero.reference.eight_bits",
     "course.from_zero.reference.ranks",
 )
-REFERENCE = "course.from_zero.reference."  # chapters that no engine imports
 PATIENCE_S = 10  # for a step of another book
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -92,6 +91,11 @@ def blanks(text: str) -> dict[str, int]:
         if said and len(node.body) == 1 + (ast.get_docstring(node) is not None):
             found[name] = int(said[1])
     return found
+
+
+def has_reference() -> bool:
+    """False in a handout (course/handout.py): there our functions are blank, too."""
+    return not blanks(our_file("llama").read_text(encoding="utf-8"))
 
 
 # --- our functions in the place of others -------------------------------------------------------
@@ -158,6 +162,19 @@ class Book(MetaPathFinder):
             for name, stage in blanks(file.read_text(encoding="utf-8")).items():
                 yield f"{file.stem}.{name}", stage
 
+    def blanks_of_engine(self) -> dict[str, int]:
+        """Without those of stages 9 to 12, which no engine runs."""
+        found = dict(self.blanks())
+        return {name: stage for name, stage in found.items() if stage < 9}
+
+    def check_whole(self) -> None:
+        """In a handout nothing can stand in for what is blank."""
+        left = [*self.blanks_of_engine()]
+        if left and not has_reference():
+            count = f"{len(left)} functions are blank, {left[0]} among them"
+            wants = "a handout has no reference to stand in for them: write them first"
+            raise ValueError(f"{self.folder.name}: {count}; {wants}")
+
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
         if name not in CHAPTERS:
             return None
@@ -168,10 +185,7 @@ class Book(MetaPathFinder):
 
     def __str__(self) -> str:
         """What runs: which book, and what in it is ours."""
-        left = {}
-        for name, stage in self.blanks():
-            if not module_name(name.partition(".")[0]).startswith(REFERENCE):
-                left[name] = stage
+        left = self.blanks_of_engine()
         named = f"book {self.folder.name}"
         if not left:
             return named

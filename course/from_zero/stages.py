@@ -20,7 +20,7 @@ class Task(NamedTuple):
 
     name: str  # chapter and function: "kv.Window.write"
     does: str  # stands in the blank book, in place of the body
-    hints: tuple[str, str, str]  # the last is nearly the answer
+    hints: tuple[str, ...]  # the last of three is nearly the answer; a handout has none
 
     @property
     def short(self) -> str:
