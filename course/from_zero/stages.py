@@ -77,10 +77,10 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
             ),
             Task(
                 "llama.heads",
-                """One product, `layer.qkv`, yields queries, keys and values side by side: H, Hkv and
-                Hkv heads of Dh numbers. Cut them apart. Queries and keys, side by side along axis 1,
-                go through `layer.qk_norm` and then through `turn`, together: cut them again. Values are
-                not turned.""",
+                """`layer.qkv` is one product for all three: a row for each token, in which the heads of
+                queries, keys and values follow each other. `layer.qk_norm` and `turn` take and
+                return (N, heads, Dh), queries and keys together. Which of the three needs its position,
+                and which does not?""",
                 (
                     "`model.config` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
                     "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
