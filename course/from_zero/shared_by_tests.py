@@ -80,6 +80,22 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed + crc32(SEED.encode())))
 
 
+def row_pictures(arrays: Sequence[mx.array], place: str) -> list[str]:
+    """A line for each slot or page, and head, with anything in it. All numbers of a row must be alike."""
+    lines = []
+    for layer, array in enumerate(arrays):
+        for letter, half in zip("kv", mx.split(array, 2, axis=1), strict=True):
+            for at, heads in enumerate(half):
+                for head, rows in enumerate(heads):  # (rows, Dh)
+                    assert mx.all(rows == rows[:, :1]).item(), "a row has numbers of several tokens"
+                    numbers = rows[:, 0].tolist()
+                    if any(numbers):
+                        cells = [f"{each:2.0f}" if each else " ." for each in numbers[:16]]
+                        where = f"layer {layer}, {letter}, {place} {at}, head {head}"
+                        lines.append(f"{where} {' '.join(cells)}")
+    return lines
+
+
 # --- the demo model -----------------------------------------------------------------------------
 
 
