@@ -139,7 +139,7 @@ def read_schema(path: str) -> str:
 def show_models() -> int:
     """Print a table of local models. The name is what `--model` takes."""
     lines = [
-        ("model", "family", "parameters", "bits", "on disk", "in memory", "served"),
+        ("model", "family", "parameters", "weights", "on disk", "in memory", "served"),
         *model_finder.listed(),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -195,19 +195,6 @@ def obstacle(peer: str) -> str | None:
 
 # --- GGUF, the files of llama.cpp ---------------------------------------------------------------
 
-OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 GGUF = "model.gguf"
 # The files of llama.cpp with about as many bits a weight. (Q4_0 and Q8_0 have a scale for each 32
 # weights, and llama.cpp rounds activations to 8 bits for such files.)
@@ -254,49 +241,43 @@ def errors_alone():
 
 def write_gguf(folder: Path, file: Path) -> None:
     """A plain Llama in float32, without a tokenizer."""
+    import gguf
     import numpy
-    from gguf import GGUFWriter
 
     reader = ModelReader(folder, "float32")
     c = reader.config
-    if (
-        c.model_type not in ("llama", "mistral")
-        or c.rope.type != "default"
-        or c.qkv_bias
-        or c.o_bias
-        or c.mlp_bias
-    ):
+    has_biases = c.qkv_bias or c.o_bias or c.mlp_bias
+    if c.model_type not in ("llama", "mistral") or c.rope.type != "default" or has_biases:
         raise ValueError(
             f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions"
         )
-    writer = GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model("none")
-    writer.add_vocab_size(c.V)
-    writer.add_context_length(c.max_positions)
-    writer.add_block_count(c.layers)
-    writer.add_embedding_length(c.D)
-    writer.add_feed_forward_length(c.hidden)
-    writer.add_head_count(c.H)
-    writer.add_head_count_kv(c.Hkv)
-    writer.add_key_length(c.Dh)
-    writer.add_value_length(c.Dh)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_dimension_count(c.Dh)
-    writer.add_rope_freq_base(c.rope.theta)
-    modules = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    if not c.tied:
-        modules["lm_head"] = "output"
-    for n in range(c.layers):
-        modules |= {
-            f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()
-        }
-    for ours, theirs in modules.items():
-        weight = numpy.array(reader.part(ours).weight)
+    fields = {
+        "vocab_size": c.V,
+        "context_length": c.max_positions,
+        "block_count": c.layers,
+        "embedding_length": c.D,
+        "feed_forward_length": c.hidden,
+        "attention.head_count": c.H,
+        "attention.head_count_kv": c.Hkv,
+        "attention.key_length": c.Dh,
+        "attention.value_length": c.Dh,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "rope.dimension_count": c.Dh,
+        "rope.freq_base": c.rope.theta,
+    }
+    for name, value in fields.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"llama.{name}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.layers)
+    for name in c.tensors():
+        weight = numpy.array(reader.part(name.removesuffix(".weight")).weight)
         # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's
         # stand side by side.
-        if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(ours.split(".")[-1]):
+        if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2]):
             weight = weight.reshape(heads, 2, c.Dh // 2, c.D).swapaxes(1, 2).reshape(-1, c.D)
-        writer.add_tensor(f"{theirs}.weight", weight)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

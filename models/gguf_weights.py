@@ -23,12 +23,29 @@ from typing import NamedTuple
 
 from kernels.mlx import mx
 from kernels.packed import SPAN, widened
+from models.config import Config
 from models.gguf_config import FREQUENCIES, names, renamed
 from models.weights import Tensor, Weights
 from runtime.files import ModelError
 from runtime.gguf_file import GgufTensor, read_gguf
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+# What the file as a whole is called; others have tensors that are not read
+FILE_TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    32: "BF16",
+}
 CHUNK = 2**24  # numbers that are decoded at a time
 
 # Of some blocks: numbers, scales, offsets; of K-quants, scales and offsets as bytes, each with its factor
@@ -151,7 +168,13 @@ class GgufWeights(Weights):
             if name != FREQUENCIES:  # the config has them
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
-    def stored_as(self, name: str) -> str:
+    def quantization(self, config: Config) -> str:
+        """As the file calls it: most tensors of a small Q4_K_M are Q5_0."""
+        kind = self.file.fields.get("general.file_type")
+        named = FILE_TYPES.get(kind) if isinstance(kind, int) else None
+        return named or super().quantization(config)
+
+    def _stored_as(self, name: str) -> str:
         return self.file.tensors[self.tensors[name].name].type.name
 
     def _lacks(self, name: str) -> ModelError:

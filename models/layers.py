@@ -172,6 +172,7 @@ class Model:
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
+    quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
     is_fused: bool = False  # attention is one operation, and not the formula in `llama.py`
 

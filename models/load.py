@@ -180,6 +180,7 @@ class ModelReader:
             choices=self.choices,
             kv_dtype=self.kv_dtype,
             is_fused=self.is_fused,
+            quantization=self.weights.quantization(self.config),
         )
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:

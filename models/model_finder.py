@@ -6,7 +6,6 @@ headers, but no weights, and a broken model does not end it.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -164,7 +163,7 @@ class Listed(NamedTuple):
     name: str
     family: str
     parameters: str
-    bits: str
+    quantization: str
     size: str  # on disk
     memory: str  # that its weights take here
     served: str  # "yes", or why not
@@ -186,18 +185,16 @@ def listed() -> list[Listed]:
 
 def _listed(name: str, place: Path) -> Listed:
     """What its reader says of a model, or why it does not read it."""
-    family = parameters = bits = memory = "-"
+    family = parameters = quantization = memory = "-"
     served = "yes"
     size = 0
     try:
         size = sum(path.stat().st_size for path in files_of(place))
         family = str(raw_config(place).get("model_type", "-"))
         reader = ModelReader(place)
-        by_bits = Counter()
-        for tensor, shape in reader.config.tensors().items():
-            by_bits[reader.weights.stored_as(tensor)] += math.prod(shape)
-        parameters = f"{by_bits.total() / 1e6:,.0f}M"
-        bits = max(by_bits, key=by_bits.get)
+        count = sum(map(math.prod, reader.config.tensors().values()))
+        parameters = f"{count / 1e6:,.0f}M"
+        quantization = reader.weights.quantization(reader.config)
         memory = readable(reader.nbytes)
         reader.check_room()
         if is_gguf(place):
@@ -206,7 +203,7 @@ def _listed(name: str, place: Path) -> Listed:
             served = "tokenizer.json is missing"
     except (ModelError, OSError) as error:
         served = _in_five_words(place, family, getattr(error, "short", ""))
-    line = (name, family, parameters, bits, readable(size), memory, served)
+    line = (name, family, parameters, quantization, readable(size), memory, served)
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
 
 

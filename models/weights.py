@@ -11,6 +11,7 @@ import json
 import math
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,10 +184,16 @@ class Weights:
         self._arrays: dict[Path, dict[str, mx.array]] = {}  # that have not been taken yet
         self._may_be_zero = (".bias", ".biases")
 
-    def stored_as(self, name: str) -> str:
-        """How a tensor's numbers are written: their bits."""
+    def quantization(self, config: Config) -> str:
+        """How most of the model's numbers are written in the files."""
+        sizes: Counter[str] = Counter()
+        for name, shape in config.tensors().items():
+            sizes[self._stored_as(name)] += math.prod(shape)
+        return max(sizes, key=sizes.get)
+
+    def _stored_as(self, name: str) -> str:
         tensor = self.tensors[name]
-        return str(tensor.bits or 8 * tensor.dtype.size)
+        return f"{tensor.bits}-bit" if tensor.bits else str(tensor.dtype).removeprefix("mlx.core.")
 
     @property
     def has_head(self) -> bool:

