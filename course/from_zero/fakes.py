@@ -62,14 +62,12 @@ class Scheduler:
 
     def _chunks(self, requests, left):
         """First come, first served."""
-        left = max(left, self.chunk)
         chunks = []
         for request in requests:
-            chunk = self._cut(request, left)
-            left -= chunk.cost
+            chunk = self._cut(request, max(left, self.chunk) - sum(each.cost for each in chunks))
             if chunk.cost:
-                self._note(chunk)
                 chunks.append(chunk)
+                self._note(chunk)
         return chunks
 
 

@@ -8,6 +8,7 @@ which the process ended.
 
 from __future__ import annotations
 
+import faulthandler
 import hmac
 import json
 import os
@@ -82,7 +83,9 @@ def run(folder: Path, tests: Path, *options: str, seconds: int = 0, **settings) 
         try:
             process.communicate(key, timeout=4 * seconds or None)
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.send_signal(signal.SIGXCPU)  # it says where it is
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # whatever was left running
@@ -112,10 +115,8 @@ def read_results(file: Path, key: bytes) -> tuple[list[Check], bool]:
 
 
 def why_ended(code: int, seconds: int) -> str:
-    if code == -signal.SIGXCPU:
-        return f"stopped after {seconds} s of processor time: an endless loop?"
-    if code == -signal.SIGKILL:
-        return "stopped: it took too long, or too much memory"
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"stopped after {seconds} s of processor time, or {4 * seconds} s: an endless loop?"
     if code < 0:
         why = "an index or a row beyond its array? MLX checks no bounds"
         return f"The process crashed (signal {-code}): {why}"
@@ -124,7 +125,7 @@ def why_ended(code: int, seconds: int) -> str:
 
 def where(stderr: str, folder: Path) -> str:
     """The student's own lines in a dump of `faulthandler`."""
-    lines = re.findall(r'File "(.*)", line (\d+) in (\w+)', stderr)
+    lines = re.findall(r'File "(.*)", line (\d+) in (\S+)', stderr)
     own = [line for line in lines if Path(line[0]).parent == folder]
     return "".join(f"{Path(f).name}, line {n}, in {name}\n" for f, n, name in own[:3])
 
@@ -151,7 +152,7 @@ class Report:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         report = yield
-        printed = report.capstdout if report.when == "call" else ""
+        printed = report.capstdout[-MOST_TEXT // 2 :] if report.when == "call" else ""
         outcome = report.outcome
         if report.failed:
             error = call.excinfo.value
@@ -215,6 +216,7 @@ def main(
     report = Report(Path(folder), results, sys.stdin.buffer.read())
     if seconds:
         limit(seconds, gigabytes)
+        faulthandler.register(signal.SIGXCPU, os.dup(2), chain=True)
     overlay.open_book(folder)
     try:
         for module in overlay.CHAPTERS:
