@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from zlib import crc32
 
 from harness import check
@@ -77,19 +78,25 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed + crc32(SEED.encode())))
 
 
-def row_pictures(arrays: Sequence[mx.array], place: str) -> list[str]:
+def numbered(count: int) -> mx.array:  # (count, 2, 4)
+    """Keys of two heads: those of token i hold the number i, and i + 10."""
+    k = mx.arange(1, count + 1)[:, None, None] + 10 * mx.arange(2)[None, :, None]
+    return mx.broadcast_to(k, (count, 2, 4)).astype(mx.float32)
+
+
+def row_pictures(arrays: Sequence[mx.array], place: str, most: int = 16) -> list[str]:
     """A line for each slot or page, and head, with anything in it. All numbers of a row must be alike."""
     lines = []
     for layer, array in enumerate(arrays):
-        for letter, half in zip("kv", mx.split(array, 2, axis=1), strict=True):
-            for at, heads in enumerate(half):
-                for head, rows in enumerate(heads):  # (rows, Dh)
-                    assert mx.all(rows == rows[:, :1]).item(), "a row has numbers of several tokens"
-                    numbers = rows[:, 0].tolist()
-                    if any(numbers):
-                        cells = [f"{each:2.0f}" if each else " ." for each in numbers[:16]]
-                        where = f"layer {layer}, {letter}, {place} {at}, head {head}"
-                        lines.append(f"{where} {' '.join(cells)}")
+        heads = array.shape[1] // 2
+        assert mx.all(array == array[..., :1]).item(), "a row has numbers of several tokens"
+        for part, letter in enumerate("kv"):
+            for at, head in product(range(len(array)), range(heads)):
+                numbers = array[at, part * heads + head, :, 0].tolist()
+                if any(numbers):
+                    cells = [f"{each:2.0f}" if each else " ." for each in numbers[:most]]
+                    where = f"layer {layer}, {letter}, {place} {at}, head {head}"
+                    lines.append(f"{where} {' '.join(cells)}")
     return lines
 
 

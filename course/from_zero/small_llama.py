@@ -5,10 +5,11 @@ holds the keys and values. So these stages need none of the others.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import SimpleNamespace
+from functools import cache, partial
+from typing import Any
 
 from kernels.mlx import mx
+from kv import AttentionGroup
 from models.model_finder import DEMO
 from text.tokenizer import Tokenizer
 
@@ -49,86 +50,85 @@ def block(x: mx.array, w: dict[str, mx.array], attend: Callable) -> mx.array:  #
 
 def forward(
     ids: Sequence[int],
-    windows: Sequence,
+    windows: Sequence[Any],
     block: Callable = block,
     weights_of: Callable = weights_of,
 ) -> mx.array:  # (N, V): the logits
     """Run the tokens of all windows, one window after the other."""
     x = weights()["embed_tokens.weight"][mx.array(list(ids))]
     for layer in range(LAYERS):
-
-        def attend(q: mx.array, k: mx.array, v: mx.array, layer: int = layer) -> mx.array:
-            return attention(q, k, v, layer, windows)
-
-        x = block(x, weights_of(layer), attend)
+        x = block(x, weights_of(layer), partial(attention, layer, windows))
     return norm(x, weights()["norm.weight"]) @ weights()["embed_tokens.weight"].T
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, layer: int, windows: Sequence
-) -> mx.array:  # (N, H * Dh)
-    """All windows write their rows, and then each group of each window reads."""
+    layer: int, windows: Sequence[Any], q: mx.array, k: mx.array, v: mx.array
+) -> mx.array:  # (N, heads * Dh) each
+    sums = []
     at = 0
-    queries = []
     for window in windows:
         tokens = slice(at, at + window.B * window.L)
         at = tokens.stop
-        starts = window.positions.tolist()[:: window.L]
-        turned = turn(q[tokens], starts), turn(k[tokens], starts)
-        queries.append(turned[0])
-        window.write(layer, turned[1], v[tokens].reshape(-1, v.shape[-1] // DH, DH))
-    sums = []
-    for window, mine in zip(windows, queries, strict=True):
-        at = 0
-        for group in window.groups:
-            keys, values = window.read(layer, group)  # (B, Hkv, T, Dh) each
-            part = mine[at * window.L : (at + group.B) * window.L]
-            part = part.reshape(group.B, window.L, -1, DH).swapaxes(1, 2)
-            mask = mx.arange(group.T) <= group.positions  # (B, 1, L, T)
+        new_q, new_k, new_v = (by_head(x[tokens], window.B) for x in (q, k, v))
+        new_q = turn(new_q, window)
+        window.write(layer, by_token(turn(new_k, window)), by_token(new_v))
+        for i, group in enumerate(window.groups):
+            keys, values = window.read(layer, group)  # (1, Hkv, T, Dh) each
+            mask = mx.arange(group.T) <= group.positions  # (1, 1, L, T)
             found = mx.fast.scaled_dot_product_attention(
-                part, keys, values, scale=DH**-0.5, mask=mask
+                new_q[i : i + 1], keys, values, scale=DH**-0.5, mask=mask
             )
-            sums.append(found.swapaxes(1, 2).reshape(group.B * window.L, -1))
-            at += group.B
+            sums.append(by_token(found).flatten(1))
     return mx.concatenate(sums)
 
 
-def turn(x: mx.array, starts: Sequence[int]) -> mx.array:  # (N, heads * Dh) -> (N, heads, Dh)
-    """RoPE for sequences of the same number of tokens, which begin at these rows."""
-    x = x.reshape(len(starts), -1, x.shape[-1] // DH, DH).swapaxes(1, 2)  # (B, heads, L, Dh)
-    turned = [
-        mx.fast.rope(each[None], DH, traditional=False, base=10000.0, scale=1.0, offset=start)
-        for each, start in zip(x, starts, strict=True)
-    ]
-    return mx.concatenate(turned).swapaxes(1, 2).reshape(-1, x.shape[1], DH)
+def by_head(x: mx.array, B: int) -> mx.array:  # (B * L, heads * Dh) -> (B, heads, L, Dh)
+    return x.reshape(B, -1, x.shape[-1] // DH, DH).swapaxes(1, 2)
 
 
-class Rows:
-    """A window over one sequence by itself: its keys and values are two growing arrays a layer."""
+def by_token(x: mx.array) -> mx.array:  # (B, heads, L, Dh) -> (B * L, heads, Dh)
+    return x.swapaxes(1, 2).flatten(0, 1)
 
-    B = 1
+
+def turn(x: mx.array, window: "Window") -> mx.array:
+    starts = mx.array(window.starts)
+    return mx.fast.rope(x, DH, traditional=False, base=10000.0, scale=1.0, offset=starts)
+
+
+class Window:
+    """What windows have in common: each of B sequences has L new tokens, whose rows begin at its entry
+    in `starts`. The groups are those of `kv.Window`, but each sequence is one by itself."""
+
+    def __init__(self, starts: Sequence[int], L: int):
+        self.starts = starts
+        self.B = len(starts)
+        self.L = L
+        self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
+        self.groups = []
+        for i, shown in enumerate(mx.split(self.positions, self.B)):
+            group = AttentionGroup(slice(i, i + 1), starts[i] + L, shown.reshape(1, 1, L, 1))
+            self.groups.append(group)
+
+
+class Rows(Window):
+    """The rows of one sequence: a growing array for each layer."""
 
     def __init__(self) -> None:
-        self.k = [mx.zeros((1, 0, 0, DH))] * LAYERS
-        self.v = [mx.zeros((1, 0, 0, DH))] * LAYERS
+        self.kept = [mx.zeros((1, 0, 0, DH))] * LAYERS  # (1, heads of keys and values, rows, Dh)
 
     def at(self, start: int, L: int) -> "Rows":
         """The next tokens go into rows from `start` on. What was behind them is dropped."""
-        self.L = L
-        self.start = start
-        self.positions = mx.arange(start, start + L)
-        shown = self.positions.reshape(1, 1, L, 1)
-        self.groups = [SimpleNamespace(B=1, T=start + L, positions=shown)]
+        super().__init__([start], L)
         return self
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        for kept, new in ((self.k, k), (self.v, v)):
-            new = new.swapaxes(0, 1)[None]
-            old = kept[layer][:, :, : self.start]
-            kept[layer] = mx.concatenate([old, new], axis=2) if self.start else new
+        new = mx.concatenate([k, v], axis=1).swapaxes(0, 1)[None]
+        (start,) = self.starts
+        old = self.kept[layer][:, :, :start]
+        self.kept[layer] = mx.concatenate([old, new], axis=2) if start else new
 
-    def read(self, layer: int, group: SimpleNamespace) -> tuple[mx.array, mx.array]:
-        return self.k[layer], self.v[layer]
+    def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
+        return mx.split(self.kept[layer], 2, axis=1)
 
 
 def answer(prompt: Sequence[int], step: Callable = forward, most: int = 40) -> list[int]:

@@ -653,8 +653,9 @@ return True""",
                     "An array of pages and one of places, as indices beside each other, write all rows at "
                     "once: `a[pages, :, places] = new` takes new as (rows, 2 Hkv, Dh).",
                     """new = mx.concatenate([k, v], axis=1)
-rows = [(sequence, start + i) for each sequence and its start, for i in range(self.L)]
-pages, places = zip(*[self.slab.place(*row) for row in rows])
+for sequence, start in zip(self.sequences, self.starts):
+    for row in range(start, start + self.L):
+        page, place = self.slab.place(...)       # append them to pages and places
 self.slab.arrays[layer][mx.array(pages), :, ...] = new""",
                 ),
             ),
@@ -775,14 +776,15 @@ for i, (slot, start) in enumerate(zip(self.slots, self.starts)):
             ),
             Task(
                 "eight_bits.SmallWindow.read",
-                """The first T rows of the group's slots, codes and scales, as the numbers that they
-                stand for; then cut keys from values.""",
+                """The first T rows of the group's slot (number `group.slots.start` of `self.slots`),
+                codes and scales, as the numbers that they stand for; then cut keys from values.""",
                 (
-                    "`group.slots` is a slice, and so the first index.",
-                    "`mx.split(x, 2, axis=1)` cuts the heads in two halves.",
-                    """codes = self.slab.codes[layer][group.slots, :, : group.T]
+                    "The slab has the heads before the rows, and so has the result.",
+                    "`x[None]` puts an axis of 1 in front, and `mx.split(x, 2, axis=1)` cuts the heads in two "
+                    "halves.",
+                    """codes = self.slab.codes[layer][slot, :, : group.T]
 scales = ...
-return mx.split(dequantize(codes, scales), 2, axis=1)""",
+return mx.split(dequantize(codes, scales)[None], 2, axis=1)""",
                 ),
             ),
         ),

@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,16 +72,17 @@ def launch(prompt: str, size: int = 2) -> list[dict]:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             ranks.append(subprocess.Popen(command, env=environment, **pipes))
             at_last.callback(ranks[-1].kill)
-        ends = time.monotonic() + PATIENCE_S
-        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
-            if time.monotonic() > ends:
-                raise RuntimeError(f"no end after {PATIENCE_S} s: does each rank call every sum?")
-            time.sleep(0.02)
-        for number, each in enumerate(ranks):
-            if each.poll():
-                why = each.stderr.read().strip().splitlines() or [f"exit code {each.poll()}"]
-                raise RuntimeError(f"rank {number}: {why[-1]}")
-        return [json.loads(each.stdout.read().splitlines()[-1]) for each in ranks]
+        said = []
+        try:
+            said = [each.communicate(timeout=PATIENCE_S) for each in ranks]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"no end after {PATIENCE_S} s: does each rank call every sum?"
+            ) from None
+        failed = [(n, *said[n][1].splitlines()[-1:]) for n in range(size) if ranks[n].returncode]
+        for number, *why in sorted(failed, key=lambda each: "[ring]" in str(each)):
+            raise RuntimeError(f"rank {number}: {''.join(why) or 'it crashed'}")
+        return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def main() -> int:

@@ -160,7 +160,9 @@ MISTAKES = [
     ),
     Mistake(9, "pages.Pool.leave", "self.free += ", "", "pages 0 to 5"),
     Mistake(9, "pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),
-    Mistake(9, "pages.PagedWindow.write", "start + i", "start", "New rows land where"),
+    Mistake(
+        9, "pages.PagedWindow.write", "sequence, row)", "sequence, start)", "New rows land where"
+    ),
     Mistake(9, "pages.PagedWindow.read", "array(table)", "array(sorted(table))", "in their order"),
     Mistake(10, "lookup.draft", "len(text) - 3", "len(text) - 2", "newest two tokens"),
     Mistake(10, "lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "the last"),
@@ -180,7 +182,13 @@ MISTAKES = [
     Mistake(
         11, "eight_bits.SmallWindow.write", "i * self.L, (", "0, (", "Rows land in their slots"
     ),
-    Mistake(11, "eight_bits.SmallWindow.read", "group.slots", "slice(0, 1)", "the keys of slot 1"),
+    Mistake(
+        11,
+        "eight_bits.SmallWindow.read",
+        "self.slots[group.slots.start]",
+        "0",
+        "the keys of slot 1",
+    ),
     Mistake(12, "ranks.route", "replica.waiting + ", "", "where the fewest tokens"),
     Mistake(12, "ranks.route", "max(shared, same)", "same", "where the fewest tokens"),
     Mistake(12, "ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Rows of what heads"),

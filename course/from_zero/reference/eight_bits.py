@@ -27,6 +27,7 @@ Where next: docs/slots.md for what a row takes, and `vllm/model_executor/layers/
 
 from collections.abc import Sequence
 
+from course.from_zero.small_llama import Window
 from kernels.mlx import mx
 from kv import AttentionGroup
 
@@ -58,27 +59,20 @@ class SmallSlab:
         return sum(array.nbytes for array in (*self.codes, *self.scales))
 
 
-class SmallWindow:
-    """The rows that some slots write and read in a forward pass, as `kv.Window`. Each writes L rows,
-    the first at its entry in `starts`."""
+class SmallWindow(Window):
+    """The rows that some slots write and read in a forward pass. Each writes L rows, the first at its
+    entry in `starts`."""
 
     def __init__(self, slab: SmallSlab, slots: Sequence[int], starts: Sequence[int], L: int):
+        super().__init__(starts, L)
         count, _, length, _ = slab.codes[0].shape
-        if not all(0 <= slot < count for slot in slots):
-            raise IndexError(f"slots {slots} of a slab with {count}")
-        if not all(0 <= start <= length - L for start in starts):
-            raise IndexError(f"{L} rows from {starts} in slots of {length} rows")
+        for slot, start in zip(slots, starts, strict=True):
+            if not (0 <= slot < count and 0 <= start <= length - L):
+                raise IndexError(
+                    f"rows from {start} of slot {slot}: {count} slots of {length} rows"
+                )
         self.slab = slab
         self.slots = slots
-        self.starts = starts
-        self.B = len(slots)
-        self.L = L
-        self.positions = mx.array([start + i for start in starts for i in range(L)])
-        shown = self.positions.reshape(self.B, 1, L, 1)
-        self.groups = [
-            AttentionGroup(slice(slot, slot + 1), start + L, shown[i : i + 1])
-            for i, (slot, start) in enumerate(zip(slots, starts, strict=True))
-        ]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh), in 8 bits, with their scales."""
@@ -90,7 +84,8 @@ class SmallWindow:
             self.slab.scales[layer][slot, :, rows] = scale[new].swapaxes(0, 1)
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The first T rows of a group's slots, as float32: keys and values, (B, Hkv, T, Dh) each."""
-        codes = self.slab.codes[layer][group.slots, :, : group.T]
-        scales = self.slab.scales[layer][group.slots, :, : group.T]
-        return mx.split(dequantize(codes, scales), 2, axis=1)
+        """The first T rows of a group's slot, as float32: keys and values, (1, Hkv, T, Dh) each."""
+        slot = self.slots[group.slots.start]
+        codes = self.slab.codes[layer][slot, :, : group.T]
+        scales = self.slab.scales[layer][slot, :, : group.T]
+        return mx.split(dequantize(codes, scales)[None], 2, axis=1)

@@ -25,8 +25,8 @@ The window is used like that of `kv.py`. Where next: docs/slots.md, and `vllm/v1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
+from course.from_zero.small_llama import Window
 from kernels.mlx import mx
 from kv import AttentionGroup
 
@@ -71,41 +71,29 @@ class Pool:
             raise AssertionError(f"pages 0 to {self.pages - 1}: {self.tables}, free {self.free}")
 
 
-class PagedWindow:
-    """The rows that some sequences write and read in a forward pass, as `kv.Window`. Each writes L
-    rows, the first at its entry in `starts`."""
+class PagedWindow(Window):
+    """The rows that some sequences write and read in a forward pass. Each writes L rows, the first
+    at its entry in `starts`."""
 
     def __init__(self, pool: Pool, sequences: Sequence[int], starts: Sequence[int], L: int):
+        super().__init__(starts, L)
         for sequence, start in zip(sequences, starts, strict=True):
             if start + L > PAGE * len(pool.tables.get(sequence, [])):
                 raise IndexError(f"sequence {sequence} has no page for row {start + L - 1}")
         self.slab = pool
         self.sequences = sequences
-        self.starts = starts
-        self.B = len(sequences)
-        self.L = L
-        self.positions = mx.array([start + i for start in starts for i in range(L)])
-
-    @cached_property
-    def groups(self) -> list[AttentionGroup]:
-        """Each sequence by itself: pages of several are no rectangle. Its `slots` are places among
-        this window's sequences."""
-        shown = self.positions.reshape(self.B, 1, self.L, 1)
-        return [
-            AttentionGroup(slice(i, i + 1), start + self.L, shown[i : i + 1])
-            for i, start in enumerate(self.starts)
-        ]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh), where the block tables say."""
         new = mx.concatenate([k, v], axis=1)  # (B * L, 2 Hkv, Dh)
-        rows = [(each, start + i) for each, start in self.pairs() for i in range(self.L)]
-        pages, places = zip(*[self.slab.place(*row) for row in rows], strict=True)
+        pages = []
+        places = []
+        for sequence, start in zip(self.sequences, self.starts, strict=True):
+            for row in range(start, start + self.L):
+                page, place = self.slab.place(sequence, row)
+                pages.append(page)
+                places.append(place)
         self.slab.arrays[layer][mx.array(pages), :, mx.array(places)] = new
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Each sequence, and where it writes."""
-        return list(zip(self.sequences, self.starts, strict=True))
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
         """The first T rows of a group's sequence, gathered: keys and values, (1, Hkv, T, Dh) each."""
