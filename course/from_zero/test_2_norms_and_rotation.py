@@ -75,6 +75,6 @@ def test_rope_angles():
 def test_an_answer():
     """An answer comes out, with your norms and your rotation."""
     slab = new_slab()
-    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].start))
+    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]
     print(f"{SUM}  ->  {text_of(said)}")

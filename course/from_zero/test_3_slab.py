@@ -173,7 +173,7 @@ def test_several_windows():
 def test_kv_cache():
     """The same tokens, and each step computes one."""
     slab = new_slab()
-    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].start))
+    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]
     tokens = len(ids_of()) + len(said) - 1
     print(f"{SUM}  ->  {text_of(said)}")

@@ -173,7 +173,7 @@ def test_seeds():
         slab = new_slab()
 
         def step(ids: Sequence[int], windows: Sequence) -> mx.array:
-            start = windows[0].start
+            start = windows[0].starts[0]
             row = SamplingRow(0, warm, seed, start)
             token, _ = sampling.sample(logits(ids, slab, start)[-1:], [row], state)
             return mx.where(mx.arange(V) == token, 1.0, 0.0)[None]  # the largest is this one
