@@ -35,7 +35,6 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import overlay
-from course.from_zero.stages import names
 from course.overlay import ROOT
 
 BLANK = re.compile(r"stage (\d+): (\S+) is blank")
@@ -201,17 +200,12 @@ def limit(seconds: int, gigabytes: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
-def taken_out(*given, **named):
-    raise NotImplementedError("taken out")
-
-
 def main(
     folder: str,
     results: str,
     options: list[str],
     seconds: int = 0,
     gigabytes: float = 8,
-    without: int = 0,  # a control: blank all functions up to this stage
 ) -> None:
     report = Report(Path(folder), results, sys.stdin.buffer.read())
     if seconds:
@@ -224,10 +218,6 @@ def main(
     except (Exception, SystemExit) as error:
         report.write("import", "failed", LOADED, report.mistake(error))
     else:
-        for name in set(names()) - set(names(without + 1)):
-            chapter, _, function = name.partition(".")
-            module = import_module(overlay.module_name(chapter))
-            overlay.function_of(module, function).__code__ = taken_out.__code__
         plugins = [
             "-p",
             "no:cacheprovider",

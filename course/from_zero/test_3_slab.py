@@ -9,7 +9,6 @@ import llama
 from course.from_zero.shared_by_tests import (
     ANSWERS,
     SUM,
-    answer,
     assert_close,
     demo,
     drawn,
@@ -21,6 +20,7 @@ from course.from_zero.shared_by_tests import (
     row_pictures,
     text_of,
 )
+from course.from_zero.small_llama import answer
 from kernels.mlx import mx
 
 
@@ -172,8 +172,10 @@ def test_several_windows():
 
 def test_kv_cache():
     """The same tokens, and each step computes one."""
-    said, tokens = answer(lambda logits, index: mx.argmax(logits).item(), slab=new_slab())
+    slab = new_slab()
+    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]
+    tokens = len(ids_of()) + len(said) - 1
     print(f"{SUM}  ->  {text_of(said)}")
     without = sum(range(len(ids_of()), tokens + 1))
     print(f"without the slab {without} tokens are computed, with it {tokens}")
