@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,14 +43,8 @@ def be_a_rank(prompt: str) -> dict:
         sent.append(part.nbytes)
         return mx.distributed.all_sum(part)
 
-    def step(ids: list[int], windows: list) -> mx.array:
-        def block(x: mx.array, w: dict, attend) -> mx.array:
-            return ranks.block(x, w, attend, all_sum)
-
-        logits = small_llama.forward(ids, windows, block, layers.__getitem__)
-        mx.eval(logits)
-        return logits
-
+    own = partial(ranks.block, all_sum=all_sum)
+    step = partial(small_llama.forward, block=own, weights_of=layers.__getitem__)
     said = small_llama.answer(small_llama.tokenizer().ask(prompt), step)
     held = sum(w.nbytes for layer in layers for w in layer.values())
     return {"tokens": said, "messages": len(sent), "bytes": sent[-1], "weights": held}
