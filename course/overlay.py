@@ -227,7 +227,10 @@ def open_book(folder: str) -> Book:
     book = Book(check_book(folder))
     os.environ[VARIABLE] = str(book.folder)
     sys.meta_path.insert(0, book)
-    threading.Thread(target=watch, name="patience", daemon=True).start()
+    if (
+        "pytest" not in sys.modules
+    ):  # it has a clock of its own, and prints the stack of each thread
+        threading.Thread(target=watch, name="patience", daemon=True).start()
     return book
 
 

@@ -35,22 +35,19 @@ except ImportError:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import overlay
-from course.from_zero.stages import names
 from course.overlay import ROOT
 
 BLANK = re.compile(r"stage (\d+): (\S+) is blank")
 MOST_TEXT = 4_000  # characters of what a check says
 MOST_FILE = 50_000_000  # bytes of what a student's code may write
-LOADED = "The chapters can be imported."
 
 
 class Check(NamedTuple):
     """What came out of a check."""
 
     name: str
-    outcome: (
-        str  # "passed", "failed", "skipped", "waits" for another stage; "begun" if it has no end
-    )
+    # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process ended in it
+    outcome: str
     says: str = ""  # what it asks for
     text: str = ""  # what is wrong, and what was printed
 
@@ -201,17 +198,12 @@ def limit(seconds: int, gigabytes: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
-def taken_out(*given, **named):
-    raise NotImplementedError("taken out")
-
-
 def main(
     folder: str,
     results: str,
     options: list[str],
     seconds: int = 0,
     gigabytes: float = 8,
-    without: int = 0,  # a control: blank all functions up to this stage
 ) -> None:
     report = Report(Path(folder), results, sys.stdin.buffer.read())
     if seconds:
@@ -222,12 +214,8 @@ def main(
         for module in overlay.CHAPTERS:
             import_module(module)
     except (Exception, SystemExit) as error:
-        report.write("import", "failed", LOADED, report.mistake(error))
+        report.write("import", "failed", "The chapters can be imported.", report.mistake(error))
     else:
-        for name in set(names()) - set(names(without + 1)):
-            chapter, _, function = name.partition(".")
-            module = import_module(overlay.module_name(chapter))
-            overlay.function_of(module, function).__code__ = taken_out.__code__
         plugins = [
             "-p",
             "no:cacheprovider",

@@ -5,7 +5,17 @@ import math
 
 import pytest
 
-from course.from_zero.shared_by_tests import ANSWERS, SUM, answer, assert_close, demo, text_of
+from course.from_zero.shared_by_tests import (
+    ANSWERS,
+    SUM,
+    assert_close,
+    demo,
+    ids_of,
+    logits,
+    new_slab,
+    text_of,
+)
+from course.from_zero.small_llama import answer
 from kernels.mlx import mx
 from models import ops, rope
 
@@ -64,6 +74,7 @@ def test_rope_angles():
 
 def test_an_answer():
     """An answer comes out, with your norms and your rotation."""
-    said, _ = answer(lambda logits, index: mx.argmax(logits).item())
+    slab = new_slab()
+    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]
     print(f"{SUM}  ->  {text_of(said)}")

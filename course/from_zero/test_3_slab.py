@@ -9,16 +9,18 @@ import llama
 from course.from_zero.shared_by_tests import (
     ANSWERS,
     SUM,
-    answer,
     assert_close,
     demo,
     drawn,
     ids_of,
     logits,
     new_slab,
+    numbered,
     our_logits,
+    row_pictures,
     text_of,
 )
+from course.from_zero.small_llama import answer
 from kernels.mlx import mx
 
 
@@ -61,25 +63,12 @@ def test_sliding_window():
 
 def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
     """Write new tokens into layer 1 of an empty slab: token i has the number i in each key's head 0,
-    i + 10 in head 1, and in its values 20 more. A line for each slot and head with anything in it."""
+    i + 10 in head 1, and in its values 20 more."""
     slab = kv.Slab(2, 3, 2, 32, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
-    count = len(slots) * L
-    k = mx.arange(1, count + 1)[:, None, None] + 10 * mx.arange(2)[None, :, None]
-    k = mx.broadcast_to(k, (count, 2, 4)).astype(mx.float32)
+    k = numbered(len(slots) * L)
     kv.Window(slab, slots, starts, L).write(1, k, k + 20)
     slab.check()
-    lines = []
-    for layer in range(2):
-        for letter, array in zip("kv", mx.split(slab.arrays[layer], 2, axis=1), strict=True):
-            for slot in range(3):
-                for head in range(2):
-                    rows = array[slot, head]  # (rows, Dh)
-                    assert mx.all(rows == rows[:, :1]).item(), "a row has numbers of several tokens"
-                    cells = [f"{each:2.0f}" if each else " ." for each in rows[:, 0].tolist()]
-                    if any(cell != " ." for cell in cells):
-                        where = f"layer {layer}, {letter}, slot {slot}, head {head}"
-                        lines.append(f"{where} {' '.join(cells[:10])}")
-    return lines
+    return row_pictures([array[:, :, :32] for array in slab.arrays], "slot", 10)
 
 
 @pytest.mark.about("write")
@@ -183,8 +172,10 @@ def test_several_windows():
 
 def test_kv_cache():
     """The same tokens, and each step computes one."""
-    said, tokens = answer(lambda logits, index: mx.argmax(logits).item(), slab=new_slab())
+    slab = new_slab()
+    said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]
+    tokens = len(ids_of()) + len(said) - 1
     print(f"{SUM}  ->  {text_of(said)}")
     without = sum(range(len(ids_of()), tokens + 1))
     print(f"without the slab {without} tokens are computed, with it {tokens}")

@@ -7,7 +7,8 @@ from itertools import chain, pairwise
 import pytest
 
 import sampling
-from course.from_zero.shared_by_tests import answer, assert_close, demo, new_slab, text_of
+from course.from_zero.shared_by_tests import assert_close, ids_of, logits, new_slab, text_of
+from course.from_zero.small_llama import V, answer
 from kernels.mlx import mx
 from nanobatch import SamplingParams
 from sampling import SamplingRow
@@ -165,15 +166,19 @@ def test_draws_do_not_depend_on_the_company():
 
 def test_seeds():
     """With your sampler, the same seed says the same again."""
-    state = sampling.SlotState(1, demo()[0].config.V)
+    state = sampling.SlotState(1, V)
     warm = SamplingParams(temperature=0.9, top_p=0.95)
 
     def story(seed: int) -> list[int]:
-        def choose(logits: mx.array, index: int) -> int:
-            row = SamplingRow(0, warm, seed, index)
-            return sampling.sample(logits, [row], state)[0].item()
+        slab = new_slab()
 
-        return answer(choose, "Tell me a story about a fox.", new_slab())[0]
+        def step(ids: Sequence[int], windows: Sequence) -> mx.array:
+            start = windows[0].starts[0]
+            row = SamplingRow(0, warm, seed, start)
+            token, _ = sampling.sample(logits(ids, slab, start)[-1:], [row], state)
+            return mx.where(mx.arange(V) == token, 1.0, 0.0)[None]  # the largest is this one
+
+        return answer(ids_of("Tell me a story about a fox."), step)
 
     first, same, different = [story(seed) for seed in (7, 7, 8)]
     assert same == first

@@ -11,9 +11,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,14 +43,8 @@ def be_a_rank(prompt: str) -> dict:
         sent.append(part.nbytes)
         return mx.distributed.all_sum(part)
 
-    def step(ids: list[int], windows: list) -> mx.array:
-        def block(x: mx.array, w: dict, attend) -> mx.array:
-            return ranks.block(x, w, attend, all_sum)
-
-        logits = small_llama.forward(ids, windows, block, layers.__getitem__)
-        mx.eval(logits)
-        return logits
-
+    own = partial(ranks.block, all_sum=all_sum)
+    step = partial(small_llama.forward, block=own, weights_of=layers.__getitem__)
     said = small_llama.answer(small_llama.tokenizer().ask(prompt), step)
     held = sum(w.nbytes for layer in layers for w in layer.values())
     return {"tokens": said, "messages": len(sent), "bytes": sent[-1], "weights": held}
@@ -73,16 +67,17 @@ def launch(prompt: str, size: int = 2) -> list[dict]:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             ranks.append(subprocess.Popen(command, env=environment, **pipes))
             at_last.callback(ranks[-1].kill)
-        ends = time.monotonic() + PATIENCE_S
-        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
-            if time.monotonic() > ends:
-                raise RuntimeError(f"no end after {PATIENCE_S} s: does each rank call every sum?")
-            time.sleep(0.02)
-        for number, each in enumerate(ranks):
-            if each.poll():
-                why = each.stderr.read().strip().splitlines() or [f"exit code {each.poll()}"]
-                raise RuntimeError(f"rank {number}: {why[-1]}")
-        return [json.loads(each.stdout.read().splitlines()[-1]) for each in ranks]
+        said = []
+        try:
+            said = [each.communicate(timeout=PATIENCE_S) for each in ranks]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"no end after {PATIENCE_S} s: does each rank call every sum?"
+            ) from None
+        failed = [(n, *said[n][1].splitlines()[-1:]) for n in range(size) if ranks[n].returncode]
+        for number, *why in sorted(failed, key=lambda each: "[ring]" in str(each)):
+            raise RuntimeError(f"rank {number}: {''.join(why) or 'it crashed'}")
+        return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def main() -> int:

@@ -41,7 +41,6 @@ class Pool:
     def __init__(self, layers: int, pages: int, Hkv: int, Dh: int, dtype: mx.Dtype = mx.float32):
         # Keys are the first Hkv heads, values the others, as in the slab
         self.arrays = [mx.zeros((pages, 2 * Hkv, PAGE, Dh), dtype) for _ in range(layers)]
-        self.pages = pages
         self.free = list(range(pages))
         self.tables: dict[int, list[int]] = {}  # by sequence: its pages, in order
 
@@ -63,12 +62,6 @@ class Pool:
     def place(self, sequence: int, row: int) -> tuple[int, int]:
         """The page that holds a row of a sequence, and the place in that page."""
         return self.tables[sequence][row // PAGE], row % PAGE
-
-    def check(self) -> None:
-        """Each page is free, or in one table, once."""
-        held = [page for table in self.tables.values() for page in table]
-        if sorted([*self.free, *held]) != list(range(self.pages)):
-            raise AssertionError(f"pages 0 to {self.pages - 1}: {self.tables}, free {self.free}")
 
 
 class PagedWindow(Window):
