@@ -27,8 +27,6 @@ from course.from_zero.run_stage_tests import run
 from course.from_zero.stages import STAGES, Stage, Task
 from course.from_zero.start import MADE_OF, mark
 
-HERE = Path(__file__).resolve().parent
-
 
 def blank_tasks(folder: Path, stage: Stage) -> list[Task]:
     """What of a stage is not written."""
@@ -38,14 +36,9 @@ def blank_tasks(folder: Path, stage: Stage) -> list[Task]:
 
 def run_stage(folder: Path, stage: Stage) -> tuple[bool, str]:
     """Is all right that is written of a stage? And a line for each check."""
-    checks = run(folder, tests_of(stage), "-x")
+    checks = run(folder, stage.tests, "-x")
     said = "".join(f"{line}\n" for check in checks for line in check.lines())
     return not any(check.outcome == "failed" for check in checks), said
-
-
-def tests_of(stage: Stage, folder: Path = HERE) -> Path | None:
-    """The file of a stage's checks."""
-    return next(folder.glob(f"test_{stage.number}_*.py"), None)
 
 
 def check_stage(folder: Path, stage: Stage) -> bool:

@@ -16,21 +16,22 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import overlay
-from course.from_zero.check import HERE, blank_tasks, tests_of
-from course.from_zero.run_stage_tests import Check, run
+from course.from_zero.check import blank_tasks
+from course.from_zero.run_stage_tests import run
 from course.from_zero.stages import STAGES, Stage, tasks
 from course.from_zero.start import blank
 
 POINTS = 10  # a stage
 HIDDEN_POINTS = 5  # its hidden checks
 WORK_POINTS = 5  # as much work as the reference, or less
-WORK = HERE / "work" / "test_8_work.py"
+WORK = Path(__file__).with_name("work") / "test_8_work.py"
 
 
 def without_bodies(folder: Path, stage: Stage, copy: Path) -> Path:
@@ -49,20 +50,26 @@ def without_bodies(folder: Path, stage: Stage, copy: Path) -> Path:
     return copy
 
 
-def tried(folder: Path, stage: Stage, file: Path, **limits) -> tuple[list[Check], float]:
-    """What came of the checks in a file, and the share that passed."""
+def tried(folder: Path, stage: Stage, file: Path, **limits) -> tuple[list[str], float]:
+    """What to say of the checks in a file, and the share of them that counts."""
+    left = blank_tasks(folder, stage)
+    blanks = [f"   · {task.name.replace('.', '.py, ', 1)} is blank" for task in left]
+    if len(left) == len(stage.tasks):
+        return blanks, 0.0
     checks = run(folder, file, **limits)
     passed = {check.name for check in checks if check.outcome == "passed"}
     if passed:
         with TemporaryDirectory() as scratch:
             control = run(without_bodies(folder, stage, Path(scratch, folder.name)), file, **limits)
         passed -= {check.name for check in control if check.outcome == "passed"}
-    for i, check in enumerate(checks):
+    lines = []
+    for check in checks:
         if check.outcome == "passed" and check.name not in passed:
             why = "It passes without your functions, too: it does not count."
-            checks[i] = check._replace(outcome="failed", text=why)
+            check = check._replace(outcome="failed", text=why)
+        lines += check.lines()
     count = len(re.findall(r"^def test_", file.read_text(encoding="utf-8"), re.MULTILINE))
-    return checks, len(passed) / max(count, len(checks))
+    return lines + blanks, len(passed) / max(count, len(checks))
 
 
 def entry(number: str, name: str, most: int, share: float, lines: list[str], show: str) -> dict:
@@ -79,36 +86,27 @@ def entry(number: str, name: str, most: int, share: float, lines: list[str], sho
     }
 
 
-def grade_stage(folder: Path, stage: Stage, hidden: Path | None, show: str, **limits) -> list[dict]:
-    blank = blank_tasks(folder, stage)
-    found = []
-    for directory, letter, most in ((HERE, "", POINTS), (hidden, "h", HIDDEN_POINTS)):
-        file = directory and tests_of(stage, directory)
-        if not file:
-            continue
-        checks, share = [], 0.0
-        if len(blank) < len(stage.tasks):
-            checks, share = tried(folder, stage, file, **limits)
-        lines = [line for check in checks for line in check.lines()]
-        lines += [f"   · {task.name.replace('.', '.py, ', 1)} is blank" for task in blank]
-        name = f"{stage.name}{', hidden checks' * bool(letter)}"
-        found.append(
-            entry(
-                f"{stage.number}{letter}", name, most, share, lines, show if letter else "visible"
-            )
-        )
-    return found
+def grade_stage(
+    folder: Path, stage: Stage, hidden: Path | None, show: str, **limits
+) -> Iterator[dict]:
+    lines, share = tried(folder, stage, stage.tests, **limits)
+    yield entry(f"{stage.number}", stage.name, POINTS, share, lines, "visible")
+    for file in hidden.glob(f"test_{stage.number}_*.py") if hidden else ():
+        lines, share = tried(folder, stage, file, **limits)
+        name = f"{stage.name}, hidden checks"
+        yield entry(f"{stage.number}h", name, HIDDEN_POINTS, share, lines, show)
 
 
 def grade_work(folder: Path, **limits) -> dict:
     """Work in proportion to the reference's in the same run: no seconds, so no machine matters."""
-    checks, share = [], 0.0
-    if not any(blank_tasks(folder, stage) for stage in STAGES[:8]):
-        checks, share = tried(folder, STAGES[7], WORK, **limits)
-    lines = [line for check in checks for line in check.lines()]
-    ratio = re.findall(r"ratio ([\d.]+)", "\n".join(lines))
-    share *= min(1.0, float(ratio[-1])) if ratio else 0.0
-    lines = lines or ["   · Counted when stages 1 to 8 are written."]
+    engine = STAGES[:8]
+    if any(blank_tasks(folder, stage) for stage in engine):
+        lines = ["   · Counted when stages 1 to 8 are written."]
+        share = 0.0
+    else:
+        lines, share = tried(folder, engine[-1], WORK, **limits)
+        ratio = re.findall(r"ratio ([\d.]+)", "\n".join(lines))
+        share *= min(1.0, float(ratio[-1])) if ratio else 0.0
     return entry("8w", "work, compared with the reference", WORK_POINTS, share, lines, "visible")
 
 
@@ -119,8 +117,9 @@ def grade(folder: str, hidden: Path | None, show: str, **limits) -> dict:
     try:
         path = overlay.check_book(folder)
         for stage in STAGES:
-            tests += grade_stage(path, stage, hidden, show, **limits)
-            print(f"{tests[-1]['number']:>4} {tests[-1]['score']:g} of {tests[-1]['max_score']}")
+            for test in grade_stage(path, stage, hidden, show, **limits):
+                tests.append(test)
+                print(f"{test['number']:>4} {test['score']:g} of {test['max_score']}", flush=True)
         tests.append(grade_work(path, **limits))
     except ValueError as error:
         said = str(error)

@@ -40,16 +40,14 @@ from course.overlay import ROOT
 BLANK = re.compile(r"stage (\d+): (\S+) is blank")
 MOST_TEXT = 4_000  # characters of what a check says
 MOST_FILE = 50_000_000  # bytes of what a student's code may write
-LOADED = "The chapters can be imported."
 
 
 class Check(NamedTuple):
     """What came out of a check."""
 
     name: str
-    outcome: (
-        str  # "passed", "failed", "skipped", "waits" for another stage; "begun" if it has no end
-    )
+    # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process ended in it
+    outcome: str
     says: str = ""  # what it asks for
     text: str = ""  # what is wrong, and what was printed
 
@@ -216,7 +214,7 @@ def main(
         for module in overlay.CHAPTERS:
             import_module(module)
     except (Exception, SystemExit) as error:
-        report.write("import", "failed", LOADED, report.mistake(error))
+        report.write("import", "failed", "The chapters can be imported.", report.mistake(error))
     else:
         plugins = [
             "-p",

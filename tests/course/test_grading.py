@@ -66,9 +66,9 @@ def handed_in(folder: Path, more: str = "", **wrong: str) -> Path:
     return folder
 
 
-def graded(folder: Path, monkeypatch, *options: str) -> dict:
-    """By the program, in two of the stages (in all of them it takes half a minute)."""
-    monkeypatch.setattr(grade, "STAGES", (STAGES[1], CHUNKS))
+def graded(folder: Path, monkeypatch, stages: list, *options: str) -> dict:
+    """By the program, in some of the stages (in all of them it takes half a minute)."""
+    monkeypatch.setattr(grade, "STAGES", stages)
     monkeypatch.setattr(
         grade, "grade_work", lambda *_, **__: grade.entry("8w", "", 0, 1, [], "visible")
     )
@@ -89,22 +89,22 @@ def test_right_folder_has_full_points(tmp_path, monkeypatch):
         "--seed",
         "anna",
     )
-    results = graded(handed_in(tmp_path / "anna"), monkeypatch, *hidden)
-    assert [test["number"] for test in results["tests"]] == ["2", "7", "7h", "8w"]
+    results = graded(handed_in(tmp_path / "anna"), monkeypatch, [CHUNKS], *hidden)
+    assert [test["number"] for test in results["tests"]] == ["7", "7h", "8w"]
     assert all(test["score"] == test["max_score"] for test in results["tests"]), results
-    assert results["score"] == 25 and results["extra_data"] == {"seed": "anna"}
-    assert results["tests"][2]["visibility"] == "after_due_date"
+    assert results["score"] == 15 and results["extra_data"] == {"seed": "anna"}
+    assert results["tests"][1]["visibility"] == "after_due_date"
 
 
 def test_wrong_stage_loses_points(tmp_path, monkeypatch):
     """The message names the mistake; the other stage keeps its points. A folder that is no Python
     has none, and says why."""
     folder = handed_in(tmp_path / "ben", left="pass")
-    second, seventh, _ = graded(folder, monkeypatch)["tests"]
+    second, seventh, _ = graded(folder, monkeypatch, [STAGES[1], CHUNKS])["tests"]
     assert second["score"] == 10 and 0 < seventh["score"] < 10
     assert "✗ One whole chunk is let in, however many decode." in seventh["output"]
     (folder / "sched.py").write_text("def (")
-    results = graded(folder, monkeypatch)
+    results = graded(folder, monkeypatch, [CHUNKS])
     assert results["score"] == 0 and "sched.py, line 1: invalid syntax" in results["output"]
 
 

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "models/*": "runtime/model_cost runtime/gguf_file distributed/* kernels/*",
     "analysis/*": "sched policies runtime/* kernels/*",
     "course/overlay": "",
+    "course/handout": "course/*",
     "server/*": "runtime/* text/* sched",
     "web/*": "sched policies analysis/simulator",
     "benchmarks/*": "nanobatch runtime/* models/* kernels/* analysis/* distributed/rendezvous",
