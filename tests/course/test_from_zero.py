@@ -427,11 +427,10 @@ def test_check_names_each_mistake(mistake, tmp_path):
     """The first stage that fails, in a whole book of simple functions."""
     folder = tmp_path / "mine"
     start.main([str(folder)])
-    text = FIRST.read_text()
     for chapter, functions in tasks().items():
         file = folder / f"{chapter}.py"
-        for name in functions:
-            file.write_text(with_body(file.read_text(), text, name))
+        for name, (stage, _) in functions.items():
+            file.write_text(with_body(file.read_text(), simple(stage), name))
     assert not dict(overlay.Book(folder).blanks())
     chapter, _, name = mistake.name.partition(".")
     file = folder / f"{chapter}.py"
