@@ -24,7 +24,7 @@ from runtime.snapshot import (
     StepView,
 )
 from runtime.validation import GrammarError
-from sched import Request, Scheduler
+from sched import Chunk, Decode, Request, Scheduler
 
 
 class Log:
@@ -86,6 +86,11 @@ class RequestRegistry:
         self.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
+    def looks_back(self, member: Chunk | Decode) -> bool:
+        """Does what is sampled here depend on the tokens before it?"""
+        handle = self.open.get(member.request.id)
+        return bool(handle and (handle.sampling.looks_back or handle.sampling.grammar))
+
     def deliver(
         self,
         outputs: Mapping[tuple[int, int], StepOutput],
@@ -126,6 +131,7 @@ class RequestRegistry:
             self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
             handle.request.draft_source = None  # as many
+            handle.request.restored = None
 
     def take_news(self) -> list[Handle]:
         """The handles that have new output or have ended, since the last call."""
