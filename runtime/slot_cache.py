@@ -275,7 +275,9 @@ def key_of(model: Model) -> str:
     """A hash of all that the bits of a token's keys and values depend on, but for the tokens: weights,
     config, dtypes, positions, and the program that computes."""
     facts = [mx.__version__, device.blas.name, str(device.has_gpu()), repr(model.config)]
-    facts += [str(zlib.crc32(path.read_bytes())) for path in sources()]
+    for path in sources():
+        if path.parent.name in ("kernels", "models") or path.stem in ("llama", "kv"):
+            facts.append(f"{path.name} {zlib.crc32(path.read_bytes())}")
     for name, value in vars(model).items():  # such as kv_dtype and is_fused
         if isinstance(value, (bool, str, mx.Dtype)):
             facts.append(f"{name} {value}")
