@@ -230,7 +230,10 @@ def read_slot_cache(text: str) -> str:
 
     if backend():
         raise ValueError("--slot-cache: several ranks share the model's slots; leave it out")
-    SlotFolder(text)
+    try:
+        SlotFolder(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("slot cache", "--slot-cache", 1)) from None
     return text
 
 

@@ -93,6 +93,7 @@ class SlotCache:
         self._key = ""
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
+        self._failure = ""  # why slots are not saved now
         self._loads: WeakValueDictionary[str, Load] = WeakValueDictionary()
         self._reading: list[threading.Thread] = []
         self._writing: list[threading.Thread] = []
@@ -249,8 +250,11 @@ class SlotCache:
             self._folder.write(saved, tensors)
             for name in shorter:  # the new file begins with all that they hold
                 self._folder.remove(name)
+            self._failure = ""
         except OSError as error:
-            say(f"{saved.rows:,} tokens of a slot are not saved: {error.strerror}")
+            if error.strerror != self._failure:  # on a full disk, one line is enough
+                say(f"slots are not saved in {self._folder.path}: {error.strerror}")
+            self._failure = error.strerror
 
 
 def started(threads: list[threading.Thread], act: Callable[[], None]) -> list[threading.Thread]:

@@ -68,7 +68,7 @@ def read_setting(text: str) -> tuple[str, int]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", size, re.IGNORECASE)
     if not folder or not found:
         raise ValueError(
-            f"slot cache {shown(text)}: give DIR or DIR:SIZE, with a size such as 500M or 20G"
+            f"slot cache: {shown(text)}: give DIR or DIR:SIZE, with a size such as 500M or 20G"
         )
     return folder, int(float(found[1]) * UNITS[found[2].upper()])
 
@@ -83,12 +83,12 @@ class SlotFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = self.path.stat()
         except OSError as error:
-            raise ValueError(f"slot cache {self.path}: {error.strerror}") from None
+            raise ValueError(f"slot cache: {self.path}: {error.strerror}") from None
         if state.st_uid != os.geteuid():
-            raise ValueError(f"slot cache {self.path} belongs to another user; choose your own")
+            raise ValueError(f"slot cache: {self.path} belongs to another user; choose your own")
         if state.st_mode & 0o077:
             raise ValueError(
-                f"slot cache {self.path} is open to others, and will hold what users say; "
+                f"slot cache: {self.path} is open to others, and will hold what users say; "
                 f"run chmod 700 {self.path}"
             )
 
