@@ -423,9 +423,9 @@ INLINE void load_x(const Product *p, const float *x, vec own[ROWS], const int ro
 
 /* The sums of a tile, in PARTS. Those of one row fit into registers (if its weights are not of four bits, which need some
    themselves). Else one part is there while a PIECE of W is read, and then the next part: meanwhile the piece stays in the
-   L1 cache. */
+   L1 cache, and the last part fetches the next piece. So the L2 cache gives its numbers evenly, and not in bursts. */
 typedef vec Sums[PARTS][ROWS][COLS];
-enum { PIECE = 1024, AHEAD = COLS / PARTS };
+enum { PIECE = 256, PACKED_PIECE = 4096, AHEAD = COLS / PARTS };
 
 INLINE int together(const int rows, const int form) { return rows == 1 && form != FOUR_BITS ? PARTS : 1; }
 
@@ -439,10 +439,11 @@ INLINE void copy(vec (*from)[ROWS][COLS], vec (*to)[ROWS][COLS], const int parts
 }
 
 /* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
-   Each part fetches some of the next COLS columns ahead, so that memory is never idle. */
+   Weights are fetched ahead, so that memory is never idle: of the next COLS columns, or in pieces, of the next piece. */
 INLINE void add_numbers(const Product *p, const float *x, const float *w, long k, long end, const int part,
                         vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols, const int is_first) {
   const int parts = together(rows, FLOAT32);
+  const long ahead = end + PIECE <= p->K ? PIECE : COLS * p->ldw - end + PIECE;
   Sums sum;
   copy(before, sum, parts, rows, cols);
   for (; k < end; k += ORDER)
@@ -455,7 +456,8 @@ INLINE void add_numbers(const Product *p, const float *x, const float *w, long k
       for (int c = 0; c < cols; c++) {
         vec weights = load(w + c * p->ldw + k + lane);
         KEEP(weights);
-        if (is_first && c < AHEAD) __builtin_prefetch(w + (c + COLS + (part + i) * AHEAD) * p->ldw + k);
+        if (parts < PARTS && part == PARTS - 1) __builtin_prefetch(w + c * p->ldw + k + ahead);
+        if (parts == PARTS && is_first && c < AHEAD) __builtin_prefetch(w + (c + COLS + i * AHEAD) * p->ldw + k);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
       }
@@ -517,7 +519,7 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
   const long whole = p->K / ORDER * ORDER;
   vec *kept = p->kept ? p->kept + (m * COLS + j) * PARTS : NULL;
   const int goes_on = kept && !p->is_first, parts = together(rows, form);
-  const long piece = parts == PARTS ? p->K : PIECE;
+  const long piece = parts == PARTS ? p->K : form == FLOAT32 ? PIECE : PACKED_PIECE;
   Sums sums;
   if (goes_on || !whole)
     for (int i = 0; i < PARTS; i++)

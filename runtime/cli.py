@@ -30,7 +30,7 @@ if _is_ours and overlay.asked():
     try:
         if IS_INSTALLED:
             raise ValueError("takes a checkout; `nanobatch learn` says where to find one")
-        overlay.open_book(overlay.asked())
+        overlay.open_book(overlay.asked()).check_whole()
     except ValueError as error:
         print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
         sys.exit(2)

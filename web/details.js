@@ -9,17 +9,18 @@ const READABLE = 400; // milliseconds
 const FEW_REQUESTS = 6; // of the list, until all are asked for
 const MANY_REQUESTS = 40; // of a server's, even then
 
-// Steps worth a look: a label, and how to recognize one.
+// Steps worth a look: the hash that links to one (docs/make/annotated.py writes such links), a label, and how
+// to recognize one.
 const EXAMPLES = [
-  ["a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
-  ["a prompt in chunks", (step, lane) => step.prefill.some(
+  ["join", "a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
+  ["chunk", "a prompt in chunks", (step, lane) => step.prefill.some(
     ([, number, , stop]) => stop < lane.requests.get(number)?.prompt_tokens,
   )],
-  ["a prompt that begins like another", (step, lane) => step.prefill.some(
+  ["prefix", "a prompt that begins like another", (step, lane) => step.prefill.some(
     ([, number, start]) => start && lane.requests.get(number)?.chunks[0].start === start,
   )],
-  ["a ghost", (step) => step.ghosts.length > 0],
-  ["a slot kept shut", (step) => step.blocked.length > 2],
+  ["ghost", "a ghost", (step) => step.ghosts.length > 0],
+  ["blocked", "a slot kept shut", (step) => step.blocked.length > 2],
 ];
 
 export class StepView {
@@ -30,6 +31,7 @@ export class StepView {
     this.index = 0; // which,
     this.since = 0; // since when,
     this.said = ""; // and in which words
+    this.examples = new Map(); // by hash: go to that step
     $("step-microscope").onclick = (event) => this.#point(event);
     if (player.window) return; // a server goes on
     this.#makeExamples($("step-examples"));
@@ -44,7 +46,7 @@ export class StepView {
   #makeExamples(place) {
     const { player } = this;
     place.append("Show me ");
-    for (const [name, isOne] of EXAMPLES) {
+    for (const [hash, name, isOne] of EXAMPLES) {
       const lane = player.lanes.findLast((each) => each.steps.some((step) => isOne(step, each)));
       const show = () => {
         this.choose(0); // a chosen request would leave all others faint
@@ -53,9 +55,19 @@ export class StepView {
         // After the player's frame, in which an open request above is closed
         requestAnimationFrame(() => $("step-panel").scrollIntoView({ block: "nearest" }));
       };
-      if (lane) place.append(buttonFor(show, "tab", name));
+      if (!lane) continue;
+      place.append(buttonFor(show, "tab", name));
+      this.examples.set(`#${hash}`, show);
     }
     place.hidden = place.children.length === 0;
+    window.addEventListener("hashchange", () => this.goToHash());
+  }
+
+  // Whether the page's address names an example.
+  goToHash() {
+    const show = this.examples.get(location.hash);
+    show?.();
+    return Boolean(show);
   }
 
   #point({ offsetX }) {

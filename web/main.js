@@ -118,6 +118,8 @@ function leadToRepository() {
   const [, owner, name] = known;
   const base = owner ? `https://github.com/${owner}/${name}/blob/main` : "..";
   for (const link of document.querySelectorAll("a[data-file]")) link.href = `${base}/${link.dataset.file}`;
+  // In a copy they have to be made first
+  if (owner) $("annotated")?.setAttribute("href", "annotated/index.html");
 }
 
 // --- a recording
@@ -125,8 +127,10 @@ function leadToRepository() {
 function play(recording) {
   const page = new Page(lanesOf(recording));
   page.player.pace = PACES.find((pace) => pace * page.player.end >= PLAYS) ?? PACES.at(-1);
-  if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
-  else page.player.play();
+  if (!page.step.goToHash()) {
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
+    else page.player.play();
+  }
   page.lab = new Lab(recording, dataOf("lab"));
   if ($("game")) page.game = new Game(dataOf("game"));
   return page;

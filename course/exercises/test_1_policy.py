@@ -3,23 +3,27 @@
     python -m pytest -x course/exercises/test_1_policy.py
 
 The task. Under `continuous`, requests that arrive together are admitted together, as many as there
-are free slots. The steps that read their prompts are long, and all that decode beside them wait.
-Write the policy `gentle`: whenever a slot is free the next in line takes it, but at most one
-newcomer a step. Three slots, four prompts of one chunk, three tokens for each (d is a decode; p is
-a chunk that ends its prompt, where the essay of `sched.py` writes P for all chunks):
+are free slots. The steps that read their prompts are long, and all that decode beside them wait. And
+a client with many long prompts takes all slots: `fair` counts slots, whatever is in them. Write the
+policy `gentle`. Whenever a slot is free one newcomer may take it, one a step. It is a request of the
+client whose running requests have the fewest tokens in their prompts; of equals the first in line.
+Three slots; A and B are client X's, C and D client Y's. A's prompt has 4 tokens, the others 2, and
+each answer 3 (d is a decode; p is a chunk that ends its prompt, where the essay of `sched.py` writes P
+for all chunks):
 
     1 | A:p
-    2 | A:d B:p
-    3 | A:d B:d C:p
-    4 | B:d C:d D:p        A has ended, and D takes its slot
-    5 | C:d D:d
-    6 | D:d
+    2 | A:d C:p            Y has no tokens in a slot, and X has 4
+    3 | A:d C:d D:p        Y has 2
+    4 | B:p C:d D:d        A has ended: X has none
+    5 | B:d D:d
+    6 | B:d
 
-Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`. Rung 4 of
-the ladder (`course/ladder/4_continuous.py`) has a scheduler that is smaller still.
+Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`; `by_turns` is
+nearest. (Counting tokens is what the Virtual Token Counter does: Sheng et al., "Fairness in serving
+large language models", 2024.)
 
-Where: `policies.py`, one record in `TABLE`, with a name, a sentence for people, and two answers: how
-many may come in now, and who is next. No other file knows what a policy does.
+Where: `policies.py`, a function and one record in `TABLE`, with a name, a sentence for people, and two
+answers: how many may come in now, and who is next. No other file knows what a policy does.
 
 How to know: the command above, and `python -m pytest tests/core/test_sched.py`. In the screen, `p`
 shows the new name.
@@ -45,11 +49,21 @@ def story() -> Story:
 
 
 def test_gentle_admits_one_newcomer_a_step():
-    """Four prompts that come at once: the timeline at the top of this file, step by step."""
+    """Four prompts of two clients that come at once: the timeline at the top of this file."""
     gentle = story()
-    for _ in range(4):
-        gentle.submit(4, 3, prefix_cache=False)
+    for prompt, client in ((4, "X"), (2, "X"), (2, "Y"), (2, "Y")):
+        gentle.submit(prompt, 3, prefix_cache=False, client=client)
     assert [" ".join(line.split()) for line in gentle.drawn()] == TIMELINE
+
+
+def test_gentle_counts_tokens():
+    """Y has more requests in slots than X, and fewer tokens."""
+    gentle = story()
+    for prompt, client in ((4, "X"), (1, "Y"), (1, "Y"), (2, "X"), (2, "Y")):
+        gentle.submit(prompt, 9 if prompt < 4 else 20, prefix_cache=False, client=client)
+    while len(gentle.sched.waiting) > 1:
+        assert gentle.step()
+    assert [request.client for request in gentle.sched.waiting.values()] == ["X"]
 
 
 def test_gentle_fills_a_free_slot_in_mid_answer():

@@ -1,49 +1,173 @@
-"""A stage's tests, run on a reader's chapters: a line for each. `check.py` starts this program, in a
-process of its own."""
+"""Run a file of checks on a student's chapters, in a process of its own.
 
-import io
+`run` starts this file as a program, and reads a signed line for each check. The key comes through
+standard input and is read before any line of the student's: what the student's code prints, or writes
+into the file of results, counts for nothing. A check that has begun and has no result is the one in
+which the process ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hmac
+import json
 import os
 import re
+import resource
+import secrets
+import signal
+import subprocess
 import sys
 import traceback
-from contextlib import redirect_stdout
+from contextlib import suppress
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
-import pytest
+try:
+    import pytest
+    import pytest_timeout  # noqa: F401 (a plugin)
+except ImportError:
+    sys.exit("The stages are tests: pip install pytest pytest-timeout")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import overlay
+from course.from_zero.stages import names
+from course.overlay import ROOT
+
+BLANK = re.compile(r"stage (\d+): (\S+) is blank")
+MOST_TEXT = 4_000  # characters of what a check says
+MOST_FILE = 50_000_000  # bytes of what a student's code may write
+LOADED = "The chapters can be imported."
+
+
+class Check(NamedTuple):
+    """What came out of a check."""
+
+    name: str
+    outcome: (
+        str  # "passed", "failed", "skipped", "waits" for another stage; "begun" if it has no end
+    )
+    says: str = ""  # what it asks for
+    text: str = ""  # what is wrong, and what was printed
+
+    def lines(self) -> list[str]:
+        if self.outcome == "skipped":
+            return []
+        mark = {"passed": "✓", "waits": "·"}.get(self.outcome, "✗")
+        text = [f"       {line}".rstrip() for line in self.text.splitlines()]
+        return [f"   {mark} {self.says or self.name}", *text]
+
+
+# --- the process that asks ----------------------------------------------------------------------
+
+
+def run(folder: Path, tests: Path, *options: str, seconds: int = 0, **settings) -> list[Check]:
+    """`options`: pytest's. `seconds`: of processor time, 0 for no limit.
+    `settings`: those of `main`."""
+    key = secrets.token_bytes(32)
+    with TemporaryDirectory() as scratch, open(f"{scratch}/output", "w+b") as output:
+        results = Path(scratch, "results")
+        asked = settings | {"seconds": seconds, "options": [str(tests), *options]}
+        process = subprocess.Popen(
+            [sys.executable, __file__, folder, results, json.dumps(asked)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(key, timeout=4 * seconds or None)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGXCPU)  # it says where it is
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever was left running
+        code = process.wait()
+        found, is_whole = read_results(results, key)
+        if is_whole:
+            return found
+        output.seek(max(0, output.tell() - MOST_TEXT))
+        said = output.read(MOST_TEXT).decode(errors="replace")
+    if not found or found[-1].outcome != "begun":
+        found.append(Check("the end", "begun", "The checks run to their end.", said))
+    text = f"{why_ended(code, seconds)}\n{where(said, folder) or found[-1].text}"
+    return [*found[:-1], found[-1]._replace(outcome="failed", text=text)]
+
+
+def read_results(file: Path, key: bytes) -> tuple[list[Check], bool]:
+    """The newest line of each check, and whether the end is there."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for line in file.read_bytes().splitlines():
+            sign, _, text = line.partition(b" ")
+            if hmac.compare_digest(sign, hmac.digest(key, text, "sha256").hex().encode()):
+                check = Check(*json.loads(text))
+                found[check.name] = check
+    is_whole = found.pop("end", None) is not None
+    return [*found.values()], is_whole
+
+
+def why_ended(code: int, seconds: int) -> str:
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"stopped after {seconds} s of processor time, or {4 * seconds} s: an endless loop?"
+    if code < 0:
+        why = "an index or a row beyond its array? MLX checks no bounds"
+        return f"The process crashed (signal {-code}): {why}"
+    return f"The process ended before its checks did (exit code {code})"
+
+
+def where(stderr: str, folder: Path) -> str:
+    """The student's own lines in a dump of `faulthandler`."""
+    lines = re.findall(r'File "(.*)", line (\d+) in (\S+)', stderr)
+    own = [line for line in lines if Path(line[0]).parent == folder]
+    return "".join(f"{Path(f).name}, line {n}, in {name}\n" for f, n, name in own[:3])
+
+
+# --- the process that is asked ------------------------------------------------------------------
 
 
 class Report:
-    """A line for each test: what it asks for. What it prints, and what is wrong, stands below."""
+    """A plugin for pytest that writes what comes of each test."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, results: str, key: bytes):
         self.folder = folder
-        self.lines: list[str] = []
+        self.file = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.key = key
+
+    def write(self, name: str, outcome: str, says: str = "", text: str = "") -> None:
+        line = json.dumps(Check(name, outcome, says, text[:MOST_TEXT])).encode()
+        sign = hmac.digest(self.key, line, "sha256").hex()
+        os.write(self.file, sign.encode() + b" " + line + b"\n")
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.write(item.name, "begun", says(item))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         report = yield
-        says = " ".join(getdoc(item.obj).split())
+        printed = report.capstdout[-MOST_TEXT // 2 :] if report.when == "call" else ""
+        outcome = report.outcome
         if report.failed:
-            mark = item.get_closest_marker("about")
-            self.lines.append(f"   ✗ {says} ({', '.join(mark.args)})" if mark else f"   ✗ {says}")
-            self.add(self.mistake(call.excinfo.value))
-        elif report.passed and report.when == "call":
-            self.lines.append(f"   ✓ {says}")
-        if report.when == "call":
-            self.add(report.capstdout)
+            error = call.excinfo.value
+            text = self.mistake(error)
+            blank = BLANK.match(str(error))
+            if blank and isinstance(error, NotImplementedError):
+                outcome = "waits"
+                text = f"waits for stage {blank[1]}: {blank[2]}"
+            self.write(item.name, outcome, says(item, is_wrong=True), f"{text}\n{printed}")
+        elif report.when == "call" or report.skipped:
+            self.write(item.name, outcome, says(item), printed)
         return report
 
-    def add(self, text: str) -> None:
-        self.lines += [f"       {line}".rstrip() for line in text.splitlines()]
-
     def mistake(self, error: BaseException) -> str:
-        """What a test says is wrong; or an exception, and where in the reader's chapters it was."""
+        """What a test says is wrong; or an exception, and where in the student's chapters it was."""
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if Path(frame.filename).parent == self.folder]
         tests = [frame for frame in frames if frame.name.startswith("test_")]
@@ -58,30 +182,66 @@ class Report:
         return "".join([*places, says])
 
 
+def says(item: pytest.Item, is_wrong: bool = False) -> str:
+    said = " ".join((getdoc(item.obj) or item.name).split())
+    mark = item.get_closest_marker("about")
+    return f"{said} ({', '.join(mark.args)})" if mark and is_wrong else said
+
+
 def place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}\n    {frame.line}\n"
 
 
-def main(folder: str, stage: str) -> int:
-    report = Report(Path(folder))
+def limit(seconds: int, gigabytes: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE, MOST_FILE))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    if sys.platform == "linux":  # a Mac refuses
+        memory = int(gigabytes * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def taken_out(*given, **named):
+    raise NotImplementedError("taken out")
+
+
+def main(
+    folder: str,
+    results: str,
+    options: list[str],
+    seconds: int = 0,
+    gigabytes: float = 8,
+    without: int = 0,  # a control: blank all functions up to this stage
+) -> None:
+    report = Report(Path(folder), results, sys.stdin.buffer.read())
+    if seconds:
+        limit(seconds, gigabytes)
+        faulthandler.register(signal.SIGXCPU, os.dup(2), chain=True)
     overlay.open_book(folder)
     try:
         for module in overlay.CHAPTERS:
             import_module(module)
     except (Exception, SystemExit) as error:
-        print("   ✗ The chapters can be imported.")
-        report.add(report.mistake(error))
-        print("\n".join(report.lines))
-        return pytest.ExitCode.TESTS_FAILED
-    (tests,) = Path(__file__).parent.glob(f"test_{stage}_*.py")
-    output = io.StringIO()
-    with redirect_stdout(output):
-        code = pytest.main(["-x", "-p", "no:cacheprovider", str(tests)], plugins=[report])
-    print("\n".join(report.lines) or output.getvalue())
-    return code
+        report.write("import", "failed", LOADED, report.mistake(error))
+    else:
+        for name in set(names()) - set(names(without + 1)):
+            chapter, _, function = name.partition(".")
+            module = import_module(overlay.module_name(chapter))
+            overlay.function_of(module, function).__code__ = taken_out.__code__
+        plugins = [
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={ROOT}",
+            f"--config-file={ROOT}/pyproject.toml",
+        ]
+        if not Path(options[0]).is_relative_to(Path(__file__).parent):  # hidden checks
+            plugins += ["-p", "course.from_zero.conftest"]
+        if pytest.main([*plugins, *options], plugins=[report]) > pytest.ExitCode.TESTS_FAILED:
+            os._exit(3)
+    report.write("end", "passed")
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
+    main(*sys.argv[1:3], **json.loads(sys.argv[3]))
     sys.stdout.flush()
-    os._exit(code)  # whatever the reader's engine has left running
+    os._exit(0)  # whatever the student's engine has left running

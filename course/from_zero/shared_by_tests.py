@@ -1,16 +1,21 @@
 """What the stages' tests share: the demo model, engines, stories of a scheduler, and comparisons."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from zlib import crc32
 
+import pytest
 from harness import check
 from scheduler_story import Story, timeline
 
 import kv
 import llama
 from course.from_zero.stages import names
-from course.overlay import swapped
+from course.overlay import has_reference, swapped
 from kernels.mlx import mx
 from models.load import read_model
 from models.memory import slab_shape
@@ -19,9 +24,22 @@ from nanobatch import Engine, Handle, SamplingParams
 from sched import Request
 from text.tokenizer import Tokenizer
 
-SUM = "What is 17 + 6?"
+SEED = os.environ.get("NANOBATCH_SEED", "")  # a student's name: other shapes, numbers and prompts
+
+
+def varied(*choices):
+    """The first; with a seed, any of them."""
+    return random.Random(f"{SEED} {choices}").choice(choices) if SEED else choices[0]
+
+
+SUM, SAID = varied(
+    ("What is 17 + 6?", "7 + 6 = 13, so 17 + 6 = 23."),
+    ("What is 28 + 7?", "8 + 7 = 15, so 28 + 7 = 35."),
+    ("What is 36 + 9?", "6 + 9 = 15, so 36 + 9 = 45."),
+    ("What is 45 + 8?", "5 + 8 = 13, so 45 + 8 = 53."),
+)
 ANSWERS = {
-    SUM: "7 + 6 = 13, so 17 + 6 = 23.",
+    SUM: SAID,
     "Spell lantern.": "l-a-n-t-e-r-n.",
     "Reverse the word stone.": "s-t-o-n-e becomes enots.",
     "Count from 5 to 9.": "5, 6, 7, 8, 9.",
@@ -59,7 +77,23 @@ def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float 
 
 
 def drawn(shape: Sequence[int], seed: int) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
+    return mx.random.normal(shape, key=mx.random.key(seed + crc32(SEED.encode())))
+
+
+def row_pictures(arrays: Sequence[mx.array], place: str) -> list[str]:
+    """A line for each slot or page, and head, with anything in it. All numbers of a row must be alike."""
+    lines = []
+    for layer, array in enumerate(arrays):
+        for letter, half in zip("kv", mx.split(array, 2, axis=1), strict=True):
+            for at, heads in enumerate(half):
+                for head, rows in enumerate(heads):  # (rows, Dh)
+                    assert mx.all(rows == rows[:, :1]).item(), "a row has numbers of several tokens"
+                    numbers = rows[:, 0].tolist()
+                    if any(numbers):
+                        cells = [f"{each:2.0f}" if each else " ." for each in numbers[:16]]
+                        where = f"layer {layer}, {letter}, {place} {at}, head {head}"
+                        lines.append(f"{where} {' '.join(cells)}")
+    return lines
 
 
 # --- the demo model -----------------------------------------------------------------------------
@@ -96,10 +130,46 @@ def logits(
     return model.head(llama.forward(model, mx.array(list(ids)), [window], asked))
 
 
+RECORDED = Path(__file__).with_name("recorded.safetensors")  # in a handout
+OURS: dict[str, mx.array] = {}
+
+
+def recorded(key: str, compute: Callable[[], mx.array]) -> mx.array:
+    """What our functions compute; in a handout, what they computed when it was made."""
+    if not OURS and RECORDED.is_file():
+        OURS.update(mx.load(str(RECORDED)))
+    if key not in OURS:
+        if not has_reference():
+            pytest.skip("recorded with another seed (NANOBATCH_SEED)")
+        with swapped(names()):
+            OURS[key] = compute()
+            mx.eval(OURS[key])
+    return OURS[key]
+
+
 def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
-    """With our code in all functions."""
-    with swapped(names()):
-        return logits(ids)
+    return recorded(f"logits {[*ids]}", lambda: logits(ids))
+
+
+def answer(
+    choose: Callable[[mx.array, int], int], prompt: str = SUM, slab: kv.Slab | None = None
+) -> tuple[list[int], int]:
+    """A plain loop, without an engine: the answer, and how many tokens were computed for it. With a
+    slab, each token once; else all of them in each step."""
+    ids = [*ids_of(prompt)]
+    said: list[int] = []
+    computed = start = 0
+    while len(said) < 40:
+        new = ids[start:]
+        computed += len(new)
+        token = choose(logits(new, slab, start, asked=[len(new) - 1]), len(said))
+        if token in demo()[1].end_tokens:
+            break
+        said.append(token)
+        if slab:
+            start = len(ids)
+        ids.append(token)
+    return said, computed
 
 
 # --- engines ------------------------------------------------------------------------------------

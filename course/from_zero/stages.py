@@ -4,9 +4,15 @@ No program by itself: `start.py` writes the tasks into the blank book, `check.py
 written and tells hints. Beside each function stands what it must do in a *first* engine. Ours does
 more (draft tokens, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
 book until you want it.
+
+Stages 1 to 8 are functions of the engine's own files. Stages 9 to 12 have chapters of their own, in
+`reference/`, which no engine imports.
 """
 
+from pathlib import Path
 from typing import NamedTuple
+
+from course.overlay import module_name, our_file
 
 
 class Task(NamedTuple):
@@ -14,11 +20,20 @@ class Task(NamedTuple):
 
     name: str  # chapter and function: "kv.Window.write"
     does: str  # stands in the blank book, in place of the body
-    hints: tuple[str, str, str]  # the last is nearly the answer
+    hints: tuple[str, ...]  # the last of three is nearly the answer; a handout has none
 
     @property
     def short(self) -> str:
         return self.name.rpartition(".")[2]
+
+    @property
+    def chapter(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def reference(self) -> Path:
+        """The file with our function in it."""
+        return our_file(module_name(self.chapter))
 
 
 class Stage(NamedTuple):
@@ -27,6 +42,11 @@ class Stage(NamedTuple):
     minutes: int
     runs: str  # what runs after it
     tasks: tuple[Task, ...]
+
+    @property
+    def tests(self) -> Path:
+        (file,) = Path(__file__).parent.glob(f"test_{self.number}_*.py")
+        return file
 
 
 STAGES = (
@@ -57,10 +77,10 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
             ),
             Task(
                 "llama.heads",
-                """One product, `layer.qkv`, yields queries, keys and values side by side: H, Hkv and
-                Hkv heads of Dh numbers. Cut them apart. Queries and keys, side by side along axis 1,
-                go through `layer.qk_norm` and then through `turn`, together: cut them again. Values are
-                not turned.""",
+                """`layer.qkv` is one product for all three: a row for each token, in which the heads of
+                queries, keys and values follow each other. `layer.qk_norm` and `turn` take and
+                return (N, heads, Dh), queries and keys together. Which of the three needs its position,
+                and which does not?""",
                 (
                     "`model.config` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
                     "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
@@ -576,6 +596,249 @@ return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., 
         self._fail(error)
         if not isinstance(error, Exception): raise
         return True""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        9,
+        "the KV cache in pages",
+        60,
+        "many more short requests fit into the same memory, with the same tokens; each step copies rows",
+        (
+            Task(
+                "pages.Pool.grow",
+                """How many pages do `rows` rows need, and how many are in the sequence's table already?
+                Take the missing ones out of `self.free`, and put them at the end of its table. If too
+                few are free, return False and change nothing, the table included.""",
+                (
+                    "17 rows need two pages of 16: round up.",
+                    "`-(-rows // PAGE)` rounds up. A sequence that is new has no table yet, and one may "
+                    "have more pages than it needs.",
+                    """table = self.tables.get(sequence, [])
+missing = -(-rows // PAGE) - ...            # may be below 0
+if missing > len(self.free): return False
+self.tables[sequence] = table + [self.free.pop() for _ in range(...)]
+return True""",
+                ),
+            ),
+            Task(
+                "pages.Pool.leave",
+                """Put all pages of the sequence back into `self.free`, and drop its table. What is in
+                them may stay: the next owner writes a row before it reads it.""",
+                (
+                    "`self.tables` is by sequence.",
+                    "`dict.pop` returns what it takes out.",
+                    "self.free += self.tables.pop(...)",
+                ),
+            ),
+            Task(
+                "pages.Pool.place",
+                """Which entry of the sequence's table names the page, and how far into it is the row?""",
+                (
+                    "Each page has PAGE rows: row 0 to 15 are in the first.",
+                    "`divmod(row, PAGE)`",
+                    "return self.tables[sequence][row // ...], row % ...",
+                ),
+            ),
+            Task(
+                "pages.PagedWindow.write",
+                """The new tokens are those of `self.sequences`, L of each, one sequence after the other;
+                the first of each goes into its row in `self.starts`. Write each into
+                `self.slab.arrays[layer]`, (pages, 2 Hkv, PAGE, Dh), where `self.slab.place` says: its keys
+                into the first Hkv heads, its values into the others.""",
+                (
+                    "A loop over all rows is right, and slow. `mx.concatenate([k, v], axis=1)` has the "
+                    "heads in their order.",
+                    "An array of pages and one of places, as indices beside each other, write all rows at "
+                    "once: `a[pages, :, places] = new` takes new as (rows, 2 Hkv, Dh).",
+                    """new = mx.concatenate([k, v], axis=1)
+for sequence, start in zip(self.sequences, self.starts):
+    for row in range(start, start + self.L):
+        page, place = self.slab.place(...)       # append them to pages and places
+self.slab.arrays[layer][mx.array(pages), :, ...] = new""",
+                ),
+            ),
+            Task(
+                "pages.PagedWindow.read",
+                """Gather: the pages of the group's sequence (number `group.slots.start` of
+                `self.sequences`), in the order of its table, as one array; then the first `group.T` rows
+                of it. Return keys and values, (1, Hkv, T, Dh) each.""",
+                (
+                    "An index that is an array of pages copies them: (pages, 2 Hkv, PAGE, Dh).",
+                    "Bring the axis of the heads to the front; then pages and places are neighbours, and "
+                    "can be one axis.",
+                    """pages = self.slab.arrays[layer][mx.array(table)]
+rows = pages.swapaxes(0, 1).flatten(1, 2)     # (2 Hkv, all rows, Dh)
+rows = rows[None, :, : ...]
+return mx.split(rows, 2, axis=...)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        10,
+        "speculative decoding",
+        45,
+        "the same answers in fewer steps, where a text repeats itself; rows in vain where it does not",
+        (
+            Task(
+                "lookup.draft",
+                """Look for the newest two tokens in the text before them, from its end backwards. They
+                may overlap with themselves: after "aaa", "a" came. Return up to `most` tokens of what came
+                after, as a list.""",
+                (
+                    "The newest pair itself does not count: nothing has come after it yet.",
+                    "The last place where a pair may begin is three before the end of the text.",
+                    """for at in range(len(text) - 3, -1, -1):
+    if text[at : at + 2] == ...:
+        return list(text[at + 2 : ...])
+return []""",
+                ),
+            ),
+            Task(
+                "lookup.accept",
+                """The first of `sampled` comes after the newest token, so it is right, whatever was
+                drafted. The next one is, if the first drafted token is what the model said; and so on.""",
+                (
+                    "Token i of the draft is right if it is token i of what was sampled, and all before "
+                    "it are right.",
+                    "With n right tokens the answer gets n + 1.",
+                    """right = 0
+while right < len(drafted) and drafted[right] == ...: right += 1
+return list(sampled[: ...])""",
+                ),
+            ),
+            Task(
+                "lookup.answer",
+                """First the prompt goes in, and the last token that comes out begins the answer. Then, in
+                each step, the newest token and its draft, into the row behind all that is right. Draft
+                no more than the answer may still use. Among the tokens that are accepted the first of
+                `ends` is the last one of the answer.""",
+                (
+                    "The newest token has no row yet: its row is number len(prompt) + len(said) - 1. Rows of "
+                    "wrong drafts are written over by themselves.",
+                    "An answer with n tokens to go may draft n - 1, for the model adds one.",
+                    """said = step(prompt, 0)[-1:]
+while len(said) < max_tokens and said[-1] not in ends:
+    drafted = draft(prompt + said, min(most, ...))
+    sampled = step([said[-1], *drafted], ...)
+    for token in accept(drafted, sampled): append it, and stop at an end
+return said""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        11,
+        "keys and values in 8 bits",
+        45,
+        "the memory is little more than a quarter, and answers stay; logits are off by a little",
+        (
+            Task(
+                "eight_bits.quantize",
+                """Which numbers may share a scale, if a row must not depend on its neighbours? The
+                scale is 1/127 of the largest size among them. A row of zeros has the scale 0, and the
+                codes 0. Of a row that is not finite the scale is not finite either.""",
+                (
+                    "The numbers of one row and head share a scale: the last axis.",
+                    "`mx.abs(x).max(axis=-1, keepdims=True)`; and do not divide by a scale of 0, for "
+                    "0 / 0 is NaN. Round before the cast to int8, which cuts off.",
+                    """scale = mx.abs(x).max(axis=-1, keepdims=True).astype(mx.float32) / 127
+codes = mx.round(x / mx.where(scale == 0, 1, ...))
+return codes.astype(mx.int8), scale""",
+                ),
+            ),
+            Task(
+                "eight_bits.dequantize",
+                """One product. (0 times a scale that is NaN or infinite is NaN: so what was not finite
+                shows.)""",
+                (
+                    "What is a code of 127 worth?",
+                    "Each code times the scale of its row and head; the shapes fit.",
+                    "return codes * ...",
+                ),
+            ),
+            Task(
+                "eight_bits.SmallWindow.write",
+                """As `Window.write` in kv.py, twice: codes into `self.slab.codes[layer]`, scales into
+                `self.slab.scales[layer]`, both (slots, 2 Hkv, rows, ...), keys before values.""",
+                (
+                    "`quantize(mx.concatenate([k, v], axis=1))` has both at once: (B * L, 2 Hkv, ...).",
+                    "The rows of sequence i are number i * L to (i + 1) * L. In the slab the heads come "
+                    "before the rows: swap the axes.",
+                    """codes, scale = quantize(mx.concatenate([k, v], axis=1))
+for i, (slot, start) in enumerate(zip(self.slots, self.starts)):
+    new = slice(i * self.L, (i + 1) * self.L)
+    self.slab.codes[layer][slot, :, start : start + self.L] = codes[new].swapaxes(0, 1)
+    and the scales in the same way""",
+                ),
+            ),
+            Task(
+                "eight_bits.SmallWindow.read",
+                """The first T rows of the group's slot (number `group.slots.start` of `self.slots`),
+                codes and scales, as the numbers that they stand for; then cut keys from values.""",
+                (
+                    "The slab has the heads before the rows, and so has the result.",
+                    "`x[None]` puts an axis of 1 in front, and `mx.split(x, 2, axis=1)` cuts the heads in two "
+                    "halves.",
+                    """codes = self.slab.codes[layer][slot, :, : group.T]
+scales = ...
+return mx.split(dequantize(codes, scales)[None], 2, axis=1)""",
+                ),
+            ),
+        ),
+    ),
+    Stage(
+        12,
+        "two ranks on one machine",
+        60,
+        "two processes give the tokens of one, with half of each layer's weights and 12 messages a token",
+        (
+            Task(
+                "ranks.route",
+                """What does a prompt cost on each replica? The tokens that wait there, and those of the
+                prompt behind the longest beginning that one of its texts shares. Return the number of the
+                cheapest replica; of equals the first.""",
+                (
+                    "A text may share nothing, or be shorter than the prompt. Compare token by token, up "
+                    "to the first that differs.",
+                    "A replica without texts shares 0 tokens: `max(..., default=0)`.",
+                    """for replica in replicas:
+    shared = the longest common beginning of prompt and any of replica.texts
+    costs.append(replica.waiting + len(prompt) - ...)
+return costs.index(min(costs))""",
+                ),
+            ),
+            Task(
+                "ranks.shard",
+                """Rank 0 has the first part, rank 1 the second. Which axis is cut? Rows of a weight are
+                what comes out (the heads of q), and columns are what goes in (the heads that o gets).
+                A norm has one axis.""",
+                (
+                    "`mx.split(weight, size, axis=...)[rank]`",
+                    "q_proj has a row for each number of each head: axis 0. What o_proj gets are the "
+                    "heads of this rank: axis 1.",
+                    """if weight.ndim == 1: return weight
+axis = 1 if name in ("o_proj", ...) else 0
+return mx.split(weight, size, axis=axis)[...]""",
+                ),
+            ),
+            Task(
+                "ranks.block",
+                """norm, q, k and v, attend, o, and x added; norm, gate and up, down, and x added. What o
+                and down yield is this rank's part: add it up over the ranks (`all_sum`) before x is added.
+                The MLP is down(silu(gate) * up), with silu(x) = x * sigmoid(x).""",
+                (
+                    "x is the same on each rank already. If it went through `all_sum`, it would count "
+                    "twice.",
+                    "Everything but the two sums is the block of one rank: small_llama.py has it.",
+                    """h = norm(x, w["input_layernorm"])
+h = attend(h @ w["q_proj"].T, ..., ...)
+x = x + all_sum(h @ w["o_proj"].T)
+h = norm(x, w["post_attention_layernorm"])
+gate = ...
+return x + all_sum((gate * mx.sigmoid(gate) * ...) @ w["down_proj"].T)""",
                 ),
             ),
         ),

@@ -21,12 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course.from_zero.stages import STAGES, Task, tasks
-from course.overlay import CHAPTERS, file_in, functions, our_file
+from course.overlay import CHAPTERS, file_in, functions, has_reference, our_file
 
 MADE_OF = "made-of.txt"
 # Of the engine: switched off in the blank book, until it is wanted
 SWITCHES = {
-    r"(prefix_cache: bool) = True": r"\1 = False",
+    r"(prefix_cache: bool) = \w+": r"\1 = False",
     r"(speculate: int \| None) = \w+": r"\1 = 0",
 }
 
@@ -81,9 +81,8 @@ def blank_book(first: int = 1) -> dict[str, str]:
 
 
 def mark() -> str:
-    """Which chapters of ours a book was made of: a later version may name things in other ways."""
-    texts = [our_file(chapter).read_bytes() for chapter in CHAPTERS]
-    return f"{zlib.crc32(b''.join(texts)):08x}"
+    """Which version a book was made of (in a handout, too): a later one may name things in other ways."""
+    return f"{zlib.crc32(''.join(blank_book().values()).encode()):08x}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,6 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="leave blank what is written from this stage on (default: 1)",
     )
     args = parser.parse_args(arguments)
+    if args.first > 1 and not has_reference():
+        print("start.py: --from takes our functions, and a handout has none", file=sys.stderr)
+        return 2
     folder = Path(args.folder)
     there = [file_in(folder, chapter) for chapter in CHAPTERS]
     there = [file for file in there if file.exists()]
@@ -115,7 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"start.py: {folder}: {error.strerror}; name another folder", file=sys.stderr)
         return 2
     count = sum(len(stage.tasks) for stage in STAGES if stage.number >= args.first)
-    print(f"{folder}: {count} functions to write. Begin with course/from_zero/README.md, and then:")
+    page = "course/from_zero/README.md" if has_reference() else "README.md"
+    print(f"{folder}: {count} functions to write. Begin with {page}, and then:")
     print(f"    python course/from_zero/check.py {args.folder}")
     return 0
 

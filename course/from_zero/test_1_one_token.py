@@ -11,6 +11,7 @@ import pytest
 
 import llama
 from course.from_zero.shared_by_tests import (
+    ANSWERS,
     SUM,
     assert_close,
     demo,
@@ -20,6 +21,7 @@ from course.from_zero.shared_by_tests import (
     new_slab,
     our_logits,
     text_of,
+    varied,
 )
 from kernels.mlx import mx
 
@@ -42,7 +44,7 @@ def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> 
 def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
     """The new tokens of each sequence are its last ones. If the result is wrong: is it what a usual
     mistake would yield?"""
-    Dh = 8
+    Dh = varied(8, 4, 12)
     q = drawn((B * L, H, Dh), 1)
     k = drawn((B, Hkv, T, Dh), 2)
     v = drawn((B, Hkv, T, Dh), 3)
@@ -72,6 +74,9 @@ def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
         pytest.fail("\n".join(lines), pytrace=False)
 
 
+GROUPED = varied((6, 2), (6, 3), (8, 2), (12, 4))  # H, Hkv
+
+
 @pytest.mark.about("attention")
 def test_values_are_weighed():
     """A query weighs the values by their keys."""
@@ -87,15 +92,15 @@ def test_mask():
 @pytest.mark.about("attention")
 def test_grouped_query_attention():
     """Neighbouring query heads share a key head."""
-    check_attention(H=6, Hkv=2, B=1, L=1, T=5)
-    check_attention(H=6, Hkv=2, B=1, L=3, T=5)
+    check_attention(*GROUPED, B=1, L=1, T=5)
+    check_attention(*GROUPED, B=1, L=3, T=5)
 
 
 @pytest.mark.about("attention")
 def test_batch():
     """Of several sequences none sees another."""
-    check_attention(H=6, Hkv=2, B=3, L=1, T=7)
-    check_attention(H=6, Hkv=2, B=2, L=3, T=7)
+    check_attention(*GROUPED, B=3, L=1, T=7)
+    check_attention(*GROUPED, B=2, L=3, T=7)
 
 
 @pytest.mark.about("heads")
@@ -141,5 +146,5 @@ def test_one_token():
     """One token says something."""
     found = logits(ids_of(), asked=[len(ids_of()) - 1])
     token = mx.argmax(found).item()
-    assert text_of([token]) == "7"
+    assert ANSWERS[SUM].startswith(text_of([token]))
     print(f"{SUM}  ->  {text_of([token])}")

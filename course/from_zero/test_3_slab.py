@@ -9,15 +9,15 @@ import llama
 from course.from_zero.shared_by_tests import (
     ANSWERS,
     SUM,
+    answer,
     assert_close,
     demo,
     drawn,
     ids_of,
     logits,
-    new_engine,
     new_slab,
     our_logits,
-    steps_for,
+    text_of,
 )
 from kernels.mlx import mx
 
@@ -183,10 +183,8 @@ def test_several_windows():
 
 def test_kv_cache():
     """The same tokens, and each step computes one."""
-    with new_engine(slots=1) as engine:
-        steps = steps_for(engine, [SUM])
-    tokens = len(ids_of()) + steps - 1
-    print(f"{SUM}  ->  {ANSWERS[SUM]}")
-    print(
-        f"without the slab {sum(range(len(ids_of()), tokens + 1))} tokens are computed, with it {tokens}"
-    )
+    said, tokens = answer(lambda logits, index: mx.argmax(logits).item(), slab=new_slab())
+    assert text_of(said) == ANSWERS[SUM]
+    print(f"{SUM}  ->  {text_of(said)}")
+    without = sum(range(len(ids_of()), tokens + 1))
+    print(f"without the slab {without} tokens are computed, with it {tokens}")

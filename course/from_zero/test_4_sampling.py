@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import pytest
 
 import sampling
-from course.from_zero.shared_by_tests import assert_close, new_engine, run_all, text_of
+from course.from_zero.shared_by_tests import answer, assert_close, demo, new_slab, text_of
 from kernels.mlx import mx
 from nanobatch import SamplingParams
 from sampling import SamplingRow
@@ -164,14 +164,18 @@ def test_draws_do_not_depend_on_the_company():
 
 
 def test_seeds():
-    """An engine with your sampler says the same for the same seed."""
-    with new_engine(slots=2) as engine:
-        prompt = engine.text.ask("Tell me a story about a fox.")
-        warm = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=12)
-        other = SamplingParams(temperature=0.9, seed=8, max_tokens=12)
-        handles = [engine.submit(prompt, each) for each in (warm, warm, other)]
-        run_all(engine)
-        first, same, different = [handle.tokens for handle in handles]
+    """With your sampler, the same seed says the same again."""
+    state = sampling.SlotState(1, demo()[0].config.V)
+    warm = SamplingParams(temperature=0.9, top_p=0.95)
+
+    def story(seed: int) -> list[int]:
+        def choose(logits: mx.array, index: int) -> int:
+            row = SamplingRow(0, warm, seed, index)
+            return sampling.sample(logits, [row], state)[0].item()
+
+        return answer(choose, "Tell me a story about a fox.", new_slab())[0]
+
+    first, same, different = [story(seed) for seed in (7, 7, 8)]
     assert same == first
     assert different != first
     print(f"seed 7: {text_of(first)!r}, twice")

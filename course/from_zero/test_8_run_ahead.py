@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from course.from_zero.shared_by_tests import (
+    SEED,
     SUM,
     Tale,
     ask,
@@ -182,7 +183,7 @@ def test_plan_false():
 
 def test_batch_invariance():
     """In company each answer is the one that it has alone."""
-    dice = random.Random(3)
+    dice = random.Random(SEED or 3)
     asks = []
     for number in range(16):
         warm = {"temperature": 0.8, "seed": number} if number % 3 == 0 else {}

@@ -13,7 +13,8 @@ A batch of what shape? The simplest is a rectangle. Two things do not fit into i
   behind its own, and the answer's tokens write over those rows, one by one.
 - The answers have different lengths. So an answer that ends early stays in the batch as a *ghost*
   (▚) until the whole batch is done: its last token goes in again and again, and what comes out is
-  dropped. Meanwhile requests 5 to 8 wait.
+  dropped. Meanwhile requests 5 to 8 wait. (Elsewhere this is padding, too: `generate` of Hugging
+  Face's transformers gives a sequence that has finished pad tokens until the longest has.)
 
 slot 0  ▒1██████████████████████████████████████████████▒5█████████████████████████████████████████
 slot 1  ▒2███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒6███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚

@@ -30,9 +30,9 @@ slot 2  ▒3█████████████▒5████████�
 slot 3  ▒4███████████████▒7████████▒8█████████····················
 
 Compared with rung 3 padding and ghosts have gone. A prompt goes in with its own length. The window
-of the newest tokens names only the slots that decode, so under "static", too, nothing runs in a
-slot whose sequence has ended. The slot is *blocked* (╳) while requests wait for the batch, and
-*empty* (·) when none waits.
+of the newest tokens names only the slots that decode. So under "static" the same slots stay without
+a request as on rung 3, but there they computed in vain (a ghost), and here they do nothing: such a
+slot is *blocked* (╳) while requests wait for the batch, and *free* (·) when none waits.
 """
 
 import time

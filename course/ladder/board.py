@@ -9,7 +9,7 @@ written over the request's second step.
     █ decode    the answer's newest token goes in, the next one comes out
     ▚ ghost     the same for an answer that has ended: what comes out is dropped
     ╳ blocked   nothing, though requests wait: the policy keeps them out
-    · empty     nothing, and no request waits for it
+    · free      nothing, and no request waits for it
 """
 
 from __future__ import annotations

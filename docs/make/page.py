@@ -184,8 +184,10 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     if talk:
         data["talk"] = list(talk)
     text = live_page.page(data, parts=parts, connects=pyodide["at"])
-    link = rf'<a href="{repository}/blob/main/\1"'
-    return re.sub('<a data-file="(.*?)"', link, text) if repository else text
+    if not repository:
+        return text
+    text = text.replace("<a data-annotated", f'<a href="{address}annotated/index.html"')
+    return re.sub('<a data-file="(.*?)"', rf'<a href="{repository}/blob/main/\1"', text)
 
 
 def checked(recordings: list[dict], talk: Sequence[dict]) -> str:

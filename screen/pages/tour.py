@@ -43,7 +43,7 @@ RUNS = "enter: at full speed · esc: leave"
 COMES = "the tour begins when the model is there"
 FAREWELL = (
     "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
-    "every key and word; and course/ladder climbs from one token to an engine in six short programs."
+    "every key and word; and course/ladder climbs from one token to an engine in seven short programs."
 )
 
 

@@ -134,7 +134,7 @@ def test_half_done_pane(monkeypatch):
 
 def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
     """A number in place of the sentence passed."""
-    test = exercise_of("policy", monkeypatch)["test_gentle_admits_one_newcomer_a_step"]
+    test = exercise_of("policy", monkeypatch)["test_gentle_fills_a_free_slot_in_mid_answer"]
     gentle = POLICIES["continuous"]._replace(room=lambda free, running: min(1, free))
     monkeypatch.setitem(POLICIES, "gentle", gentle)
     test()

@@ -24,7 +24,7 @@ from recordings import HOSTILE, TEXTS, recording
 from servers import Server
 from word_engine import Clock, word_engine
 
-from docs.make import page
+from docs.make import annotated, page
 from nanobatch import SamplingParams
 from server.app import APIServer
 from server.http import Options
@@ -81,6 +81,22 @@ def test_steps_that_are_worth_a_look_can_be_shown(opens):
         buttons.nth(number).click()
         assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
         shows(tab, "[data-step-words]", f"{word}")
+
+
+def test_links_of_the_annotated_core_open_a_step(opens):
+    """Of another page, and in the open page, where only the hash changes."""
+    tab = opens(f"file://{DEMO}#ghost")
+    shows(tab, "[data-step-words]", "a ghost")
+    assert not tab.evaluate("nanobatch.player.playing")
+    words = {"join": "Admitted", "chunk": "(tokens 1 to ", "prefix": "known already"}
+    words |= {"ghost": "a ghost", "blocked": "kept shut"}
+    assert words.keys() == annotated.MARKS.groupindex.keys() - {"code", "em"}
+    for name, said in words.items():
+        tab.evaluate(f"location.hash = '{name}'")
+        shows(tab, "[data-step-words]", said)
+    until(
+        tab, "document.querySelector('[data-step-panel]').getBoundingClientRect().top < innerHeight"
+    )
 
 
 def test_a_click_on_a_column_shows_its_step(opens):

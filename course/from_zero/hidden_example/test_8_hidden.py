@@ -1,0 +1,30 @@
+"""Hidden checks of stage 8, an example."""
+
+from course.from_zero.shared_by_tests import ANSWERS, SUM, ask, new_engine, run_all
+
+
+def test_planted_neighbours():
+    """An answer is the same next to its own prompt with other settings, and next to ends and cancels."""
+    with new_engine(slots=4, budget=40) as engine:
+        warm = [ask(engine, temperature=1.5, seed=seed, max_tokens=seed) for seed in range(1, 6)]
+        mine = ask(engine)
+        others = [ask(engine, prompt, max_tokens=2) for prompt in ANSWERS]
+        for _ in range(6):
+            engine.step()
+        others[-1].cancel()
+        run_all(engine)
+    assert mine.result().text == ANSWERS[SUM]
+    assert [len(handle.tokens) for handle in warm] == [1, 2, 3, 4, 5]
+
+
+def test_cancel_in_flight():
+    """Who is cancelled while a step is in flight gets no token of it, and the next owner of the slot does."""
+    with new_engine(slots=1) as engine:
+        engine.eager_first_token = False
+        first = ask(engine)
+        second = ask(engine)
+        engine.step()
+        first.cancel()
+        run_all(engine)
+    assert first.finish_reason == "cancelled" and not first.tokens
+    assert second.result().text == ANSWERS[SUM]

@@ -1,0 +1,141 @@
+"""Stage 10: speculative decoding, by prompt lookup. You write `draft`, `accept` and `answer` in
+lookup.py.
+
+In the drawings a token is a letter.
+"""
+
+import random
+
+import pytest
+
+from course.from_zero.reference import lookup
+from course.from_zero.small_llama import Rows, forward, tokenizer
+from kernels.mlx import mx
+
+
+def letters(tokens: list[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def tokens(text: str) -> list[int]:
+    return [*map(ord, text)]
+
+
+@pytest.mark.about("draft")
+def test_draft():
+    """What came after the newest two tokens the last time is the draft, up to `most` tokens."""
+    texts = ("abcdab", "abxabyab", "abxxab", "aaaa", "abcabd", "ab", "a")
+    found = [f"{text}: {letters(lookup.draft(tokens(text), 3))}" for text in texts]
+    assert found == [
+        "abcdab: cda",
+        "abxabyab: yab",
+        "abxxab: xxa",
+        "aaaa: a",
+        "abcabd: ",
+        "ab: ",
+        "a: ",
+    ]
+    assert lookup.draft(tokens("abcdab"), 0) == []
+
+
+@pytest.mark.about("accept")
+def test_accept():
+    """Drafted tokens count as long as the model says the same; then what the model says instead."""
+    cases = (("", "x"), ("fox", "foxy"), ("fox", "fo.y"), ("fox", "f.xy"), ("fox", ".oxy"))
+    found = [f"{a!r} {b!r}: {letters(lookup.accept(tokens(a), tokens(b)))}" for a, b in cases]
+    assert found == [
+        "'' 'x': x",
+        "'fox' 'foxy': foxy",
+        "'fox' 'fo.y': fo.",
+        "'fox' 'f.xy': f.",
+        "'fox' '.oxy': .",
+    ]
+
+
+class Model:
+    """Says `wanted` after `prompt`, and nonsense after anything else. It draws its steps."""
+
+    def __init__(self, prompt: str, wanted: str):
+        self.text = tokens(prompt + wanted)
+        self.prompt = len(prompt)
+        self.rows: list[int] = []  # the tokens whose keys and values are kept
+        self.lines: list[str] = []
+        self.vain = 0
+
+    def step(self, ids: list[int], start: int) -> list[int]:
+        assert start <= len(self.rows), f"row {len(self.rows)} is skipped: {start} was written"
+        assert len(self.lines) < 200, "the answer does not end"
+        self.rows[start:] = ids
+        ends = range(start + 1, len(self.rows) + 1)
+        said = [self.text[n] if self.rows[:n] == self.text[:n] else ord("?") for n in ends]
+        self.lines.append(f"row {start:>2}: {letters(ids):<8} -> {letters(said)}")
+        return said
+
+    def answer(self, most: int, max_tokens: int = 99) -> str:
+        return letters(lookup.answer(self.step, self.text[: self.prompt], most, max_tokens, {46}))
+
+
+@pytest.mark.about("answer")
+def test_steps():
+    """The newest token and its draft go in together, and the next ones begin behind what was right."""
+    model = Model("owl,fox;", "owl,fix,fox. ")
+    said = model.answer(4)
+    assert model.lines == [
+        "row  0: owl,fox; -> wl,fox;o",
+        "row  8: o        -> w",
+        "row  9: wl,fo    -> l,fi?",
+        "row 13: i        -> x",
+        "row 14: x        -> ,",
+        "row 15: ,        -> f",
+        "row 16: fix,f    -> o????",
+        "row 17: ox;ow    -> x.???",
+    ]
+    assert said == "owl,fix,fox."
+
+
+@pytest.mark.about("answer")
+def test_ends():
+    """An answer ends within a draft, too: with the end's token, or at max_tokens."""
+    assert Model("ab.c", "ab. ").answer(5) == "ab."
+    assert Model("abcdab", "cdabcdab. ").answer(4, max_tokens=3) == "cda"
+    model = Model("abcdab", "cdabcdab. ")
+    assert model.answer(9, max_tokens=6) == "cdabcd"
+    assert len(model.rows) <= 6 + 6, "a row is written that no token may need"
+
+
+def test_random():
+    """Whatever is drafted, the answer is the one without drafts."""
+    dice = random.Random(7)
+    for number in range(60):
+        prompt = "".join(dice.choices("abc", k=dice.randint(1, 9)))
+        wanted = "".join(dice.choices("abc", k=dice.randint(0, 20))) + ". "
+        plain = Model(prompt, wanted).answer(0)
+        assert (number, Model(prompt, wanted).answer(dice.randint(1, 6))) == (number, plain)
+        assert plain == wanted[:-1]
+
+
+def test_fewer_steps():
+    """The demo model's answers are the same, in fewer steps where a text repeats itself."""
+    print("                                          steps      rows in vain")
+    for prompt in (
+        "Repeat: the owl and the fox went to the lake.",
+        "Is fox in this list: owl, cat, dog, bee, hen, pig?",
+        "Count from 3 to 20.",
+    ):
+        said, steps, vain = [], [], 0
+        for most in (0, 4):
+            rows = Rows()
+            sizes: list[int] = []
+
+            def step(ids: list[int], start: int, rows: Rows = rows, sizes: list = sizes):
+                sizes.append(len(ids))
+                window = rows.at(start, len(ids))
+                return mx.argmax(forward(ids, [window]), axis=-1).tolist()
+
+            ids = tokenizer().ask(prompt)
+            said.append(lookup.answer(step, ids, most, 60, tokenizer().end_tokens))
+            steps.append(len(sizes))
+            vain = sum(sizes[1:]) + 1 - len(said[-1])
+        assert said[0] == said[1]
+        assert steps[1] < steps[0]
+        print(f"{prompt[:38]:<38}   {steps[0]:>2} -> {steps[1]:>2}   {vain:>9}")

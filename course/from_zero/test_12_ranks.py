@@ -1,0 +1,147 @@
+"""Stage 12: two ranks on one machine. You write `route`, `shard` and `block` in ranks.py."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from course.from_zero.reference import ranks
+from course.from_zero.reference.ranks import Replica
+from course.from_zero.shared_by_tests import SUM, assert_close, drawn
+from course.from_zero.small_llama import answer, block, tokenizer, weights_of
+from course.from_zero.two_ranks import launch
+from kernels.mlx import mx
+
+
+@pytest.mark.about("route")
+def test_route():
+    """A request goes where the fewest tokens are to be computed before its first."""
+    a, b = [1, 2, 3, 4, 5, 6], [1, 2, 9]
+    cases = (
+        (Replica(0, []), Replica(0, [])),
+        (Replica(9, []), Replica(5, [])),
+        (Replica(0, []), Replica(3, [a, b])),
+        (Replica(0, []), Replica(4, [a])),
+        (Replica(0, []), Replica(1, [b])),
+        (Replica(7, [a + a]), Replica(2, [b])),
+    )
+    assert [ranks.route([1, 2, 3, 4], each) for each in cases] == [0, 1, 1, 0, 1, 1]
+    assert ranks.route(a + b, [Replica(4, [a]), Replica(0, [b])]) == 0
+
+
+def computed(choose: Callable) -> list[int]:
+    """Four talks of three turns each, on two replicas: the tokens that each of them computes."""
+    texts: list[list[list[int]]] = [[], []]
+    work = [0, 0]
+    for turn in range(1, 4):
+        for talk in (0, 1, 2, 3) if turn % 2 else (3, 0, 2, 1):
+            prompt = [100 * talk + i for i in range(20 * turn)]
+            known = [Replica(work[i] - min(work), texts[i]) for i in (0, 1)]
+            at = choose(prompt, known)
+            seen = max([len(text) for text in texts[at] if text[0] == prompt[0]], default=0)
+            work[at] += len(prompt) - seen
+            texts[at].append(prompt)
+    return work
+
+
+@pytest.mark.about("route")
+def test_replicas():
+    """Turns of a talk find their beginning again, and both replicas have work."""
+    turns = iter(range(99))
+    in_turn = computed(lambda *_: next(turns) % 2)
+    routed = computed(ranks.route)
+    assert routed == [120, 120]
+    print(f"prompt tokens computed: {sum(routed)} by your router, {sum(in_turn)} in turn")
+
+
+@pytest.mark.about("shard")
+def test_shard():
+    """Rows of what heads and hidden numbers come out of, columns of what they go into."""
+    weight = 10 * mx.arange(6)[:, None] + mx.arange(4)  # 42 is in row 4, column 2
+    found = []
+    for name in ("q_proj", "v_proj", "up_proj", "o_proj", "down_proj"):
+        for rank in (0, 1):
+            part = ranks.shard(name, weight, rank, 2)
+            first, last = part[0, 0].item(), part[-1, -1].item()
+            rows, columns = zip(divmod(first, 10), divmod(last, 10), strict=True)
+            found.append(f"{name} on rank {rank}: rows {rows}, columns {columns}")
+    assert found == [
+        "q_proj on rank 0: rows (0, 2), columns (0, 3)",
+        "q_proj on rank 1: rows (3, 5), columns (0, 3)",
+        "v_proj on rank 0: rows (0, 2), columns (0, 3)",
+        "v_proj on rank 1: rows (3, 5), columns (0, 3)",
+        "up_proj on rank 0: rows (0, 2), columns (0, 3)",
+        "up_proj on rank 1: rows (3, 5), columns (0, 3)",
+        "o_proj on rank 0: rows (0, 5), columns (0, 1)",
+        "o_proj on rank 1: rows (0, 5), columns (2, 3)",
+        "down_proj on rank 0: rows (0, 5), columns (0, 1)",
+        "down_proj on rank 1: rows (0, 5), columns (2, 3)",
+    ]
+    norm = mx.arange(4)
+    assert ranks.shard("input_layernorm", norm, 1, 2).tolist() == norm.tolist(), "a norm is whole"
+
+
+def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """A stand-in for attention, head by head: three query heads to each key head."""
+    heads = mx.repeat((k + v).reshape(len(k), -1, 32), 3, axis=1)
+    return q * heads.reshape(q.shape)
+
+
+def on_ranks(x: mx.array, size: int) -> tuple[list[mx.array], list[list[mx.array]]]:
+    """What `block` returns on each rank, and its parts of each sum.
+
+    Without processes: the ranks run one after the other, again and again. What the others gave to a
+    sum the last time, they give now. So after a round, one sum more is right on all of them.
+    """
+    layer = weights_of(0)
+    parts: list[list[mx.array]] = [[] for _ in range(size)]
+    for _ in range(4):
+        before = parts
+        parts = [[] for _ in range(size)]
+        results = []
+        for rank in range(size):
+            own = {name: ranks.shard(name, weight, rank, size) for name, weight in layer.items()}
+            others = [each for i, each in enumerate(before) if i != rank]
+            results.append(ranks.block(x, own, attend, partial(add, parts[rank], others)))
+    return results, parts
+
+
+def add(parts: list[mx.array], others: list[list[mx.array]], part: mx.array) -> mx.array:
+    at = len(parts)
+    parts.append(part)
+    return sum((each[at] for each in others if at < len(each)), part)
+
+
+@pytest.mark.about("block")
+def test_one_rank():
+    """On one rank a block is what it was."""
+    x = drawn((3, 192), 1)
+    (found,), _ = on_ranks(x, 1)
+    assert_close(found, block(x, weights_of(0), attend), "the block")
+
+
+@pytest.mark.about("block")
+def test_two_ranks():
+    """Two ranks make the same of x, with two sums of parts; x itself is in no sum."""
+    x = drawn((3, 192), 1)
+    found, parts = on_ranks(x, 2)
+    assert [len(each) for each in parts] == [2, 2], "how often each rank calls all_sum"
+    wanted = block(x, weights_of(0), attend)
+    for rank in (0, 1):
+        assert parts[rank][0].shape == x.shape, "a part is (N, D)"
+        assert_close(found[rank], wanted, f"the block on rank {rank}")
+
+
+def test_processes():
+    """Two processes, over MLX's ring: the tokens of one."""
+    alone = answer(tokenizer().ask(SUM))
+    try:
+        first, second = launch(SUM)
+    except RuntimeError as error:
+        pytest.fail(str(error), pytrace=False)
+    assert first["tokens"] == alone
+    assert second["tokens"] == alone
+    assert first["messages"] == second["messages"] == 12 * len(alone)
+    whole = sum(weight.nbytes for layer in range(6) for weight in weights_of(layer).values())
+    print(f"a rank holds {first['weights'] / whole:.0%} of the layers' weights")
+    print(f"the price: 12 messages a token, {first['bytes']:,} bytes each")

@@ -1,0 +1,118 @@
+"""Stage 12, for real: two processes share the demo model, over MLX's ring on 127.0.0.1.
+
+python course/from_zero/two_ranks.py "What is 17 + 6?" --book mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from course import overlay
+
+PATIENCE_S = 30
+LOOPBACK = "127.0.0.1"
+
+
+def be_a_rank(prompt: str) -> dict:
+    """What this process has to say in the end."""
+    from course.from_zero import small_llama
+    from course.from_zero.reference import ranks
+    from kernels.mlx import mx
+
+    ring = mx.distributed.init(backend="ring", strict=True)
+    rank, size = ring.rank(), ring.size()
+    layers = []
+    for layer in range(small_llama.LAYERS):
+        whole = small_llama.weights_of(layer)
+        layers.append({name: ranks.shard(name, w, rank, size) for name, w in whole.items()})
+    sent = []
+
+    def all_sum(part: mx.array) -> mx.array:
+        sent.append(part.nbytes)
+        return mx.distributed.all_sum(part)
+
+    def step(ids: list[int], windows: list) -> mx.array:
+        def block(x: mx.array, w: dict, attend) -> mx.array:
+            return ranks.block(x, w, attend, all_sum)
+
+        logits = small_llama.forward(ids, windows, block, layers.__getitem__)
+        mx.eval(logits)
+        return logits
+
+    said = small_llama.answer(small_llama.tokenizer().ask(prompt), step)
+    held = sum(w.nbytes for layer in layers for w in layer.values())
+    return {"tokens": said, "messages": len(sent), "bytes": sent[-1], "weights": held}
+
+
+def launch(prompt: str, size: int = 2) -> list[dict]:
+    """Start the ranks, and wait for what they say. If one fails, all end."""
+    with ExitStack() as at_last:
+        folder = at_last.enter_context(TemporaryDirectory())
+        doors = [at_last.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(size)]
+        hosts = [[f"{LOOPBACK}:{each.getsockname()[1]}"] for each in doors]
+        for each in doors:
+            each.close()
+        hostfile = Path(folder, "hosts.json")
+        hostfile.write_text(json.dumps(hosts))
+        ranks = []
+        for rank in range(size):
+            environment = {**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)}
+            command = [sys.executable, __file__, prompt]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            ranks.append(subprocess.Popen(command, env=environment, **pipes))
+            at_last.callback(ranks[-1].kill)
+        ends = time.monotonic() + PATIENCE_S
+        while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
+            if time.monotonic() > ends:
+                raise RuntimeError(f"no end after {PATIENCE_S} s: does each rank call every sum?")
+            time.sleep(0.02)
+        for number, each in enumerate(ranks):
+            if each.poll():
+                why = each.stderr.read().strip().splitlines() or [f"exit code {each.poll()}"]
+                raise RuntimeError(f"rank {number}: {why[-1]}")
+        return [json.loads(each.stdout.read().splitlines()[-1]) for each in ranks]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("prompt", nargs="?", default="What is 17 + 6?")
+    parser.add_argument("--book", metavar="DIR", help="your chapters, with ranks.py")
+    prompt = parser.parse_args().prompt
+    if overlay.asked():
+        overlay.open_book(overlay.asked())
+    if "MLX_RANK" in os.environ:
+        try:
+            print(json.dumps(be_a_rank(prompt)))
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+            print(f"{place}: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        return 0
+    from course.from_zero.small_llama import tokenizer
+
+    try:
+        found = launch(prompt)
+    except RuntimeError as error:
+        print(f"two_ranks.py: {error}", file=sys.stderr)
+        return 1
+    for number, said in enumerate(found):
+        text = tokenizer().tokenizer.decode(said["tokens"])
+        print(f"rank {number}: {text}  [{said['messages']} messages, {said['weights']:,} bytes]")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Make a folder for students: the stages with their checks, and no answers.
+
+    python course/handout.py ../handout
+    python course/handout.py ../anna --seed anna       checks with other shapes, numbers and prompts
+
+Left out are our bodies of all functions of the stages, the hints, and hidden checks. What our functions
+compute for the checks is recorded, and course/from_zero/fakes.py stands in for later stages. The
+folder needs neither this checkout nor a compiler: its README.md says how to begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
+
+FOLDERS = (
+    "analysis",
+    "demo/model",
+    "distributed",
+    "kernels",
+    "models",
+    "runtime",
+    "screen",
+    "server",
+)
+FOLDERS += ("text", "web", "course/from_zero")
+FILES = ("ask.py", "tui.py", "serve.py", "pyproject.toml", "LICENSE", "GLOSSARY.md")
+FILES += ("course/__init__.py", "course/overlay.py", "prompt_lookup.py", "policies.py", "prefix.py")
+FILES += ("tests/lib/harness.py", "tests/lib/scheduler_story.py")
+ANSWERS = (
+    "hidden*",
+    "work",
+    "grade.py",
+    "rubric.md",
+    "stage.svg",
+    "README.md",
+)  # of course/from_zero
+BUILT = ("__pycache__", "*.so", "*.pyc", ".*")
+
+
+def without_hints(text: str) -> str:
+    """stages.py, in which each task has an empty tuple for hints."""
+    lines = text.splitlines()
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    hints = [call.args[2] for call in calls if ast.unparse(call.func) == "Task"]
+    for node in sorted(hints, key=lambda node: -node.lineno):
+        margin = lines[node.lineno - 1][: node.col_offset]
+        lines[node.lineno - 1 : node.end_lineno] = [f"{margin}(),"]
+    return "\n".join(lines) + "\n"
+
+
+def requirements() -> str:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    tests = [each for each in extras["test"] if each.startswith(("pytest>", "pytest-t", "numpy"))]
+    return "\n".join([*project["dependencies"], *extras["cpu"], *tests]) + "\n"
+
+
+def record(folder: Path) -> None:
+    """Run the checks that ask for it on our functions, and keep what these compute."""
+    import pytest
+
+    from course.from_zero.shared_by_tests import OURS
+    from kernels.mlx import mx
+
+    checks = (ROOT / "course" / "from_zero").glob("test_*.py")
+    asking = [str(file) for file in checks if re.search("our_logits|recorded", file.read_text())]
+    if pytest.main(["-qq", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *asking]):
+        raise ValueError("the checks fail on our own functions")
+    mx.save_safetensors(str(folder / "course" / "from_zero" / "recorded"), OURS)
+
+
+def make(folder: Path) -> None:
+    from course.from_zero.stages import STAGES
+    from course.from_zero.start import blank_book
+    from course.overlay import CHAPTERS, our_file
+
+    folder.mkdir(parents=True)
+    for name in FOLDERS:
+        left_out = shutil.ignore_patterns(*BUILT, *(ANSWERS if "course" in name else ()))
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    book = blank_book()
+    for chapter in CHAPTERS:
+        file = our_file(chapter)
+        if file.name in book:
+            (folder / file.relative_to(ROOT)).write_text(book[file.name], encoding="utf-8")
+    zero = Path("course", "from_zero")
+    stages = (ROOT / zero / "stages.py").read_text(encoding="utf-8")
+    (folder / zero / "stages.py").write_text(without_hints(stages), encoding="utf-8")
+    (folder / "requirements.txt").write_text(requirements())
+    page = (ROOT / zero / "handout.md").read_text(encoding="utf-8")
+    rows = []
+    for stage in STAGES:
+        written = ", ".join(f"`{task.name.replace('.', '.py, ', 1)}`" for task in stage.tasks)
+        rows.append(f"| {stage.number} | {stage.name} | {stage.minutes} | {written} |")
+    page = page.replace("| stages |", "\n".join(rows))
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    (folder / zero / "handout.md").unlink()
+    record(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="handout.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where: a new folder")
+    parser.add_argument("--seed", default="", help="a student's name or number")
+    args = parser.parse_args()
+    os.environ["NANOBATCH_SEED"] = args.seed  # shared_by_tests.py reads it
+    try:
+        make(args.folder)
+    except (OSError, ValueError) as error:
+        print(f"handout.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.folder}: begin with its README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

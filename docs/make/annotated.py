@@ -1,0 +1,195 @@
+"""Write the core files as pages, with the prose on the left and the code on the right.
+
+    python docs/make/annotated.py                     # writes docs/annotated/
+    python -m webbrowser docs/annotated/index.html
+
+The prose is taken from the files: docstrings, and comments on lines of their own. A word such as
+"ghost" links to the first step of the recorded run (`docs/index.html`) in which one occurs.
+
+The pages are not committed, because every change of a core file would change them, too. GitHub's
+workflow makes them when it publishes `docs/`.
+"""
+
+import ast
+import html
+import io
+import keyword
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "annotated"
+STYLE = ROOT / "docs" / "make" / "annotated.css"
+# In the order in which they are read
+CORE = ["llama", "kv", "sched", "policies", "prefix", "sampling", "runner", "nanobatch"]
+CORE += ["prompt_lookup"]
+# What is marked in a paragraph. All but code and emphasis are moments of the run, with the names
+# that EXAMPLES in web/details.js has. Code comes first, so that a word within it is no link.
+MARKS = re.compile(
+    r"""
+    `(?P<code>[^`]+)`
+    | \*?\b(?P<join>plan\ -&gt;\ run\ -&gt;\ commit|next\s+step|admitted|admission)\b\*?
+    | \*?\b(?P<chunk>chunks?)\b\*?
+    | \*?\b(?P<prefix>prefix(?:es|\ caching)?)\b\*?
+    | \*?\b(?P<ghost>ghosts?)\b\*?
+    | \*?\b(?P<blocked>blocked|admits\s+no\s+more)\b\*?
+    | \*(?P<em>\w[^*]*)\*
+    """,
+    re.VERBOSE,
+)
+COLOURED = re.compile("keyword|NUMBER|COMMENT|.*STRING.*")  # an f-string has several tokens
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="stylesheet" href="style.css">
+<nav><a href="index.html">nanobatch, annotated</a>
+{links}</nav>
+<header><h1>{title}</h1>
+{essay}</header>
+<main>
+{rows}
+</main>
+"""
+LINKS = {f"{module}.py": f'<a href="{module}.html">{module}.py</a>' for module in CORE}
+ROW = """<section id="{}"><div class="prose">{}</div>
+<pre class="code">{}</pre></section>"""
+HOME = """<p>The core of the engine, in the order in which it is best read. Each page is one file: its docstrings and
+comments on the left, its code on the right. Words such as <a class="moment" href="../index.html#ghost">ghost</a> link
+to a step of <a href="../index.html">the recorded run</a> in which one occurs.</p>"""
+
+
+class Part(NamedTuple):
+    """Some lines of a file, and the prose about them."""
+
+    name: str  # of the function or class that begins here, such as "Scheduler.plan"
+    prose: list[str]
+    code: list[str]  # lines of HTML
+
+
+def definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """The module, and all its classes and functions, with qualified names."""
+    yield name, node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield from definitions(child, f"{name}.{child.name}".lstrip("."))
+
+
+def parts_of(text: str) -> list[Part]:
+    """A file, cut before each function, class and comment. The first part is the essay."""
+    lines = coloured(text)
+    begins: dict[int, Part] = {}
+    docstrings: set[int] = set()
+    for name, node in definitions(ast.parse(text)):
+        decorators = getattr(node, "decorator_list", [])
+        line = min(getattr(each, "lineno", 1) for each in [node, *decorators])
+        prose = ast.get_docstring(node)
+        begins[line] = Part(name, [prose] if prose else [], [])
+        if prose:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    parts: list[Part] = []
+    before = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip()
+        if number in begins:
+            parts.append(begins[number])
+        if number in docstrings:
+            continue
+        if not line.startswith("#"):
+            parts[-1].code.append(lines[number - 1])
+        elif before.startswith("#"):
+            parts[-1].prose.append(line.strip("# "))
+        else:
+            parts.append(Part("", [line.strip("# ")], []))
+        before = line
+    return parts
+
+
+def coloured(text: str) -> list[str]:
+    """The lines as HTML, with a class for keywords, strings, numbers and comments."""
+    heads = text.splitlines()
+    tails = [""] * len(heads)  # of each line, what is HTML already
+    for token in reversed([*tokenize.generate_tokens(io.StringIO(text).readline)]):
+        kind = "keyword" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
+        if COLOURED.fullmatch(kind) and token.start[0] == token.end[0]:
+            row = token.start[0] - 1
+            start = token.start[1]
+            word = html.escape(heads[row][start : token.end[1]])
+            after = html.escape(heads[row][token.end[1] :])
+            tails[row] = f'<i class="{kind.lower()}">{word}</i>{after}{tails[row]}'
+            heads[row] = heads[row][:start]
+    return [html.escape(head) + tail for head, tail in zip(heads, tails, strict=True)]
+
+
+def in_html(prose: str) -> str:
+    """Paragraphs of prose. What is indented stays as it is."""
+    blocks = []
+    # An item of a list, a described argument or a drawing need not follow a blank line
+    prose = re.sub(r"(?m)^( {0,3}\S.*)\n(?=    |- |`.+`: )", r"\1\n\n", prose)
+    for block in re.split(r"\n\n+", prose):
+        escaped = html.escape(dedent(block))
+        if block.startswith("    "):
+            blocks.append(f"<pre>{escaped}</pre>")
+        elif block.startswith("---"):
+            blocks.append(f"<h2>{escaped.strip('- ')}</h2>")
+        elif block:
+            linked: set[str] = set()
+            blocks.append(f"<p>{MARKS.sub(partial(link, linked), escaped)}</p>")
+    return "\n".join(blocks)
+
+
+def link(linked: set[str], found: re.Match) -> str:
+    """What stands for a mark. The first word for each moment is a link; `linked` has these."""
+    kind = found.lastgroup
+    words = found[kind]
+    if kind == "em":
+        return f"<em>{words}</em>"
+    if kind == "code":
+        return LINKS.get(words, f"<code>{words}</code>")
+    if kind in linked:
+        return words
+    linked.add(kind)
+    return f'<a class="moment" href="../index.html#{kind}">{words}</a>'
+
+
+def page_of(file: str, text: str) -> str:
+    essay, *parts = parts_of(text)
+    rows = []
+    for part in [essay._replace(name="imports", prose=[]), *parts]:
+        code = "\n".join(part.code).strip("\n")
+        rows.append(ROW.format(part.name, in_html("\n".join(part.prose)), code))
+    shown = in_html(essay.prose[0])
+    return PAGE.format(
+        title=file, links="\n".join(LINKS.values()), essay=shown, rows="\n".join(rows)
+    )
+
+
+def pages() -> dict[str, str]:
+    """All pages, by name."""
+    found = {"style.css": STYLE.read_text(encoding="utf-8")}
+    items = ""
+    for file, link_to in LINKS.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        found[file.replace(".py", ".html")] = page_of(file, text)
+        about = ast.get_docstring(ast.parse(text)).split("\n\n")[0]
+        items += f"<li>{link_to} {in_html(about)}</li>\n"
+    home = f"{HOME}<ol>{items}</ol>"
+    found["index.html"] = PAGE.format(title="nanobatch, annotated", links="", essay=home, rows="")
+    return found
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    print(f"begin with {FOLDER / 'index.html'}")
+
+
+if __name__ == "__main__":
+    main()
