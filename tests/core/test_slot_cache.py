@@ -137,6 +137,20 @@ def test_dtype_of_keys_is_part_of_the_model(parts, saved):
         assert other.submit(prompt, SHORT).result().metrics.cached_tokens == 0
 
 
+def test_positions_are_part_of_the_model(tmp_path):
+    """With longrope, how positions turn depends on the length of a slot."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    scaling = {"rope_type": "longrope", "factor": 2.0, **factors}
+    lengths = {"max_position_embeddings": 100, "original_max_position_embeddings": 100}
+    folder = make_checkpoint(tmp_path, rope_scaling=scaling, **lengths)
+    cached = []
+    for max_len in (96, 256, 96):
+        options = {"slots": 1, "chunk": 32, "slot_cache": str(tmp_path / "slots")}
+        with Engine.load(folder, max_len=max_len, **options) as turns:
+            cached.append(turns.submit(tokens(80), SHORT).result().metrics.cached_tokens)
+    assert cached == [0, 0, 79]
+
+
 def test_longer_rows_in_memory_win(parts, saved):
     """llama.cpp 28276: a restored slot hid a longer one."""
     folder, prompt = saved
