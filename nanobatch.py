@@ -52,7 +52,7 @@ from runtime.protocols import Grammar, RunnerProtocol
 from runtime.request_registry import RequestRegistry
 from runtime.sampling_params import SamplingParams
 from runtime.slot_cache import SlotCache
-from runtime.snapshot import Limits, Snapshot, StepTimes, StepView
+from runtime.snapshot import Limits, Snapshot, StepTimes
 from sampling import SamplingRow
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
 from text.tokenizer import Tokenizer
@@ -311,15 +311,11 @@ class Engine:
         tokens, outputs = step.read()
         read = self.clock()
         accept = partial(self.registry.deliver, outputs, self.clock)
-        tokens_before = self.registry.output_tokens
         with self.changed:
             self.sched.prove(plan, step.finite)
             done = self.sched.commit(plan, tokens, accept, read)
-            for request in done.ended:
-                self.registry.retire(request.id)
-            tokens_out = self.registry.output_tokens - tokens_before
             times = StepTimes(step.began, began, read, self.clock())
-            self.registry.record(StepView.committed(plan, step, done, tokens_out, times))
+            self.registry.record(plan, step, done, times)
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()

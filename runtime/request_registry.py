@@ -18,13 +18,15 @@ from runtime.snapshot import (
     Limits,
     RanksView,
     Roof,
+    RunTimes,
     Seen,
     SlotView,
     Snapshot,
+    StepTimes,
     StepView,
 )
 from runtime.validation import GrammarError
-from sched import Chunk, Decode, Request, Scheduler
+from sched import Chunk, Committed, Decode, Plan, Request, Scheduler
 
 
 class Log:
@@ -77,6 +79,7 @@ class RequestRegistry:
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
         self.output_tokens = 0
+        self._recorded_tokens = 0  # of these, in all recorded steps
         self.prompt_tokens = 0
         self.steps_s = 0.0
         self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
@@ -113,7 +116,13 @@ class RequestRegistry:
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
-    def record(self, step: StepView) -> None:
+    def record(self, plan: Plan, run: RunTimes, done: Committed, times: StepTimes) -> None:
+        """Record a step that has been committed, and retire the requests that it has ended."""
+        for request in done.ended:
+            self.retire(request.id)
+        tokens = self.output_tokens - self._recorded_tokens
+        self._recorded_tokens = self.output_tokens
+        step = StepView.committed(plan, run, done, tokens, times)
         self.steps.add(step)
         self.steps_s += step.seconds
         self.prompt_tokens += step.prompt_tokens

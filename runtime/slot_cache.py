@@ -93,7 +93,8 @@ class SlotCache:
         self._key = ""
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
-        self._failure = ""  # why slots are not saved now
+        self._failure = ""  # why the last slot was not saved
+        self._is_behind = False  # slots have been lost because they came too quickly
         self._loads: WeakValueDictionary[str, Load] = WeakValueDictionary()
         self._reading: list[threading.Thread] = []
         self._writing: list[threading.Thread] = []
@@ -187,7 +188,12 @@ class SlotCache:
     def save(self, slab, slots: Iterable[Remembered]) -> None:
         """Copy what slots remember, and write it in threads. What exceeds WRITES is not saved."""
         for remembered in slots:
-            write = self._copied(slab, remembered, are_few=self._pending() < WRITES)
+            if sum(thread.is_alive() for thread in self._writing) >= WRITES:
+                if not self._is_behind:
+                    say(f"slots are not saved while {WRITES} slots are being written")
+                self._is_behind = True
+                continue
+            write = self._copied(slab, remembered)
             if write is not None:
                 self._writing = started(self._writing, write)
 
@@ -207,12 +213,7 @@ class SlotCache:
         self.finish(runner, sched)
         self._folder = None
 
-    def _pending(self) -> int:
-        return sum(thread.is_alive() for thread in self._writing)
-
-    def _copied(
-        self, slab, remembered: Remembered, are_few: bool = True
-    ) -> Callable[[], None] | None:
+    def _copied(self, slab, remembered: Remembered) -> Callable[[], None] | None:
         """Copy a slot's rows. Returns the function that writes them; None if there is nothing to do."""
         if self._folder is None:
             return None
@@ -227,12 +228,9 @@ class SlotCache:
             if other.owner == owner and tokens.startswith(other.tokens):
                 shorter.append(other.name)
         rows = len(remembered.tokens)
+        part = rows / (slab.shape[0] * slab.shape[2])
         try:
-            if not are_few:
-                raise MemoryError(f"{WRITES} slots are still being written")
-            check_room(
-                rows * slab.arrays[0].nbytes // slab.shape[0] // slab.shape[2] * len(slab.arrays)
-            )
+            check_room(int(part * sum(layer.nbytes for layer in slab.arrays)))
         except MemoryError as error:
             say(f"{rows:,} tokens of a slot are not saved: {error}")
             return None
