@@ -123,8 +123,7 @@ class Slab:
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, 2 Hkv, rows, Dh) each
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""
-        slots = mx.array([slot])
-        return [mx.take(array[:, :, :rows], slots, axis=0) for array in self.arrays]
+        return [mx.contiguous(array[slot : slot + 1, :, :rows]) for array in self.arrays]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
         """Write the rows that `prefix` has copied from another slot into this one."""

@@ -51,7 +51,8 @@ from runtime.model_reload import ModelError, Report, Source, check_unused
 from runtime.protocols import Grammar, RunnerProtocol
 from runtime.request_registry import RequestRegistry
 from runtime.sampling_params import SamplingParams
-from runtime.snapshot import Limits, Snapshot, StepTimes, StepView
+from runtime.slot_cache import SlotCache
+from runtime.snapshot import Limits, Snapshot, StepTimes
 from sampling import SamplingRow
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
 from text.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class Engine:
     `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
     is not `is_batch_invariant`, so that no token depends on them.
+    `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
     `embeds`: treat the model as an embedding model, even if its files do not say so.
     `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
     `on_commit` may be set by the caller. It receives the handles with new output, after each commit
@@ -98,6 +100,7 @@ class Engine:
         prefix_cache: bool = True,
         run_ahead: bool = True,
         speculate: int | None = None,
+        slot_cache: str | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: RunnerProtocol | None = None,  # a fake one, for tests
@@ -113,6 +116,7 @@ class Engine:
         self.eager_first_token = not device.has_gpu()  # see `_max_in_flight`
         self.clock = clock
         self.ranks = model.ranks
+        self.slot_cache = SlotCache(slot_cache, self.ranks.size)
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.driver = Driver(self.changed)
@@ -133,6 +137,7 @@ class Engine:
         summary = memory.described(model, sizes)
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, self.clock)
+            self.slot_cache.open(model, sizes.max_len)
         with self.changed:
             self.runner: RunnerProtocol | None = runner
             self._slab_is_lost = False  # True after a failed step
@@ -146,6 +151,7 @@ class Engine:
             self.sched.resize(*sizes)
             self.sched.far = memory.far_position(model.config)
             self.sched.draft = self.drafter
+            self.sched.find_saved = self.slot_cache.find
             self.summary = f"{summary}; {labelled(device.named())}"
 
     @classmethod
@@ -232,7 +238,7 @@ class Engine:
                 planned = self._plan() if plan else None
                 if planned:
                     self._run(planned)
-                worked = bool(self._in_flight)
+                worked = bool(self._in_flight) or self.slot_cache.wait()
                 while len(self._in_flight) > self._max_in_flight(planned):
                     self._commit()
                 return worked
@@ -262,10 +268,9 @@ class Engine:
             device   |   run N          |   forward N+1           |   sample N+1
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
         """
+        self.slot_cache.save(self.runner.slab, plan.overwritten)
         launched = self.runner.begin(ForwardBatch.of(plan))
-        handles = [self.registry.open.get(member.request.id) for member in plan.emitters]
-        settings = [handle.sampling for handle in handles if handle]
-        if any(each.looks_back or each.grammar for each in settings):
+        if any(map(self.registry.looks_back, plan.emitters)):
             while self._in_flight:
                 self._commit()
         rows = {member.slot: self._sampling_rows(member) for member in plan.emitters}
@@ -306,15 +311,11 @@ class Engine:
         tokens, outputs = step.read()
         read = self.clock()
         accept = partial(self.registry.deliver, outputs, self.clock)
-        tokens_before = self.registry.output_tokens
         with self.changed:
             self.sched.prove(plan, step.finite)
             done = self.sched.commit(plan, tokens, accept, read)
-            for request in done.ended:
-                self.registry.retire(request.id)
-            tokens_out = self.registry.output_tokens - tokens_before
             times = StepTimes(step.began, began, read, self.clock())
-            self.registry.record(StepView.committed(plan, step, done, tokens_out, times))
+            self.registry.record(plan, step, done, times)
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()
@@ -456,6 +457,7 @@ class Engine:
         self.driver.stop()
         with Held(), device_lock, device_stream():
             self._in_flight.clear()
+            self.slot_cache.close(self.runner, self.sched)
             device.synchronize()  # `leave` tells the other ranks to exit
             self.ranks.leave()
 
@@ -477,7 +479,7 @@ class Engine:
         chunk, budget) if given. The other model is checked before this one is unloaded. If it cannot
         be read all the same, this one is read again. Meanwhile no request is accepted."""
         with self.changed:
-            self._check_unused()
+            check_unused(self.driver.is_closed, self.ranks.size, self._source, self.registry.open)
         held = 0 if self.is_released else memory.slab_of(self.model, self._sizes)
         held += memory.nbytes_of(self.model)
         checked = self._source.with_changes(model, sizes).check(held)
@@ -492,16 +494,12 @@ class Engine:
             finally:
                 self._is_reloading = False
 
-    def _check_unused(self) -> None:
-        """Raise an error if weights and slab are in use. Called under the lock."""
-        open_requests = len(self.registry.open)
-        check_unused(self.driver.is_closed, self.ranks.size, self._source, open_requests)
-
     def _unload(self, is_reloading: bool = False) -> None:
         while self._in_flight:  # nothing but ghosts runs in them, or else the check fails
             self._commit()
+        self.slot_cache.finish(self.runner, self.sched)
         with self.changed:
-            self._check_unused()
+            check_unused(self.driver.is_closed, self.ranks.size, self._source, self.registry.open)
             self._is_reloading = is_reloading
             self.runner = None
             self.model = self.model.without_weights()

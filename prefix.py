@@ -32,10 +32,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
+NEVER = 2**63  # more rows than there are
 
 
 class Node:
@@ -57,6 +58,37 @@ class Trail(NamedTuple):
     nodes: Sequence[Node] = ()
 
 
+class Remembered(NamedTuple):
+    """What a slot remembers: the tokens of its rows, and whose prompt it was."""
+
+    slot: int
+    tokens: Sequence[int]
+    client: str
+
+
+class RestoredRows(Protocol):
+    """Rows of a prompt that were saved to disk (`runtime/slot_cache.py`)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Has the file been read, whether its rows can be used or not?"""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that can be used."""
+
+    def is_of(self, client: str) -> bool:
+        """Has this client written them?"""
+
+    def prefix(self, rows: int) -> list:
+        """Arrays with the first rows, as `kv.Slab.prefix` returns them."""
+
+
+Source = (
+    int | RestoredRows | None
+)  # of a prompt's first rows: another slot, disk, or the slot itself
+
+
 class Prefixes:
     """The prefix tree: the paths of all open and cached prompts, and the slots with their rows."""
 
@@ -67,6 +99,7 @@ class Prefixes:
         self.clients = [""] * slots  # by slot: whose prompt it holds
         self._trails = [Trail()] * slots  # by slot: the text of these rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
+        self._overwritten: list[Remembered] = []
         self._root = Node()
         # (a node, the tokens of the next segment) -> the next node. The
         # tokens are bytes, since bytes remember their hash: when an entry dies, perhaps inside a
@@ -166,18 +199,45 @@ class Prefixes:
         node = one.nodes[n - 1]
         return any(node in other.nodes[n - 1 : n] for other in others)
 
-    def begin(self, slot: int, source: int | None, rows: int = 0, client: str = "") -> int:
-        """Assign a new prompt to the slot. `source`: the slot to copy the first rows from.
+    def begin(
+        self, slot: int, source: Source, rows: int = 0, client: str = "", worth: int = NEVER
+    ) -> int:
+        """Assign a new prompt to the slot.
+
+        `source`: where its first rows are copied from.
+        `worth`: a slot that forgets at least as many rows is worth saving (`take_overwritten`).
 
         Return the number of cached rows that may be reported to the client: 0 if another client
         wrote them, because a reported hit would confirm a guess at that client's prompt.
         """
-        is_own = self.clients[slot if source is None else source] == client
+        if source is None or isinstance(source, int):
+            is_own = self.clients[slot if source is None else source] == client
+        else:
+            is_own = source.is_of(client)
+        kept = rows if source is None else 0
+        self._overwritten += self.remembered([slot], kept + worth)
         self.clients[slot] = client
         self.forget(slot)
-        if source is not None:
+        if isinstance(source, int):
             self.use(source)
         return rows if is_own else 0
+
+    def take_overwritten(self) -> tuple[Remembered, ...]:
+        """What slots have forgotten since the last call."""
+        overwritten = tuple(self._overwritten)
+        self._overwritten.clear()
+        return overwritten
+
+    def remembered(self, slots: Iterable[int], least: int) -> list[Remembered]:
+        """What these slots remember, if it is at least as many rows. Nothing of a request without
+        prefix caching."""
+        found = []
+        for slot in slots:
+            rows = self.rows[slot]
+            if rows >= least and self._nodes[slot]:
+                tokens = self._trails[slot].tokens[:rows]
+                found.append(Remembered(slot, tokens, self.clients[slot]))
+        return found
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
         """Record that the slot holds the first `rows` rows of this text, and nothing else. (It may

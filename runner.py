@@ -31,6 +31,7 @@ from kv import Slab, Window
 from llama import forward
 from models.layers import Model
 from models.memory import Sizes, slab_shape
+from prefix import Source
 from runtime.output_types import StepOutput
 from runtime.sampling_params import SamplingParams
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
@@ -48,7 +49,7 @@ class Prefill(NamedTuple):
     slot: int
     ids: tuple[int, ...]
     start: int  # the row of its first token
-    source: int | None  # rows [0:start] are copied from this slot first
+    source: Source  # rows [0:start] are copied from this slot first, or from disk
     asked: bool  # the chunk ends its prompt: a token is sampled from its last row
 
 
@@ -380,11 +381,14 @@ class Runner:
         return sampled, logprobs, states
 
     def _copy_prefix(self, prefill: Prefill) -> None:
-        """Copy another slot's first rows, if this chunk continues from there."""
+        """Copy another slot's first rows, or rows from disk, if this chunk continues from there."""
         if prefill.source is None:
             return
-        prefix = self.slab.prefix(prefill.source, prefill.start)
-        self._start(prefix)
+        if isinstance(prefill.source, int):
+            prefix = self.slab.prefix(prefill.source, prefill.start)
+            self._start(prefix)
+        else:
+            prefix = prefill.source.prefix(prefill.start)
         self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array]) -> None:

@@ -33,7 +33,9 @@ before the next one is planned.
 A slot keeps its last prompt and answer, as far as their rows are proven to be finite (no NaN), even
 if the request was cancelled. A new prompt with the same prefix continues from there, or has the
 common rows copied from a slot that holds them. That is prefix caching (`prefix.py`): a system
-prompt is computed once, and a chat's next message reads only what is new.
+prompt is computed once, and a chat's next message reads only what is new. With a slot cache on disk,
+rows that would be overwritten are saved first, and a prompt whose rows are there waits in its slot
+while they are read (`runtime/slot_cache.py`).
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
@@ -53,7 +55,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from prefix import SEGMENT, Prefixes, Trail
+from prefix import SEGMENT, Prefixes, Remembered, RestoredRows, Source, Trail
 
 
 class QueueFull(RuntimeError):
@@ -95,8 +97,10 @@ class Request:
     admitted: float | None = None
     # Prefix caching (`prefix.py`)
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
-    cached: int = 0  # prompt tokens found in the prefix cache
+    cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
+    cached_from: str = ""  # "slot" (its own) | "other_slot" | "disk"
     own: int = 0  # of these, the tokens whose rows the same client wrote
+    restored: RestoredRows | None = None  # found on disk when it was admitted
     # Progress, planned and committed
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # rows of its slot, from the first on, that are known to be finite
@@ -113,6 +117,34 @@ class Request:
     @property
     def committed(self) -> int:
         return len(self.answer)
+
+    def admit(self, now: float, policy: str, slot: int, why: str) -> None:
+        """Move from the queue into a slot."""
+        self.admitted = now
+        self.policy = policy
+        self.slot = slot
+        self.why = why
+
+    def best_source(self, prefixes: Prefixes, worth: int) -> tuple[int, Source]:
+        """The number of cached rows to start with, and where they are: in memory or, if there are at
+        least `worth` more of them, on disk."""
+        rows, source = prefixes.best_source(self.trail, self.slot, worth)
+        if self.restored and self.restored.rows >= rows + worth:
+            return self.restored.rows, self.restored
+        return rows, source
+
+    def begin(self, chunk: Chunk, prefixes: Prefixes, worth: int) -> None:
+        """Take over the cached rows before the first chunk. `worth`: as in `Prefixes.begin`."""
+        source = chunk.source
+        self.cached = chunk.start
+        # Rows copied from another slot may still be in flight themselves.
+        self.proven = chunk.start if source is None else 0
+        self.own = prefixes.begin(chunk.slot, source, chunk.start, self.client, worth)
+        self.restored = None
+        if source is None:
+            self.cached_from = "slot" if chunk.start else ""
+        else:
+            self.cached_from = "other_slot" if isinstance(source, int) else "disk"
 
     def take(self, token: int) -> None:
         """Append a token to the answer. Its finite logits prove that all rows before it are finite.
@@ -136,6 +168,7 @@ class Request:
         assert self.committed == 0, self
         self.slot = self.admitted = None
         self.policy = ""
+        self.cached_from = ""
         self.cached = self.prefilled = self.proven = self.planned = 0
 
     def check(self) -> None:
@@ -146,6 +179,12 @@ class Request:
         assert self.planned <= self.committed + 2 or self.draft_tokens, self
         assert self.planned == 0 or self.prefilled == len(self.prompt), self
         assert 0 <= self.proven <= self.prefilled + self.committed, self
+
+    @property
+    def is_reading(self) -> bool:
+        """Is it in prefill, and not waiting for rows from disk?"""
+        is_waiting = self.restored is not None and not self.restored.is_ready
+        return self.phase == "prefill" and not is_waiting
 
     @property
     def next_row(self) -> int:
@@ -169,7 +208,7 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     cost: int  # of the budget: each token has a price
-    source: int | None  # before this chunk, rows [0:start] are copied from this slot
+    source: Source  # before this chunk, rows [0:start] are copied from this slot, or from disk
     draft: tuple[int, ...] = ()  # nothing is drafted after a prompt
 
     @property
@@ -206,6 +245,7 @@ class Plan:
     blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
     waiting: int  # requests left in the queue
     policy: str  # the policy's name at that time
+    overwritten: tuple[Remembered, ...] = ()  # what this step makes slots forget
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
@@ -256,6 +296,8 @@ class Policy(NamedTuple):
 # request id, for requests whose tokens have all been read, and at most as many as `max_tokens` leaves.
 # So no draft gets a row beyond the slot's end.
 ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
+# Called with a request and the fewest rows that are worth reading. Returns what is on disk.
+FindSaved = Callable[[Request, int], RestoredRows | None]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
 Accept = Callable[[Request, int], str | None]  # delivers a token; returns why the answer ends
 
@@ -303,6 +345,7 @@ class Scheduler:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.far = far
         self.draft = draft
+        self.find_saved: FindSaved = lambda request, least: None  # set by an engine
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -388,6 +431,7 @@ class Scheduler:
             blocked=blocked,
             waiting=len(self.waiting),
             policy=self.policy.name,
+            overwritten=self.prefixes.take_overwritten(),
         )
         for member in plan.emitters:
             # From here to its commit, the request is one token ahead, or more with draft tokens.
@@ -400,9 +444,9 @@ class Scheduler:
         admitted = list(islice(self.policy.next(self), self._room()))
         for request in admitted:
             del self.waiting[request.id]
-            request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
-            request.admitted = now
-            request.policy = self.policy.name
+            request.admit(now, self.policy.name, *self.prefixes.choose_slot(request.trail, free))
+            held, _ = self.prefixes.match(request.trail, range(self.slots))
+            request.restored = self.find_saved(request, held + self.chunk)
             self.running[request.id] = request
             free.remove(request.slot)
         return admitted
@@ -416,8 +460,8 @@ class Scheduler:
         return max(0, min(free, self.policy.room(free, running)))
 
     def reading(self) -> list[Request]:
-        """The requests in prefill, the oldest first."""
-        return [r for r in self.running.values() if r.phase == "prefill"]
+        """The requests in prefill, the oldest first, but for those that wait for rows from disk."""
+        return [r for r in self.running.values() if r.is_reading]
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
         """Share the rest of the step's budget among prompts, given oldest first.
@@ -465,7 +509,7 @@ class Scheduler:
         start = request.prefilled
         source = None
         if start == 0:
-            start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
+            start, source = request.best_source(self.prefixes, self.chunk)
         price = price_of(start, self.far, self.chunk)
         tokens = min(len(request.prompt) - start, int(min(left, self.chunk) / price))
         cost = math.ceil(tokens * price)
@@ -479,10 +523,7 @@ class Scheduler:
         """Note that the slot will hold the prompt up to the end of this chunk."""
         request = chunk.request
         if request.prefilled == 0:
-            request.cached = chunk.start
-            # Rows copied from another slot may still be in flight themselves.
-            request.proven = chunk.start if chunk.source is None else 0
-            request.own = self.prefixes.begin(chunk.slot, chunk.source, chunk.start, request.client)
+            request.begin(chunk, self.prefixes, worth=self.chunk)
         request.prefilled = chunk.stop
         self.prefixes.hold(chunk.slot, request.trail, chunk.stop)
 

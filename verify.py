@@ -42,6 +42,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import file_digest, sha256
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from analysis import answer_hash
@@ -85,6 +86,7 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
     "no run-ahead": {"run_ahead": False},
     "prefix_cache": {"prefix_cache": True},
+    "slot_cache": {"prefix_cache": True, "slots": 3, "chunk": 32},  # rows restored from disk
     "draft tokens": {"speculate": 15},
     "widened": {"dtype": "float32"},  # where they are packed
     "threads": {},  # other processes, with 1 thread and with 3
@@ -202,6 +204,8 @@ def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tal
     if way == "threads":
         return compare_threads(model, asked)
     options = {"slots": SLOTS, "max_len": LENGTH, "prefix_cache": False} | WAYS[way]
+    if way == "slot_cache":
+        return compare_restored(model, rounds, options, asked)
     with Engine.load(model, **options) as engine:
         if way == "prefill":
             return compare_prefill(engine, Tally(way), asked)
@@ -235,6 +239,25 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
             read = ended(engine.submit(prompt, sampling))
             tally = tally.add(ask, ask.alone.only(place), read)
     return tally
+
+
+def compare_restored(
+    model: str, rounds: int, options: dict[str, Any], asked: Sequence[Case]
+) -> Tally:
+    """Every question finds rows that an engine before has saved, of its prompt and of its answer."""
+    tally = Tally("slot_cache")
+    dice = random.Random(tally.way)
+    restored = 0
+    with TemporaryDirectory() as folder:
+        for _ in range(1 + rounds):
+            with Engine.load(model, slot_cache=folder, **options) as engine:
+                handles = ask_in_company(engine, asked, dice)
+                tally = compare_prefill(engine, tally, asked)
+            for ask, handle in zip(asked, handles, strict=True):
+                tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
+                if handle.metrics.cached_from == "disk":
+                    restored += handle.metrics.cached_tokens
+    return tally._replace(note=f"{restored:,} tokens restored from disk")
 
 
 def compare_threads(model: str, asked: Sequence[Case]) -> Tally:

@@ -224,6 +224,19 @@ def read_speculate(text: str) -> int | None:
         raise ValueError(f"{error}, or auto") from None
 
 
+def read_slot_cache(text: str) -> str:
+    """What `--slot-cache` takes. The folder is made and checked before anything is loaded."""
+    from runtime.slot_files import SlotFolder
+
+    if backend():
+        raise ValueError("--slot-cache: several ranks share the model's slots; leave it out")
+    try:
+        SlotFolder(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("slot cache", "--slot-cache", 1)) from None
+    return text
+
+
 def version() -> str:
     """Which nanobatch this is, and what it runs on: the first line of a report."""
     import platform  # these are imported here, because most runs need none of them
@@ -360,6 +373,9 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         says = "plain: the formula in llama.py, in place of the operation that has the same bits"
         self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
+        says = "save conversations in this private folder, and go on with them after a restart "
+        says += "(default size: 8G)"
+        self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
         says = "take options from this file, by their names (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
         self.add_book()

@@ -203,6 +203,7 @@ class Handle:
             output_tokens=len(self.tokens),
             draft_tokens=r.draft_tokens,
             accepted_tokens=r.accepted_tokens,
+            cached_from=r.cached_from,
         )
 
     @property

@@ -6,7 +6,7 @@ memory, with what the engine holds already counted as free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class Source(NamedTuple):
         return Checked(self._replace(files=files), reader, text, sizes)
 
 
-def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: int) -> None:
+def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: Sized) -> None:
     """Raise an error if an engine's weights and slab have to stay."""
     if is_closed:
         raise RuntimeError("the engine is closed; load another")
@@ -70,7 +70,9 @@ def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: i
     if source is None:
         raise RuntimeError("this model came without its files; use an engine of Engine.load")
     if requests:
-        raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
+        raise RuntimeError(
+            f"requests that are open: {len(requests)}; wait for their end, or cancel"
+        )
 
 
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -18,13 +18,15 @@ from runtime.snapshot import (
     Limits,
     RanksView,
     Roof,
+    RunTimes,
     Seen,
     SlotView,
     Snapshot,
+    StepTimes,
     StepView,
 )
 from runtime.validation import GrammarError
-from sched import Request, Scheduler
+from sched import Chunk, Committed, Decode, Plan, Request, Scheduler
 
 
 class Log:
@@ -77,6 +79,7 @@ class RequestRegistry:
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
         self.output_tokens = 0
+        self._recorded_tokens = 0  # of these, in all recorded steps
         self.prompt_tokens = 0
         self.steps_s = 0.0
         self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
@@ -85,6 +88,11 @@ class RequestRegistry:
         """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
         self.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
+
+    def looks_back(self, member: Chunk | Decode) -> bool:
+        """Does what is sampled here depend on the tokens before it?"""
+        handle = self.open.get(member.request.id)
+        return bool(handle and (handle.sampling.looks_back or handle.sampling.grammar))
 
     def deliver(
         self,
@@ -108,7 +116,13 @@ class RequestRegistry:
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
-    def record(self, step: StepView) -> None:
+    def record(self, plan: Plan, run: RunTimes, done: Committed, times: StepTimes) -> None:
+        """Record a step that has been committed, and retire the requests that it has ended."""
+        for request in done.ended:
+            self.retire(request.id)
+        tokens = self.output_tokens - self._recorded_tokens
+        self._recorded_tokens = self.output_tokens
+        step = StepView.committed(plan, run, done, tokens, times)
         self.steps.add(step)
         self.steps_s += step.seconds
         self.prompt_tokens += step.prompt_tokens
@@ -126,6 +140,7 @@ class RequestRegistry:
             self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
             handle.request.draft_source = None  # as many
+            handle.request.restored = None
 
     def take_news(self) -> list[Handle]:
         """The handles that have new output or have ended, since the last call."""

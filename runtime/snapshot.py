@@ -41,6 +41,7 @@ class Metrics:
     output_tokens: int
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0  # of these
+    cached_from: str = ""  # "slot" (the request's own) | "other_slot" | "disk"
 
     __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 

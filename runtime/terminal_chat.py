@@ -303,7 +303,8 @@ def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
     """What a turn took, from its metrics. `where`: in which slot its conversation was before."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
     if m.cached_tokens:
-        read += f" of {m.prompt_tokens:,} tokens; {m.cached_tokens:,} were still in {where}"
+        where = "on disk" if m.cached_from == "disk" else f"still in {where}"
+        read += f" of {m.prompt_tokens:,} tokens; {m.cached_tokens:,} were {where}"
     else:
         read += " tokens"
     first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"

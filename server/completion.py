@@ -363,6 +363,8 @@ class Answer:
         for m, choice in zip(metrics, self.choices, strict=True):
             first_tokens.append(None if m.ttft_s is None else self._read_s + m.ttft_s)
             server_metrics.times(first_tokens[-1], choice.handle.times)
+        for m in metrics[:: self.parsed.n]:
+            server_metrics.cached(m.cached_from, m.cached_tokens)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)

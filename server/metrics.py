@@ -33,10 +33,12 @@ class ServerMetrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
+            "cached_prompt_tokens", "Tokens of prompts that were not read again.", "source"
         )
         self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were proposed.")
         self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
+        for source in ("slot", "other_slot", "disk"):
+            self.cached_tokens.labels(source)
         # Their names before 0.6, for one release
         self.guessed = self._counter("guessed_tokens", "Old name of draft_tokens; goes in 0.7.")
         self.right = self._counter("right_guesses", "Old name of accepted_tokens; goes in 0.7.")
@@ -60,7 +62,6 @@ class ServerMetrics:
     def count(self, record: RequestRecord) -> None:
         self.requests.labels(record.status or 0, record.reason).inc()
         self.prompt_tokens.inc(record.prompt_tokens)
-        self.cached_tokens.inc(record.cached_tokens)
         for counter in (self.draft_tokens, self.guessed):
             counter.inc(record.draft_tokens)
         for counter in (self.accepted_tokens, self.right):
@@ -68,6 +69,11 @@ class ServerMetrics:
         self.tokens.inc(record.tokens)
         if record.requests and record.latency_s is not None:
             self.latency.observe(record.latency_s)
+
+    def cached(self, source: str, tokens: int) -> None:
+        """Record a prompt. `source`: "slot" | "other_slot" | "disk"."""
+        if tokens:
+            self.cached_tokens.labels(source).inc(tokens)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
         """Record a choice: seconds to the first token, and the time of each token."""

@@ -63,7 +63,7 @@ def figures_of(r: RequestView, now: float) -> str:
     figures = (
         r.reason or "open",
         r.policy or never,
-        f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused",
+        f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused{from_disk(m)}",
         count(m.output_tokens, "new token") + drafted_of(m),
         f"waited {span(m.queued_s)}",
         f"TTFT {span(m.ttft_s)}",
@@ -71,6 +71,10 @@ def figures_of(r: RequestView, now: float) -> str:
         f"in all {span(lasted)}",
     )
     return "; ".join(figures)
+
+
+def from_disk(metrics: Metrics) -> str:
+    return " from disk" if metrics.cached_from == "disk" else ""
 
 
 def drafted_of(metrics: Metrics) -> str:

@@ -225,15 +225,17 @@ def plain(parts):
         yield engine
 
 
-def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
+def conversations(
+    parts, plain: Engine, seed: int, most_slots: int = 6, **more
+) -> tuple[int, int, int, int]:
     """Three turns of random conversations in each other's company.
 
-    Counts tokens, answers that differ from those without reuse, and rows of answers that were taken
-    over.
+    Counts tokens, answers that differ from those without reuse, rows of answers that were taken
+    over, and rows from disk.
     """
     rng = np.random.default_rng(seed)
     slots, chunk, budget = (
-        int(rng.integers(1, 7)),
+        int(rng.integers(1, most_slots + 1)),
         int(rng.choice([32, 64])),
         int(rng.choice([1, 100, 10_000])),
     )
@@ -242,6 +244,7 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
         "chunk": chunk,
         "budget": budget,
         "run_ahead": bool(rng.random() < 0.8),
+        **more,
     }
     opening, done, reused = tokens(70, seed=seed), [], 0
     with Engine(*parts, max_len=320, **options) as engine:
@@ -283,18 +286,31 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
         for handle, other in zip(done, alone, strict=True)
     )
     assert len(done) == 12
-    return sum(len(handle.tokens) for handle in done), differ, reused
+    restored = sum(h.request.cached for h in done if h.request.cached_from == "disk")
+    return sum(len(handle.tokens) for handle in done), differ, reused, restored
 
 
 def test_random_conversations_with_prefix_cache(parts, plain):
     """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
-    compared, differ, reused = np.sum(
+    compared, differ, reused, _ = np.sum(
         [conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0
     )
     print(
         f"{compared:,} tokens of {12 * CONVERSATIONS} turns compared, {reused:,} rows of answers reused"
     )
     assert compared > 150 * CONVERSATIONS and reused > 40 * CONVERSATIONS
+    assert differ == 0
+
+
+def test_random_conversations_with_a_slot_cache(parts, plain, tmp_path):
+    """In so few slots that most are overwritten, saved, and restored for the next turn."""
+    count = CONVERSATIONS // 2
+    folder = str(tmp_path / "slots")
+    compared, differ, _, restored = np.sum(
+        [conversations(parts, plain, seed, 2, slot_cache=folder) for seed in range(count)], axis=0
+    )
+    print(f"{compared:,} tokens of {12 * count} turns compared, {restored:,} rows from disk")
+    assert compared > 150 * count and restored > 100 * count
     assert differ == 0
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import CORE, MUTANTS, PLAIN_TEXT, SCREEN, SERVER, Mutant
+from mutants import CORE, MUTANTS, PLAIN_TEXT, RUNTIME, SCREEN, SERVER, Mutant
 
 from models.memory import CORE as CORE_MODULES
 
@@ -60,6 +60,7 @@ def test_the_test_of_a_mutant_exists(mutant):
 def test_every_area_has_its_mutants():
     core = {f"{name}.py" for name in CORE_MODULES} - {"prompt_lookup.py"}
     assert {mutant.file for mutant in CORE} == core
+    assert all(mutant.file.startswith("runtime/") for mutant in RUNTIME)
     assert all(mutant.file.startswith("server/") for mutant in SERVER)
     assert all(mutant.file.startswith("text/") for mutant in PLAIN_TEXT)
     assert all(mutant.file.startswith(("screen/", "tui.py")) for mutant in SCREEN)

@@ -17,6 +17,7 @@ class Mutant(NamedTuple):
 SCHED = "tests/core/test_sched.py"
 REUSE = "tests/core/test_prefix_caching.py"
 RUNNER = "tests/core/test_runner.py"
+SLOTS = "tests/core/test_slot_cache.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
 SAMPLING = "tests/core/test_sampling.py"
@@ -192,6 +193,27 @@ CORE = [
         "            self._slab_is_lost = True\n",
         "",
         f"{FAULTS}::test_failed_step_frees_its_memory",
+    ),
+]
+
+RUNTIME = [
+    Mutant(
+        "runtime/slot_cache.py",
+        "if saved.key != self._key:",
+        "if not saved.key:",
+        f"{SLOTS}::test_file_of_another_model_is_ignored",
+    ),
+    Mutant(
+        "runtime/slot_files.py",
+        "if blake2b(data[:-DIGEST], digest_size=DIGEST).digest() != data[-DIGEST:]:",
+        "if len(data) < DIGEST:",
+        f"{SLOTS}::test_damaged_file_is_never_answered_from",
+    ),
+    Mutant(
+        "runtime/slot_cache.py",
+        'facts.append(f"{name} {value}")',
+        "pass",
+        f"{SLOTS}::test_dtype_of_keys_is_part_of_the_model",
     ),
 ]
 
@@ -449,4 +471,4 @@ SCREEN = [
         f"{COLUMNS}::test_the_cost_of_a_row_in_words",
     ),
 ]
-MUTANTS = [*CORE, *SERVER, *PLAIN_TEXT, *SCREEN]
+MUTANTS = [*CORE, *RUNTIME, *SERVER, *PLAIN_TEXT, *SCREEN]
