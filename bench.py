@@ -120,6 +120,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="show what --json has written; measure nothing",
     )
+    parser.add_attention()
     parser.add_book()
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -190,6 +191,8 @@ def measure_all(args: argparse.Namespace) -> dict:
             prompt=args.prompt,
             output=args.output,
             clock=args.clock,
+            kv=args.kv,
+            attention=args.attention,
         )
         ours = our_column(args.policy, args.speculate)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)

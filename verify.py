@@ -156,8 +156,13 @@ def ended(handle: Handle) -> Bits:
     return Bits.of(handle)
 
 
-def ask_alone(model: str) -> list[Case]:
-    with Engine.load(model, slots=1, max_len=LENGTH, prefix_cache=False, speculate=0) as engine:
+def load(args: argparse.Namespace, **options: Any) -> Engine:
+    options = {"max_len": LENGTH, "kv": args.kv, "attention": args.attention} | options
+    return Engine.load(args.model, **options)
+
+
+def ask_alone(args: argparse.Namespace) -> list[Case]:
+    with load(args, slots=1, prefix_cache=False, speculate=0) as engine:
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)
@@ -194,25 +199,25 @@ def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -
 def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
-            yield compare_one(args.model, way, args.rounds, asked)
+            yield compare_one(args, way, asked)
         # Such as weights that do not fit the memory when widened
         except (ValueError, BusyError) as error:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
 
-def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tally:
+def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Tally:
     if way == "threads":
-        return compare_threads(model, asked)
-    options = {"slots": SLOTS, "max_len": LENGTH, "prefix_cache": False} | WAYS[way]
+        return compare_threads(args, asked)
+    options = {"slots": SLOTS, "prefix_cache": False} | WAYS[way]
     if way == "slot_cache":
-        return compare_restored(model, rounds, options, asked)
-    with Engine.load(model, **options) as engine:
+        return compare_restored(args, options, asked)
+    with load(args, **options) as engine:
         if way == "prefill":
             return compare_prefill(engine, Tally(way), asked)
         tally = Tally(way)
         dice = random.Random(way)
         metrics = []
-        for _ in range(rounds):
+        for _ in range(args.rounds):
             handles = ask_in_company(engine, asked, dice)
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
@@ -242,15 +247,15 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
 
 
 def compare_restored(
-    model: str, rounds: int, options: dict[str, Any], asked: Sequence[Case]
+    args: argparse.Namespace, options: dict[str, Any], asked: Sequence[Case]
 ) -> Tally:
     """Every question finds rows that an engine before has saved, of its prompt and of its answer."""
     tally = Tally("slot_cache")
     dice = random.Random(tally.way)
     restored = 0
     with TemporaryDirectory() as folder:
-        for _ in range(1 + rounds):
-            with Engine.load(model, slot_cache=folder, **options) as engine:
+        for _ in range(1 + args.rounds):
+            with load(args, slot_cache=folder, **options) as engine:
                 handles = ask_in_company(engine, asked, dice)
                 tally = compare_prefill(engine, tally, asked)
             for ask, handle in zip(asked, handles, strict=True):
@@ -260,13 +265,14 @@ def compare_restored(
     return tally._replace(note=f"{restored:,} tokens restored from disk")
 
 
-def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
+def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
     """The number of threads is fixed per process, so each number has its own."""
     if device.has_gpu() or device.blas.name == "mlx":
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
-        command = [*cli.start("verify.py"), "--model", model, "--answers"]
+        command = [*cli.start("verify.py"), "--model", args.model, "--answers"]
+        command += ["--kv", args.kv, "--attention", args.attention]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
@@ -358,6 +364,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
     says = "how often each question is asked in company (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
+    parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")
     add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
     args = parser.parse_args(arguments)
@@ -372,7 +379,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
-    asked = ask_alone(args.model)
+    asked = ask_alone(args)
     say(f"nanobatch: {args.model}; {labelled(device.named())}")
     say(
         f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
@@ -389,7 +396,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         if args.answers:
-            sys.stdout.buffer.write(pickle.dumps([ask.alone for ask in ask_alone(args.model)]))
+            sys.stdout.buffer.write(pickle.dumps([ask.alone for ask in ask_alone(args)]))
             return 0
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))

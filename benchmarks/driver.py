@@ -76,6 +76,8 @@ class Nanobatch:
         self.engine = Engine.load(
             spec.folder,
             dtype=spec.dtype,
+            kv=spec.kv,
+            attention=spec.attention,
             policy=spec.contestant.split()[1],
             speculate=cli.read_speculate(spec.speculate),
             slots=slots,
@@ -161,7 +163,8 @@ class Sample:
         if spec.contestant.startswith("nanobatch"):
             self.contestant = Nanobatch(spec, spec.rows, self.longest)
         else:
-            self.contestant = PEERS[spec.contestant](spec.folder, spec.rows, self.longest)
+            peer = PEERS[spec.contestant]
+            self.contestant = peer(spec.folder, spec.rows, self.longest, spec.kv)
         if cli.rank():  # with several ranks, rank 0 measures
             self.contestant.engine.follow()
             return

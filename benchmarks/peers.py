@@ -41,14 +41,14 @@ class MlxLm:
     CPU the model computes in float32, because everything else is slow there.
 
     mlx-lm multiplies with the BLAS under MLX. It gets OpenBLAS, the best one that its users can
-    install.
+    install. It keeps keys and values as it computes them, whatever `kv` says.
     """
 
     PACKAGES = ("mlx_lm",)
     REMEDY = "pip install mlx-lm"
     BLAS = "openblas"
 
-    def __init__(self, folder: str, rows: int, length: int):
+    def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
         from mlx_lm.generate import BatchGenerator
         from mlx_lm.utils import load_model
 
@@ -89,8 +89,9 @@ class LlamaCpp:
     many prompts as fit the batch, each in one piece. numpy finds the best token, because numpy is
     quicker than llama.cpp's samplers.
 
-    The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention,
-    rounds more than float32 does, so that some answers differ.
+    Keys and values have as many bits as ours. In 16 bits that is llama.cpp's own choice, with flash
+    attention. In float32 attention is the plain one, because flash attention rounds more than
+    float32 does, so that some answers differ.
     """
 
     PACKAGES = ("llama_cpp", "gguf")
@@ -98,7 +99,7 @@ class LlamaCpp:
     BLAS = ""
     BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
 
-    def __init__(self, folder: str, rows: int, length: int):
+    def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
         import llama_cpp
         import numpy
 
@@ -117,8 +118,11 @@ class LlamaCpp:
         options.n_seq_max = rows
         options.n_ctx = rows * -(-length // 256) * 256
         options.n_batch = self.size
-        options.type_k = options.type_v = self.c.GGML_TYPE_F32
-        options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if ModelReader(Path(folder), kv=kv).kv_dtype == mx.float16:
+            options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        else:
+            options.type_k = options.type_v = self.c.GGML_TYPE_F32
+            options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
         options.n_threads = options.n_threads_batch = len(my_cores())
         self.context = self.model and self.c.llama_init_from_model(self.model, options)
         if not self.context:

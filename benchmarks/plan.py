@@ -71,6 +71,8 @@ class Spec(NamedTuple):
     dtype: str = "auto"
     speculate: str = "0"  # as for `--speculate`
     clock: str = "wall"  # as for `--clock`
+    kv: str = "auto"  # as for `--kv`
+    attention: str = "auto"  # as for `--attention`
 
     @property
     def overlap(self) -> int:

@@ -402,7 +402,6 @@ typedef struct { /* y = alpha x W + beta y */
   const Packed *packed; /* what lies at w, if w is packed */
   vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
   int is_first, is_last; /* of these parts */
-  int goes_on;           /* a turned product: y holds the sums over earlier rows of w */
   const long *tiles;     /* attention: the first row of each tile, */
   long tile_count;       /* and at last M */
 } Product;
@@ -436,6 +435,21 @@ INLINE void copy(vec (*from)[ROWS][COLS], vec (*to)[ROWS][COLS], const int parts
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < cols; c++) to[i][r][c] = from ? from[i][r][c] : all(0);
+}
+
+INLINE void add_parts(Sums sums, const int rows, const int cols) {
+#pragma GCC unroll 2
+  for (int half = PARTS / 2; half; half /= 2)
+#pragma GCC unroll 2
+    for (int i = 0; i < half; i++)
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) sums[i][r][c] = add(sums[i][r][c], sums[i + half][r][c]);
+}
+
+INLINE four add_columns(const vec sum[COLS], const int cols) { /* COLS, or one */
+  return add_lanes(sum[0], sum[cols == COLS ? 1 : 0], sum[cols == COLS ? 2 : 0], sum[cols == COLS ? 3 : 0]);
 }
 
 /* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
@@ -552,18 +566,10 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
         for (int c = 0; c < cols; c++) kept[(r * COLS + c) * PARTS + i] = sums[i][r][c];
     return;
   }
-#pragma GCC unroll 2
-  for (int half = PARTS / 2; half; half /= 2)
-#pragma GCC unroll 2
-    for (int i = 0; i < half; i++)
-#pragma GCC unroll 6
-      for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < cols; c++) sums[i][r][c] = add(sums[i][r][c], sums[i + half][r][c]);
+  add_parts(sums, rows, cols);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
-    const int second = cols == COLS ? 1 : 0, third = cols == COLS ? 2 : 0, last = cols == COLS ? 3 : 0;
-    four four_sums = add_lanes(sums[0][r][0], sums[0][r][second], sums[0][r][third], sums[0][r][last]);
+    four four_sums = add_columns(sums[0][r], cols);
     if (cols == COLS && whole == p->K && is_plain(p)) {
       store_four(p->y + (m + r) * p->ldy + j, four_sums);
       continue;
@@ -586,7 +592,7 @@ INLINE long turned_tile(const Product *p, long m, long j, const int rows, const 
   const float *w = p->w + j;
   vec sum[ROWS][WIDEST];
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < cols; c++) sum[r][c] = p->goes_on ? load(p->y + (m + r) * p->ldy + j + c * LANES) : all(0);
+    for (int c = 0; c < cols; c++) sum[r][c] = all(0);
 
   for (long k = 0; k < p->K; k++, w += p->ldw) {
     vec own[ROWS];
@@ -616,7 +622,7 @@ INLINE long turned_tile(const Product *p, long m, long j, const int rows, const 
 
 /* W turned, and fewer columns left than a vector has: the same sum, number by number. */
 static void turned_number(const Product *p, long m, long j) {
-  float total = p->goes_on ? p->y[m * p->ldy + j] : 0;
+  float total = 0;
   for (long k = 0; k < p->K; k++) total = fma_one(p->x[m * p->ldx + k], p->w[k * p->ldw + j], total);
   put(p, m, j, total);
 }
@@ -950,8 +956,8 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
 /* --- attention -----------------------------------------------------------------------------------------------------------
 
    softmax(q k^T / sqrt(Dh)) v for each token and head, as `llama.attention` has it, and with the same bits: the same sums,
-   in the same order. But the scores never leave the cache, keys and values of 16 bits are widened block by block, and
-   hardly anything is computed for rows that a token does not see.
+   in the same order. But the scores never leave the cache, keys and values of 16 bits become float32 where they are used,
+   and hardly anything is computed for rows that a token does not see.
 
    A row of x is one token: its queries, H heads of Dh numbers, and then four numbers (`SLOT` ...), which say what it
    sees. In place of a matrix there is a layer's slab, as `kv.py` draws it. The address that we are given is that of its
@@ -962,7 +968,7 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
    other, so that its rows are still in a cache. */
 
 enum { SLOT, FIRST, LAST, SCORE_CAP, NUMBERS_OF_A_TOKEN }; /* the rows it sees: FIRST..LAST; SCORE_CAP: 0 if it has none */
-enum { QUERIES = 24, ALIGNED = 64 };
+enum { QUERIES = 24, FEW_STRIPS = 3, ALIGNED = 64 };
 
 typedef struct {
   uint32_t key[4];
@@ -974,8 +980,8 @@ _Static_assert(sizeof(Slab) <= LINE_NBYTES && offsetof(Slab, form) == offsetof(P
 
 INLINE int is_attention(const Packed *a) { return a && a->form == ATTENTION; }
 INLINE const Slab *slab_of(const Product *p) { return (const Slab *)p->packed; }
-INLINE long nbytes_of(const Slab *s) { return s->numbers == FLOAT16 ? 2 : 4; }
-INLINE long slab_nbytes(const Slab *s) { return 2L * s->slots * s->heads * s->rows * s->Dh * nbytes_of(s); }
+INLINE long nbytes_of(const int form) { return form == FLOAT16 ? 2 : 4; }
+INLINE long slab_nbytes(const Slab *s) { return 2L * s->slots * s->heads * s->rows * s->Dh * nbytes_of(s->numbers); }
 INLINE long number_of(const Product *p, long m, int which) { return (long)p->x[m * p->ldx + p->N + which]; }
 INLINE long queries_of(const Product *p) { return p->N / (slab_of(p)->heads * slab_of(p)->Dh); } /* of a key head */
 
@@ -1008,14 +1014,137 @@ static long tile_end(const Product *p, long m) {
   return end;
 }
 
-/* Rows of the slab as float32 numbers, in `to` if they are not. */
-static const float *widened(const Slab *s, const char *rows, long count, float *to) {
-  if (s->numbers == FLOAT32) return (const float *)rows;
+/* A block of keys or of values, as the slab has it or widened to float32. Its tiles take the sums of `stored_tile` and of
+   `turned_tile`, without what a large matrix needs: a sum of 64 products is soon done, so each detour would show. While
+   few queries read the slab, memory is the limit, and the next block is fetched meanwhile. */
+typedef struct {
+  const char *at;
+  long count, Dh;
+  long wide; /* numbers from the scores of a query to those of the next */
+} Rows;
+
+INLINE float number(const char *at, long i, const int form) {
+  return form == FLOAT16 ? float16(((const uint16_t *)at)[i]) : ((const float *)at)[i];
+}
+INLINE vec numbers(const char *at, long i, const int form) {
+  return form == FLOAT16 ? float16s((const uint16_t *)at + i) : load((const float *)at + i);
+}
+
+/* The scores of `count` queries with `cols` keys. */
+INLINE void score_tile(const Rows *p, const float *q, const char *keys, float *scores, const int count, const int cols,
+                       const int form) {
+  const long Dh = p->Dh, whole = Dh / ORDER * ORDER;
+  Sums sums;
+#pragma GCC unroll 4
+  for (int i = 0; i < PARTS; i++) {
+    vec sum[1][ROWS][COLS];
+    copy(NULL, sum, 1, count, cols);
+    for (long k = i * LANES; k < whole; k += ORDER) {
+      vec own[ROWS];
+#pragma GCC unroll 6
+      for (int r = 0; r < count; r++) {
+        own[r] = load(q + r * Dh + k);
+        KEEP(own[r]);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < cols; c++) {
+        vec key = numbers(keys, c * Dh + k, form);
+        KEEP(key);
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++) sum[0][r][c] = fma_(own[r], key, sum[0][r][c]);
+      }
+    }
+    copy(sum, &sums[i], 1, count, cols);
+  }
+  add_parts(sums, count, cols);
+#pragma GCC unroll 6
+  for (int r = 0; r < count; r++) {
+    four four_sums = add_columns(sums[0][r], cols);
+    if (cols == COLS && whole == Dh) {
+      store_four(scores + r * p->wide, four_sums);
+      continue;
+    }
+    float total[COLS];
+    store_four(total, four_sums);
+    for (int c = 0; c < cols; c++) {
+      for (long k = whole; k < Dh; k++) total[c] = fma_one(q[r * Dh + k], number(keys, c * Dh + k, form), total[c]);
+      scores[r * p->wide + c] = total[c];
+    }
+  }
+}
+
+INLINE void score(const Rows *p, const float *q, float *scores, const int count, const int form) {
+  const long row = p->Dh * nbytes_of(form), ahead = p->count * row;
+  long j = 0;
+  for (; j + COLS <= p->count; j += COLS) {
+    const char *keys = p->at + j * row;
+    for (long i = 0; form == FLOAT16 && i < COLS * row; i += LINE_NBYTES) __builtin_prefetch(keys + ahead + i);
+    score_tile(p, q, keys, scores + j, count, COLS, form);
+  }
+  for (; j < p->count; j++) score_tile(p, q, p->at + j * row, scores + j, count, 1, form);
+}
+
+/* Add the values, times their weights in `scores`, to `cols` vectors of each row of y, from number i on. */
+INLINE void weigh_tile(const Rows *p, const float *scores, float *y, long i, const int count, const int cols, const int form) {
+  const long ahead = p->count * p->Dh * nbytes_of(form);
+  vec sum[ROWS][WIDEST];
+  for (int r = 0; r < count; r++)
+    for (int c = 0; c < cols; c++) sum[r][c] = load(y + r * p->Dh + i + c * LANES);
+  for (long k = 0; k < p->count; k++) {
+    const char *values = p->at + (k * p->Dh + i) * nbytes_of(form);
+    vec own[ROWS];
+    for (int r = 0; r < count; r++) {
+      own[r] = all(scores[r * p->wide + k]);
+      KEEP(own[r]);
+    }
+    for (int c = 0; c < cols; c++) {
+      if (form == FLOAT16 && c * LANES % (LINE_NBYTES / 2) == 0) __builtin_prefetch(values + ahead + 2 * c * LANES);
+      vec value = numbers(values, c * LANES, form);
+      KEEP(value);
+      for (int r = 0; r < count; r++) sum[r][c] = fma_(own[r], value, sum[r][c]);
+    }
+  }
+  for (int r = 0; r < count; r++)
+    for (int c = 0; c < cols; c++) store(y + r * p->Dh + i + c * LANES, sum[r][c]);
+}
+
+INLINE void weigh(const Rows *p, const float *scores, float *y, const int count, const int form) {
+  const long whole = p->Dh / LANES * LANES;
+  long i = 0;
+  for (; count == 1 && i + WIDEST * LANES <= whole; i += WIDEST * LANES) weigh_tile(p, scores, y, i, count, WIDEST, form);
+  for (; i + COLS * LANES <= whole; i += COLS * LANES) weigh_tile(p, scores, y, i, count, COLS, form);
+  for (; i < whole; i += LANES) weigh_tile(p, scores, y, i, count, 1, form);
+  for (; i < p->Dh; i++)
+    for (int r = 0; r < count; r++)
+      for (long k = 0; k < p->count; k++) {
+        float value = number(p->at, k * p->Dh + i, form);
+        y[r * p->Dh + i] = fma_one(scores[r * p->wide + k], value, y[r * p->Dh + i]);
+      }
+}
+
+typedef void Score(const Rows *p, const float *q, float *scores);
+typedef void Weigh(const Rows *p, const float *scores, float *y);
+#define ATTENTION_OF(form, count)                                                      \
+  static NOINLINE void score_##form##count(const Rows *p, const float *q, float *scores) { score(p, q, scores, count, form); } \
+  static NOINLINE void weigh_##form##count(const Rows *p, const float *scores, float *y) { weigh(p, scores, y, count, form); }
+#define ATTENTIONS(count) ATTENTION_OF(FLOAT32, count) ATTENTION_OF(FLOAT16, count)
+ATTENTIONS(1) ATTENTIONS(2) ATTENTIONS(3)
+#if defined(__AVX512F__) || defined(__aarch64__)
+ATTENTIONS(4) ATTENTIONS(5) ATTENTIONS(6)
+#endif
+static Score *const scorers[][ROWS + 1] = {[FLOAT32] = HEIGHTS(score_FLOAT32), [FLOAT16] = HEIGHTS(score_FLOAT16)};
+static Weigh *const weighers[][ROWS + 1] = {[FLOAT32] = HEIGHTS(weigh_FLOAT32), [FLOAT16] = HEIGHTS(weigh_FLOAT16)};
+
+/* A block as float32 numbers, made in `to`. The next one is fetched meanwhile. */
+static const char *widened(const char *rows, long count, float *to) {
   const uint16_t *at = (const uint16_t *)rows;
   const long whole = count / LANES * LANES;
-  for (long i = 0; i < whole; i += LANES) store(to + i, float16s(at + i));
+  for (long i = 0; i < whole; i += LANES) {
+    if (i % (LINE_NBYTES / 2) == 0) __builtin_prefetch(at + count + i);
+    store(to + i, float16s(at + i));
+  }
   for (long i = whole; i < count; i++) to[i] = float16(at[i]);
-  return to;
+  return (const char *)to;
 }
 
 static NOINLINE void attend(const Product *p, long unit) {
@@ -1029,20 +1158,24 @@ static NOINLINE void attend(const Product *p, long unit) {
     fprintf(stderr, "nanobatch: attention over rows %ld..%ld of slot %ld\n", from, end, slot);
     abort();
   }
-  const long size = nbytes_of(s), head_nbytes = s->rows * Dh * size, block = (WIDE / Dh + COLS) / COLS * COLS;
-  const char *keys = (const char *)s + LINE_NBYTES - slab_nbytes(s) + (slot * 2 * s->heads + head) * head_nbytes + from * Dh * size;
-  const char *values = keys + s->heads * head_nbytes;
+  const long row = Dh * nbytes_of(s->numbers), block = (WIDE / Dh + COLS) / COLS * COLS;
+  const char *keys = (const char *)s + LINE_NBYTES - slab_nbytes(s) + ((slot * 2 * s->heads + head) * s->rows + from) * row;
+  const char *values = keys + s->heads * s->rows * row;
   float *scores = scratch(count * (wide + 2 * Dh) + block * Dh), *q = scores + count * wide, *y = q + count * Dh;
-  float *rows = y + count * Dh;
+  float *wider = y + count * Dh;
+  const int widens = s->numbers == FLOAT16 && count > FEW_STRIPS * ROWS; /* once, instead of in each strip */
+  const int form = widens ? FLOAT32 : s->numbers;
 
   for (long i = 0; i < count; i++)
     memcpy(q + i * Dh, p->x + (m0 + i / group) * p->ldx + (head * group + i % group) * Dh, Dh * sizeof *q);
 
   for (long j = 0; j < T; j += block) {
-    const long some = at_most(block, T - j);
-    Product part = {.M = count, .N = some, .K = Dh, .x = q, .y = scores + j, .ldx = Dh, .ldw = Dh, .ldy = wide, .alpha = 1};
-    part.w = widened(s, keys + j * Dh * size, some * Dh, rows);
-    stored_block(&part, 0, count, 0, some);
+    Rows some = {keys + j * row, at_most(block, T - j), Dh, wide};
+    if (widens) some.at = widened(some.at, some.count * Dh, wider);
+    for (long i = 0, height; i < count; i += height) {
+      height = next_height(count - i, ROWS);
+      scorers[form][height](&some, q + i * Dh, scores + i * wide + j);
+    }
   }
 
   for (long i = 0; i < count; i++) {
@@ -1058,12 +1191,14 @@ static NOINLINE void attend(const Product *p, long unit) {
     for (long j = stop; j < T; j++) own[j] = 0;
   }
 
+  memset(y, 0, count * Dh * sizeof *y);
   for (long k = 0; k < T; k += block) {
-    const long some = at_most(block, T - k);
-    Product part = {.M = count, .N = Dh, .K = some, .x = scores + k, .y = y, .ldx = wide, .ldw = Dh, .ldy = Dh, .alpha = 1};
-    part.goes_on = k > 0;
-    part.w = widened(s, values + k * Dh * size, some * Dh, rows);
-    turned_block(&part, 0, count, 0, Dh);
+    Rows some = {values + k * row, at_most(block, T - k), Dh, wide};
+    if (widens) some.at = widened(some.at, some.count * Dh, wider);
+    for (long i = 0, height; i < count; i += height) {
+      height = next_height(count - i, ROWS);
+      weighers[form][height](&some, scores + i * wide + k, y + i * Dh);
+    }
   }
 
   for (long i = 0; i < count; i++)

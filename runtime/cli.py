@@ -369,16 +369,19 @@ class CommandLine(argparse.ArgumentParser):
         hidden = argparse.SUPPRESS
         old = {"action": OldName, "dest": "speculate", "default": hidden}
         self.add_read("--guesses", read_speculate, hidden, **old)
-        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
-        self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
-        says = "plain: the formula in llama.py, in place of the operation that has the same bits"
-        self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
+        self.add_attention()
         says = "save conversations in this private folder, and go on with them after a restart "
         says += "(default size: 8G)"
         self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
         says = "take options from this file, by their names (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
         self.add_book()
+
+    def add_attention(self) -> None:
+        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
+        self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
+        says = "plain: the formula in llama.py, in place of the operation that has the same bits"
+        self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""

@@ -46,6 +46,7 @@ from benchmarks.plan import (
 from benchmarks.report import cell_text, summarise
 from docs.make import plot
 from kernels import mlx as device
+from kernels.mlx import mx
 from models.load import read_model
 from nanobatch import Engine, Tokenizer
 from runtime.snapshot import StepView
@@ -491,6 +492,18 @@ def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
         narrow if device.is_batch_invariant() else "float32, widened",
         "float32, widened",
     ]
+
+
+def test_kv_and_attention_reach_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
+    folder = make_model(tmp_path, "tiny", 4)
+    spec = Spec("decode", "nanobatch continuous", str(folder), 300, rows=1, prompt=4, output=3)
+    for kv, attention in (("auto", "auto"), ("float32", "plain")):
+        sample = Sample(spec._replace(kv=kv, attention=attention))
+        slab = sample.contestant.engine.runner.slab
+        assert slab.dtype == (mx.float16 if kv == "auto" else mx.float32)
+        assert slab.is_fused == (attention == "auto" and device.is_batch_invariant())
+        sample.contestant.close()
 
 
 # --- what goes wrong ----------------------------------------------------------------------------

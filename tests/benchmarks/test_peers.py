@@ -117,7 +117,7 @@ class Library:
     its sequence.
     """
 
-    GGML_TYPE_F32, LLAMA_FLASH_ATTN_TYPE_DISABLED = 0, 0
+    GGML_TYPE_F32, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED = 0, 0, 1
 
     def __init__(self):
         self.sequences, self.calls, self.freed = {}, [], []
@@ -204,6 +204,16 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
         options.n_threads == options.n_threads_batch == len(peers.my_cores())
         and options.type_k == options.type_v == 0
     )
+
+
+@pytest.mark.parametrize(("kv", "is_float32"), [("auto", False), ("float32", True)])
+def test_llama_cpp_keeps_keys_in_as_many_bits_as_we_do(library, tmp_path, kv, is_float32):
+    """In 16 bits, what llama.cpp does by itself, beside weights of 16 bits."""
+    folder = make_checkpoint(tmp_path / "model", dtype=mx.bfloat16)
+    peers.write_gguf(folder, folder / peers.GGUF)
+    peers.LlamaCpp(str(folder), rows=1, length=20, kv=kv)
+    assert hasattr(library.options, "type_k") == hasattr(library.options, "type_v") == is_float32
+    assert library.options.flash_attn_type == (not is_float32)
 
 
 def test_llama_cpp_takes_a_gguf_file_as_it_is(library, tmp_path, monkeypatch):

@@ -65,6 +65,18 @@ def test_no_bit_differs(capsys, few):
     assert all(f"  {way} " in progress for way in ways)  # what is compared, while it is
 
 
+def test_kv_and_attention_reach_each_engine(capsys, count_only, monkeypatch):
+    load, taken = nanobatch.Engine.load, []
+
+    def spy(model, **options):
+        taken.append((options.get("kv"), options.get("attention")))
+        return load(model, **options)
+
+    monkeypatch.setattr(nanobatch.Engine, "load", spy)
+    assert verify.main(["--ways", "company", "--kv", "float32", "--attention", "plain"]) == 0
+    assert taken == [("float32", "plain")] * 2 + [(None, None)]  # the last one is the demo's hash
+
+
 # --- planted faults: an answer alone is right, and in company it is not -------------------------
 
 
