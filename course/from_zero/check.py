@@ -49,7 +49,7 @@ def check_stage(folder: Path, stage: Stage) -> bool:
     if len(blank) < len(stage.tasks):  # what is written of a stage is tried
         is_right, said = run_stage(folder, stage)
     state = "done" if is_right else "not right yet"
-    if blank and is_right:
+    if is_right and (blank or "waits for stage" in said):
         state = "right so far" if said else "still blank"
     print(f"stage {stage.number}, {stage.name}: {state}")
     print(said, end="")

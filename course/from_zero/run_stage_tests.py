@@ -158,6 +158,8 @@ class Report:
             if blank and isinstance(error, NotImplementedError):
                 outcome = "waits"
                 text = f"waits for stage {blank[1]}: {blank[2]}"
+                report.outcome = "skipped"  # so -x goes on
+                report.longrepr = ("", 0, text)
             self.write(item.name, outcome, says(item, is_wrong=True), f"{text}\n{printed}")
         elif report.when == "call" or report.skipped:
             self.write(item.name, outcome, says(item), printed)
