@@ -230,30 +230,6 @@ def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_o
     assert right > 20
 
 
-def test_a_conversation_goes_on_behind_draft_tokens_in_its_own_rows(parts):
-    """The rows of right draft tokens are taken over by the next turn, and those of wrong ones are not."""
-    sizes = {"slots": 1, "max_len": 160, "chunk": 32}
-    wish = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
-    turns = []
-    for speculate in (0, 5):
-        with Engine(*parts, speculate=speculate, **sizes) as engine:
-            if speculate:
-                first = turns[0][0]
-                engine.sched.draft = Oracle({1: first.tokens}, np.random.default_rng(5))
-            one = engine.submit([1, 2, 3], wish)
-            one.result()
-            two = engine.submit([1, 2, 3, *one.tokens, 8, 9], wish)
-            two.result()
-            turns.append((one, two))
-    plain, drafted = turns
-    assert [outcome(handle) for handle in plain] == [outcome(handle) for handle in drafted]
-    assert (
-        drafted[0].metrics.accepted_tokens > 10
-        and drafted[0].metrics.draft_tokens > drafted[0].metrics.accepted_tokens
-    )
-    assert drafted[1].metrics.cached_tokens == plain[1].metrics.cached_tokens == 42
-
-
 # --- what is drafted ----------------------------------------------------------------------------
 
 
