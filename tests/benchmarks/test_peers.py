@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader
-from gguf_models import make_pair
 
 import bench
 from benchmarks import peers
@@ -81,15 +80,6 @@ def test_a_gguf_file_has_every_weight(tmp_path):
             ]
             weight = weight[rows]
         assert np.array_equal(weight, written_one), name
-
-
-def test_a_quantized_model_is_written_in_float32(tmp_path):
-    folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 32))
-    _, tensors = written(folder, tmp_path)
-    weight = np.array(
-        peers.ModelReader(folder, "float32").part("model.layers.1.mlp.down_proj").weight
-    )
-    assert np.array_equal(tensors["blk.1.ffn_down.weight"], weight)
 
 
 @pytest.mark.parametrize(
@@ -205,26 +195,6 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
         options.n_threads == options.n_threads_batch == len(peers.my_cores())
         and options.type_k == options.type_v == 0
     )
-
-
-def test_llama_cpp_takes_a_gguf_file_as_it_is(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "make_gguf", lambda *_: pytest.fail("it was made anew"))
-    file, _ = make_pair(tmp_path, num_hidden_layers=1)
-    taken = []
-    monkeypatch.setattr(
-        library, "llama_model_load_from_file", lambda path, _: taken.append(path) or "model"
-    )
-    peer = peers.LlamaCpp(str(file), rows=1, length=20)
-    (answer,) = drive(peer, [TimedRequest([5, 6], 4)])
-    assert taken == [str(file).encode()] and answer.tokens == sums([5, 6], 4)
-
-
-def test_long_prompt_is_one_call(library, tmp_path, monkeypatch):
-    """Longer than a usual call of llama.cpp."""
-    monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
-    peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
-    (answer,) = drive(peer, [TimedRequest([5] * 30, 4)])
-    assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
 # --- the same weights give the same tokens ------------------------------------------------------

@@ -167,11 +167,11 @@ def test_another_blas_shows_what_others_have():
     assert "Equal in every bit: none of the ways." in done.stdout
 
 
-def test_other_threads_are_other_processes(capsys, monkeypatch):
+def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
     """The answers of a process whose product has another number of threads are compared, too."""
     monkeypatch.setattr(verify, "THREADS", ("3",))
     assert verify.main(["--ways", "threads"]) == 0
-    assert "15 answers" in capsys.readouterr().out
+    assert f"{len(verify.QUESTIONS[COUNT].split())} answers" in capsys.readouterr().out
 
 
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
@@ -189,13 +189,6 @@ def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
     assert "widened          not compared: weights take 20 GiB" in said
     assert "Not one bit differs: " in said
     assert verify.main(["--ways", "widened"]) == 1  # it was 0 where no numbers were compared
-    assert "No numbers were compared" in capsys.readouterr().out
-
-
-def test_answers_without_numbers_are_no_proof(capsys, count_only, monkeypatch):
-    """It returned 0, and said that not one bit differs."""
-    monkeypatch.setattr(verify, "compare", lambda args, asked: iter([verify.Tally("company", 9)]))
-    assert verify.main([]) == 1
     assert "No numbers were compared" in capsys.readouterr().out
 
 
