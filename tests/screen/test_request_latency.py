@@ -62,13 +62,13 @@ def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
     return {r.id: breakdown_in(state, r) for r in state.requests.values()}
 
 
-def test_the_parts_add_up_for_a_thousand_random_requests():
+def test_the_parts_of_random_requests_add_up():
     """Each piece begins where the one before it ends. The line is as long as the engine says, and
     only a ghost is behind the end."""
     seen = 0
     parts = Counter()
     seed = 0
-    while seen < 1_000:
+    while seen < 500:
         stage = random_run(seed, cancels=True)
         for id, lived in lives(stage).items():
             request = stage.state.requests[id]
@@ -86,7 +86,7 @@ def test_the_parts_add_up_for_a_thousand_random_requests():
             seen += 1
         seed += 1
     assert {*breakdown.PARTS} - {"unseen"} == {*parts}, parts
-    assert min(parts.values()) >= 5, parts
+    assert min(parts.values()) >= 3, parts
 
 
 def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
@@ -94,9 +94,10 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
     return breakdown.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
-@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize(
+    ("shares", "cancels", "drafts"),
+    [(False, False, False), (True, True, False), (True, False, True), (False, True, True)],
+)
 def test_a_replay_under_the_same_policy_has_the_same_steps(shares, cancels, drafts):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
     not matter, since it is told before which plan each request came, and went. What was drafted is

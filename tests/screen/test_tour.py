@@ -444,7 +444,7 @@ async def play(it, phase: str) -> None:
             return
         it.stage.time.now += 0.05
         it.stage.turns()
-        it.app.look()
+        it.state.kept["tour"].look()
     raise AssertionError(it.text())
 
 
