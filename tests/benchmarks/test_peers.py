@@ -82,15 +82,6 @@ def test_a_gguf_file_has_every_weight(tmp_path):
     assert not tensors
 
 
-def test_a_quantized_model_is_written_in_float32(tmp_path):
-    folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 32))
-    _, tensors = written(folder, tmp_path)
-    weight = np.array(
-        peers.ModelReader(folder, "float32").part("model.layers.1.mlp.down_proj").weight
-    )
-    assert np.array_equal(tensors["blk.1.ffn_down.weight"], weight)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -226,14 +217,6 @@ def test_llama_cpp_takes_a_gguf_file_as_it_is(library, tmp_path, monkeypatch):
     peer = peers.LlamaCpp(str(file), rows=1, length=20)
     (answer,) = drive(peer, [TimedRequest([5, 6], 4)])
     assert taken == [str(file).encode()] and answer.tokens == sums([5, 6], 4)
-
-
-def test_long_prompt_is_one_call(library, tmp_path, monkeypatch):
-    """Longer than a usual call of llama.cpp."""
-    monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
-    peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
-    (answer,) = drive(peer, [TimedRequest([5] * 30, 4)])
-    assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
 # --- the same weights give the same tokens ------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import random_batches as company
 from checkpoints import Reference, make_checkpoint
-from harness import Ask, Tap, random_asks, run_schedule
+from harness import Ask, random_asks, run_schedule
 from planted_bugs import plant, poisoned
 from processes import python
 from random_batches import ELSEWHERE, SCHEDULES
@@ -20,10 +20,8 @@ import kv
 import llama
 from kernels import matmul_library
 from kernels.mlx import mx
-from kernels.packed import Matrix
 from models import ops
 from models.layers import Norm
-from models.rope import AttentionType
 from nanobatch import Engine, Model, SamplingParams, Tokenizer
 
 
@@ -52,44 +50,6 @@ def test_the_form_that_was_asked_for_computes():
         code = "from kernels import mlx as device; print(device.blas.kernels)"
         done = python(code, NANOBATCH_BLAS=f"rows:{form}", NANOBATCH_THREADS="3")
         assert done.stdout.strip() == f"{form}, 3 threads", done
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 129])
-@pytest.mark.parametrize(
-    "inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)]
-)
-def test_product_is_row_invariant(count, inputs, outputs):
-    """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple
-    of anything."""
-    rng = np.random.default_rng(count)
-    x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
-    weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
-    dense = Matrix(weight)
-    y = dense(x)
-    assert y.shape == (count, outputs) and np.allclose(
-        y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3
-    )
-    for row in {0, count // 2, count - 1}:
-        alone = x[row : row + 1]
-        assert mx.array_equal(dense(alone), y[row : row + 1])
-        assert mx.array_equal(
-            dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0)
-        )
-
-
-@pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
-def test_attention_length_changes_no_bit(reach):
-    """Of rows that a token must not see it reads whatever an earlier owner has left, times zero."""
-    rng = np.random.default_rng(reach)
-    q, k, v = (
-        mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32))
-        for rows in (3, 1024, 1024)
-    )
-    seen = 30
-    q, kind = q[0].swapaxes(0, 1), AttentionType(None, None, None, None, None)  # (3, 2, 24)
-    near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)), kind)
-    mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None]
-    assert mx.array_equal(llama.attention(q, k[:, :, :reach], v[:, :, :reach], mask, kind), near)
 
 
 def test_elementwise_tails_change_no_bit():
@@ -135,31 +95,6 @@ def test_argmax_ties_go_to_the_first():
     best = mx.argmax(logits, axis=-1).tolist()
     assert (best[3], best[5]) == (40, 0)
     assert best == [mx.argmax(logits[i : i + 1], axis=-1).item() for i in range(7)]
-
-
-def test_slots_and_budget_change_no_bit(models):
-    """Each alone in its engine, and beside as many neighbours as there are slots."""
-    for seed, (model, text) in enumerate(models):
-        rng = np.random.default_rng(seed)
-        prompt = rng.integers(0, 256, 45).tolist()
-        seen = set()
-        for slots, budget, chunk in ((1, 1, 32), (2, 7, 64), (7, 400, 32), (33, 90, 96)):
-            with Engine(
-                model, text, slots=slots, max_len=192, chunk=chunk, budget=budget
-            ) as engine:
-                tap = Tap(engine)
-                for neighbours in {0, slots - 1}:
-                    others = [
-                        rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
-                        for _ in range(neighbours)
-                    ]
-                    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-                    handles = [engine.submit(each, sampling) for each in (*others, prompt)]
-                    engine.wait(
-                        lambda handles=handles: all(handle.finish_reason for handle in handles)
-                    )
-                    seen.add(tap.of(handles[-1]).tobytes())
-        assert len(seen) == 1, f"model {seed} has {len(seen)} answers"
 
 
 def test_run_ahead_changes_no_token(models):
@@ -286,17 +221,3 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
         assert neighbour.result().finish_reason == "length"
         assert after.request.slot == bad.request.slot
         assert (after.result().tokens == alone.tokens) == scrubbed
-
-
-def test_cancelled_nan_prompt_leaves_no_nan(models):
-    """Nobody has looked at its numbers yet, so its slot is scrubbed, too."""
-    model, text = models[0]
-    with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1) as engine:
-        alone = engine.submit([5, 6, 7], SamplingParams(max_tokens=90)).result()
-        bad = engine.submit([99] * 150, SamplingParams(max_tokens=6))
-        engine.step(), engine.step()
-        assert 0 < bad.request.prefilled < 150
-        bad.cancel()
-        assert (
-            engine.submit([5, 6, 7], SamplingParams(max_tokens=90)).result().tokens == alone.tokens
-        )

@@ -173,16 +173,6 @@ def test_non_finite_embedding_is_an_error(folder):
             engine.embed([[9]])
 
 
-def test_a_cancelled_vector_frees_its_slot(folder):
-    with Engine.load(folder, slots=1, max_len=192, chunk=32) as engine:
-        handle = engine.submit(list(range(100)), EMBED)
-        engine.step()
-        handle.cancel()
-        assert handle.result().finish_reason == "cancelled" and handle.result().vector is None
-        assert len(engine.embed(["Once"])) == 1
-        check(engine)
-
-
 def test_dimensions_truncate_and_renormalise(folder):
     """OpenAI's `dimensions`: the first numbers, scaled to length 1."""
     with Engine.load(folder, slots=1, max_len=64) as engine:
@@ -245,9 +235,3 @@ def test_headless_model_loads_as_published(tmp_path, folder):
     (headless / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"lacks the tensor lm_head\.weight"):
         Engine.load(headless, slots=1, max_len=64)
-
-
-def test_embeds_is_true_or_false():
-    assert SamplingParams(embeds=True, max_tokens=50).max_tokens == 1
-    with pytest.raises(ValueError, match="embeds = 1, but it must be True or False"):
-        SamplingParams(embeds=1)

@@ -39,13 +39,6 @@ def test_streamed_pieces_join_to_the_text(engine):
     assert result.text == decoded[: len(result.text)]  # what may be left is half a character
 
 
-def test_text_and_its_ids_are_one_prompt(engine):
-    ids = engine.text.encode("Hello")
-    assert ids[0] == 256 and len(ids) == 6  # one BOS, five bytes
-    one, other = engine.generate(["Hello", ids], LONG)
-    assert one.tokens == other.tokens
-
-
 def test_metrics_say_what_happened(parts):
     """With a clock that ticks once a reading, times are counts of readings: all known to be
     positive and ordered."""
@@ -96,12 +89,6 @@ def test_eos_and_ignore_eos(parts):
             text.end_tokens = before
 
 
-def test_generate_matches_one_at_a_time(engine):
-    prompts = [[n, n + 1] for n in range(7)]
-    together = engine.generate(prompts, FEW)
-    assert [r.tokens for r in together] == [engine.submit(p, FEW).result().tokens for p in prompts]
-
-
 def test_generate_cleans_up_after_a_bad_prompt(engine):
     """The prompts before the bad one had been submitted, and ran on."""
     with pytest.raises(ValueError, match="272"):
@@ -136,11 +123,6 @@ def test_bad_prompt_is_refused_at_submit(engine, prompt, words):
     assert running.result().finish_reason == "length"
 
 
-def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=0.5)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -162,8 +144,7 @@ def test_client_must_be_a_string(engine):
     assert engine.submit([1, 2], SamplingParams(max_tokens=3), client="anna").result().finish_reason
 
 
-@pytest.mark.parametrize("budget", [2_000_000, 2**31 - 1])
-def test_a_large_budget_takes_no_memory_at_start(parts, budget):
+def test_a_large_budget_takes_no_memory_at_start(parts):
     """What was made as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
 
     A step is never wider than a chunk for each slot.
@@ -176,18 +157,10 @@ def test_a_large_budget_takes_no_memory_at_start(parts, budget):
         with Engine(*parts, slots=2, max_len=128, chunk=32, budget=budget):
             return mx.get_peak_memory() - before
 
-    assert peak(budget) < 2 * peak(64)
+    assert peak(2**31 - 1) < 2 * peak(64)
 
 
 # --- threads ------------------------------------------------------------------------------------
-
-
-def test_loaded_here_and_served_by_a_thread(engine):
-    expected = engine.submit([1, 2, 3], LONG).result().tokens
-    with engine.serving():
-        results = [engine.submit([1, 2, 3], LONG) for _ in range(5)]
-        assert all(handle.result(timeout=60).tokens == expected for handle in results)
-    assert engine.submit([1, 2, 3], LONG).result().tokens == expected  # and stepped here again
 
 
 def test_engine_is_thread_safe(engine):
@@ -267,8 +240,9 @@ def test_first_token_is_read_at_once_on_cpu(parts):
 # --- cancelling, failing, closing ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_ahead", [True, False])
-@pytest.mark.parametrize("steps", range(10))
+@pytest.mark.parametrize(
+    ("steps", "run_ahead"), [(0, True), (1, False), (3, True), (4, False), (9, True)]
+)
 def test_cancel_frees_the_slot_in_every_phase(parts, steps, run_ahead):
     with Engine(*parts, slots=1, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
         expected = engine.submit([9, 9], FEW).result().tokens
@@ -309,14 +283,10 @@ def test_close_ends_every_handle(parts):
 
 
 STATES = {
-    "idle": "",
     "with a queue that nobody steps": "engine.submit([1], LONG)",
-    "in prefill": "engine.submit([1] * 100, SamplingParams(max_tokens=9)); engine.step()",
     "in decode": "h = engine.submit([1], LONG); [engine.step() for _ in range(9)]",
-    "while a thread serves": "s = engine.serving(); s.__enter__(); engine.submit([1], LONG)",
     "in a fault": "engine.submit([1], LONG); engine.step(); 1 / 0",
     "by sys.exit while serving": "s = engine.serving(); s.__enter__(); engine.submit([1], LONG); sys.exit(7)",
-    "after close": "engine.submit([1], LONG); engine.step(); engine.close()",
 }
 
 
@@ -325,7 +295,9 @@ def test_a_process_exits_cleanly_in_every_state(tmp_path_factory, state):
     folder = make_checkpoint(tmp_path_factory.mktemp("exit"), hidden_size=128, num_hidden_layers=4)
     code = f"""
 import sys
-from nanobatch import Engine, SamplingParams
+from models.load import read_model
+from nanobatch import Engine, SamplingParams, Tokenizer
+from runner import Runner
 LONG = SamplingParams(max_tokens=100, ignore_eos=True)
 engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 {STATES[state]}
@@ -416,25 +388,23 @@ def rss() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 2), (False, 1)])
-def test_decoding_leaks_no_memory(parts, run_ahead, rounds):
+def test_decoding_leaks_no_memory(parts):
     """Two answers of 500 tokens at a time. Were one layer's slab copied once, the peak would show
     it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
-    with Engine(*parts, **sizes, run_ahead=run_ahead, speculate=0) as engine:
-        engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=500, ignore_eos=True))
+    with Engine(*parts, **sizes, speculate=0) as engine:
+        engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=300, ignore_eos=True))
         one_layer = engine.runner.slab.arrays[0].nbytes
         mx.reset_peak_memory()
         gc.collect()
         active, resident = mx.get_active_memory(), rss()
         before = engine.steps
-        for _ in range(rounds):
-            engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=501, ignore_eos=True))
-        assert engine.steps - before >= 500 * rounds
+        engine.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=501, ignore_eos=True))
+        assert engine.steps - before >= 500
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
-        assert abs(mx.get_active_memory() - active) < 200 * 500 * rounds
+        assert abs(mx.get_active_memory() - active) < 200 * 500
         gc.collect()  # workers collect nothing by themselves
-        assert rss() - resident < 10_000 * 500 * rounds
+        assert rss() - resident < 10_000 * 500
         engine.runner.slab.check()
 
 

@@ -195,25 +195,6 @@ def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
     assert 5 <= waited <= 7 < steps - 2
 
 
-def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
-    """Requests without one make the same calls of MLX as ever: their group has no mask."""
-    asked = []
-    mask = runner.SlotState.mask
-
-    def counted(self, masks):
-        asked.append(len(masks))
-        return mask(self, masks)
-
-    monkeypatch.setattr(runner.SlotState, "mask", counted)
-    with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
-        engine.generate([[1], [2], [3]], PLAIN)
-        assert asked == []
-        handles = [engine.submit([n], PLAIN) for n in range(3)]
-        handles.append(engine.submit([3], SamplingParams(max_tokens=30, grammar=DIGITS)))
-        engine.wait(lambda: all(handle.finish_reason for handle in handles))
-    assert asked == [1] * 8
-
-
 # --- who does what, and what fails --------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from kernels.mlx import device_lock, device_stream, mx
 from models.memory import Sizes
 from nanobatch import Engine, SamplingParams
 from runner import ForwardBatch, Prefill, Runner, SamplingRows
-from sampling import SamplingRow
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
 KINDS = [
@@ -155,16 +154,6 @@ def test_a_runner_that_is_reset_is_as_good_as_new(parts, record):
     assert played.tokens == record.tokens and played.slab == record.slab
 
 
-def test_waiting_between_steps_changes_no_bit(parts, record):
-    """The engine runs ahead: it starts a step before it has read the one before."""
-    with device_lock, device_stream():
-        runner, flights = Runner(parts[0], SIZES), []
-        for step in record.steps:
-            flights.append(runner.run(*step))
-        assert [flight.read()[0] for flight in flights] == record.tokens
-        runner.slab.check()
-
-
 def test_separate_passes_give_the_same_bits(parts, record, monkeypatch):
     """How tokens are gathered into passes and windows is a matter of speed alone."""
 
@@ -217,33 +206,6 @@ def test_head_computes_only_sampled_rows(parts, record):
             assert sum(sizes) == rows and len(sizes) <= len(order.passes())
             assert 0 not in sizes
         assert played.tokens == record.tokens
-
-
-def test_step_times_are_told_apart(parts):
-    """With a clock that ticks once a reading: all three are there, and together they are all of the
-    time, but for what passes between the two halves of a step."""
-    ticks = iter(range(10**6))
-    with device_lock, device_stream():
-        runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
-        began = next(ticks)
-        chunk = Prefill(2, (7, 8, 9), 0, None, True)
-        flight = runner.run(
-            ForwardBatch((), (chunk,), ()), {2: [SamplingRow(2, SamplingParams(), 0, 0)]}
-        )
-        assert flight.began == began + 1 and flight.build_s > 0
-        assert flight.device_s == 2  # the forward pass was started, then the sampling
-        assert flight.wait_s == 1  # for the pass before
-        between = 1
-        took = next(ticks) - 1 - flight.began - between
-        assert flight.build_s + flight.device_s + flight.wait_s == took
-        tokens, logprobs = flight.read()
-        assert tokens[2] >= [0] and [*tokens[:2], *tokens[3:]] == [[-1]] * 3 and logprobs == {}
-
-
-def test_warming_up_leaves_no_trace(parts, record):
-    runner = Runner(parts[0], SIZES)
-    runner.warm_up()
-    assert Recorded(runner).play_all(record.steps[:20]).tokens == record.tokens[:20]
 
 
 def test_chunk_keeps_no_reference_to_the_slab(parts):

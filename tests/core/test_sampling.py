@@ -40,15 +40,12 @@ def how(request, monkeypatch) -> str:
 
 OPTIONS = {
     "temperature": {"temperature": 0.7},
-    "high temperature": {"temperature": 2.5},
     "top_k": {"temperature": 1.0, "top_k": 5},
     "top_k beyond the short list": {"temperature": 2.0, "top_k": 100},
-    "top_k of one": {"temperature": 1.0, "top_k": 1},
     "top_p": {"temperature": 1.0, "top_p": 0.8},
     "a small top_p": {"temperature": 1.0, "top_p": 0.05},
     "min_p": {"temperature": 1.5, "min_p": 0.1},
     "top_p and a top_k beyond the short list": {"temperature": 3.0, "top_p": 0.97, "top_k": 70},
-    "top_p, then top_k": {"temperature": 0.9, "top_p": 0.9, "top_k": 6},
     "top_p, min_p, top_k": {"temperature": 1.3, "top_p": 0.95, "min_p": 0.05, "top_k": 8},
     "logit_bias": {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -2.0, 11: -1000.0}},
 }
@@ -110,13 +107,11 @@ def test_frequencies_of_20000_draws(name, how):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.5},
         {"repetition_penalty": 0.7},
-        {"logit_bias": {5: 3.0, 100: -50.0}},
         {"repetition_penalty": 3.0, "logit_bias": {9: 2.5}},
     ],
 )
-@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("length", [1, 40])
 def test_penalty_and_bias_equal_mlx_lm(folder, parts, options, length):
     """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
     prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
@@ -150,8 +145,6 @@ def test_penalties_count_the_answer_alone():
 @pytest.mark.parametrize(
     "options",
     [
-        {"presence_penalty": 1.4},
-        {"frequency_penalty": 0.6},
         {"frequency_penalty": -0.3, "presence_penalty": 2},
         {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ],
@@ -461,8 +454,7 @@ def fingerprint(result) -> tuple:
     return result.tokens, result.text, result.finish_reason, result.logprobs
 
 
-@pytest.mark.parametrize("slots", [8, 3])
-def test_mixed_settings_in_one_batch(parts, slots):
+def test_mixed_settings_in_one_batch(parts, slots=3):
     """Eight requests sample as they do alone."""
     prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
     with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
@@ -503,32 +495,6 @@ def test_seeds_make_answers_repeat_and_differ(parts):
         assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
 
 
-def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
-    """And a mixed one runs one sampler for each kind of work, not one for each row."""
-    calls = []
-    real = sampling.draw
-    monkeypatch.setattr(
-        sampling,
-        "draw",
-        lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
-    )
-    with Engine(*parts, slots=8, max_len=128) as engine:
-        monkeypatch.setattr(
-            sampling, "apply_penalties", lambda *args: pytest.fail("a greedy row was edited")
-        )
-        engine.generate([[n] for n in range(8)], SamplingParams(max_tokens=5, ignore_eos=True))
-        assert not calls
-        monkeypatch.undo()
-        monkeypatch.setattr(
-            sampling,
-            "draw",
-            lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
-        )
-        hot = SamplingParams(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)
-        engine.generate([[n] for n in range(8)], hot)
-        assert ("open", 8) in calls
-
-
 def test_logprobs_are_those_of_the_model(folder, parts):
     with Engine(*parts, slots=2, max_len=128) as engine:
         neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
@@ -563,27 +529,24 @@ def test_max_tokens_none_fills_the_slot(parts):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", value) for value in (-0.1, math.nan, math.inf, 2**63, "hot", True)],
-        *[("top_p", value) for value in (0, 0.0, -1, 1.01, math.nan, None)],
-        *[("top_k", value) for value in (-1, 1.5, "all", True)],
+        *[("temperature", value) for value in (-0.1, math.nan, 2**63, "hot")],
+        *[("top_p", value) for value in (0, 1.01, None)],
+        *[("top_k", value) for value in (-1, 1.5, True)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
-        *[("seed", value) for value in (1.5, "x", True, 2**64)],
-        *[("repetition_penalty", value) for value in (0, -1, math.nan, math.inf)],
-        *[("presence_penalty", value) for value in (2.1, -3, math.nan, "x")],
+        *[("seed", value) for value in (1.5, 2**64)],
+        *[("repetition_penalty", value) for value in (0, math.inf)],
+        *[("presence_penalty", value) for value in (2.1, math.nan)],
         *[("frequency_penalty", value) for value in (10**400, True)],
-        *[("logprobs", value) for value in (-1, 101, 1.0, True)],
-        *[("max_tokens", value) for value in (0, -1, 2.0, "9", True)],
-        *[("stop", value) for value in ("", ["a", ""], [1.5], [None], 2.5, True)],
+        *[("logprobs", value) for value in (101, 1.0)],
+        *[("max_tokens", value) for value in (0, 2.0, "9")],
+        *[("stop", value) for value in (["a", ""], [None], 2.5)],
         *[
             ("logit_bias", value)
             for value in (
                 [1],
                 {"a": 1},
-                {1: "b"},
                 {1: math.nan},
-                {1: math.inf},
                 {1: 10**400},
-                {True: 1},
             )
         ],
         ("ignore_eos", 1),

@@ -11,23 +11,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from scheduler_story import BAD, Story, timeline
 
-import sched
 from models.memory import usual_budget
 from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import Plan, QueueFull, Request, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 1_000))  # 100,000 take six minutes
-
-
-def test_scheduler_is_not_the_standard_librarys():
-    """`sched` is also a module of Python."""
-    assert Path(sched.__file__).parent == Path(__file__).parents[2]
 
 
 def test_serial_runs_one_request_at_a_time():
@@ -165,34 +158,6 @@ def test_deep_chunks_are_narrower():
     assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
     assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
     assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
-
-
-def test_chunks_have_at_least_16_tokens():
-    """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
-    story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
-    story.submit(64 + 5 * 16, 1)
-    story.drawn()
-    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
-        64,
-        *[16] * 5,
-    ]
-    assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
-
-
-def test_deep_chunks_cost_more_budget():
-    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is
-    still; a third gets what the first two leave over, which pays for a few tokens at the start
-    of a prompt."""
-    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
-    for _ in range(4):
-        story.submit(400, 1, prefix_cache=False)
-    story.drawn()
-    late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
-    assert len(late) > 10
-    for first, second, *others in late:
-        price = 1 + second.start / 100
-        assert 64 - price < first.cost <= 64 and 64 - price < second.cost <= 64
-        assert sum(chunk.cost for chunk in others) <= 128 - first.cost - second.cost < 2 * 5
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
@@ -433,26 +398,6 @@ def test_static_blocks_free_slots():
         story.submit(3, tokens)
     story.drawn()
     assert [plan.blocked for plan in story.plans] == [(), (), (0,), (0,), (), (), ()]
-
-
-def test_under_continuous_no_slot_is_ever_blocked():
-    story = Story(slots=3, budget=4)
-    for tokens in (2, 5, 3, 1, 4, 2, 6):
-        story.submit(3 * tokens, tokens)
-    story.drawn()
-    assert sum(plan.waiting for plan in story.plans) > 10 and not any(
-        plan.blocked for plan in story.plans
-    )
-
-
-def test_unread_slot_is_not_blocked():
-    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In
-    step 3 it is free."""
-    story = Story(lag=1, policy="static")
-    for tokens in (1, 4, 2):
-        story.submit(3, tokens)
-    story.drawn()
-    assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
 
 
 def test_drain_empties_all_slots_first():

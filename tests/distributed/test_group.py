@@ -242,7 +242,7 @@ class Wire(Ranks):
         return json.loads(self.sent.pop(0)) if self.sent else None
 
 
-@pytest.mark.parametrize("budget", [32, 100, 1000])
+@pytest.mark.parametrize("budget", [32, 1000])
 def test_orders_survive_the_wire(parts, budget):
     """What a follower receives is what the leader ran."""
     orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
@@ -421,7 +421,7 @@ def test_orders_are_passed_along_the_ring(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+@pytest.mark.parametrize("lost", [0, 2])
 def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
     """The ranks that end for it close their lines as well, so each blamed its neighbour."""
     with Ring(monkeypatch, 4) as ring:
@@ -683,8 +683,8 @@ class Pair(ExitStack):
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied
-    head, 4 bit."""
+    """A model of its own kinds: more query heads than key heads, biases, an untied head, 4 bit. The
+    two have other forms of the product. Each request in company has the bits that it has alone."""
     kinds = {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -692,40 +692,18 @@ def test_two_processes_answer_like_one(tmp_path):
         "attention_bias": True,
     }
     packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
-    folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
-    with Pair(tmp_path, RANK, "answers", "0", *folders) as pair:
-        alone = []
-        for folder in folders:
-            with Engine.load(folder, **SIZES) as engine:
-                alone.append(live(engine))
-                assert sum(step.draft_tokens for step in engine.snapshot().steps) > 20
-        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        assert [tokens for tokens, *_ in pair.found()] == alone and min(map(len, alone)) >= 8
-        assert len({token for answers in alone for answer in answers for token in answer}) > 20
-        assert (
-            len(
-                re.findall(
-                    r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0",
-                    pair.said(1),
-                )
-            )
-            == 2
-        )
-
-
-def test_two_processes_are_batch_invariant(tmp_path):
-    """Each request in company, with prefixes taken over, and then alone. The two have other forms
-    of the product."""
-    folder = str(
-        make_checkpoint(
-            tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16
-        )
-    )
+    folder = str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))
     forms = (matmul_library.forms_here() * 2)[:2]
     with Pair(tmp_path, RANK, "answers", "1", folder, forms=forms) as pair:
+        with Engine.load(folder, **SIZES) as engine:
+            alone = live(engine)
+            assert sum(step.draft_tokens for step in engine.snapshot().steps) > 20
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        ((_, exact, compared, different),) = pair.found()
-    assert exact and compared > 40 and different == 0
+        ((tokens, exact, compared, different),) = pair.found()
+        assert tokens == alone and len({token for answer in alone for token in answer}) > 12
+        assert exact and compared > 40 and different == 0
+        heads = r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0"
+        assert re.search(heads, pair.said(1))
 
 
 MPI_KINDS = {
@@ -812,7 +790,6 @@ def test_benchmark_on_ranks(tmp_path):
     ("fault", "codes", "says"),
     [
         ("killed", [LOST, -signal.SIGKILL], r"rank 1 \(127.0.0.1:\d+\) is gone"),
-        ("raises at rank 1", [LOST, 1], r"rank 1 \(127.0.0.1:\d+\) is gone"),
         ("raises at rank 0", [1, LOST], "OverflowError: planted"),
     ],
 )
@@ -824,15 +801,11 @@ def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
         assert len(results) == 4
         for reason, error in results:
             assert reason == "error" and re.search(says, error), error
-        raised = {"raises at rank 1": 1, "raises at rank 0": 0}.get(fault)
-        assert (
-            raised is None
-            or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
-        )
+        planted = "nanobatch: rank 0 of 2: OverflowError: planted" in pair.said(0)
+        assert planted == (fault == "raises at rank 0")
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(("by", "many"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_server_of_rank_0_stops_all_ranks(tmp_path, by, many):
     """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
@@ -955,15 +928,12 @@ def test_slow_rank_is_not_lost(tmp_path, how, victim):
         assert pair.found() == [[["length", 12]] * 4]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_rank_is_named(tmp_path, rank):
+def test_missing_rank_is_named(tmp_path):
     """MLX waited for it without a word, and let no other thread of Python run."""
-    with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
-        pair.says(
-            rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})")
-        )
-        pair.processes[rank].send_signal(signal.SIGINT)
-        assert pair.codes() == [130] and "Traceback" not in pair.said(rank)
+    with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(1,)) as pair:
+        pair.says(1, re.escape(f"rank 1 waits for rank 0 ({pair.hosts[0]})"))
+        pair.processes[1].send_signal(signal.SIGINT)
+        assert pair.codes() == [130] and "Traceback" not in pair.said(1)
 
 
 def test_server_answers_while_ranks_meet(tmp_path):
@@ -1001,7 +971,7 @@ sys.exit(ask.main())
 """
 
 
-@pytest.mark.parametrize("case", ["alone 0", "alone 1", "other keys"])
+@pytest.mark.parametrize("case", ["alone 0", "other keys"])
 def test_lonely_rank_ends_with_one_line(tmp_path, case):
     """It waited for ever in MLX, and so did its door. With another word in NANOBATCH_RING_KEY it is
     a stranger."""

@@ -449,50 +449,6 @@ class A:
     }
 
 
-def test_an_import_against_the_plan_is_found():
-    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/draw/slots", False)}
-    right = {
-        Import("screen/draw/style", False),
-        Import("runtime/validation", False),
-        Import("re", False),
-    }
-    assert len(forbidden("screen/state", wrong | right)) == 3
-    assert len(forbidden("kv", {Import("nanobatch", True), Import("kernels/mlx", False)})) == 1
-    assert len(forbidden("tui", {Import("nanobatch", True), Import("nanobatch", False)})) == 1
-    assert not forbidden(
-        "models/load", {Import("models/memory", False), Import("distributed/group", False)}
-    )
-    assert len(forbidden("distributed/group", {Import("models/config", False)})) == 1
-    edges = {"a": {"b"}, "b": {"c", "mlx"}, "c": {"a"}}
-    assert reached(edges, "a") == {
-        "b": ["a", "b"],
-        "c": ["a", "b", "c"],
-        "a": list("abca"),
-        "mlx": ["a", "b", "mlx"],
-    }
-
-
-def test_planted_private_access_is_found():
-    inside = "class Engine:\n    def f(self, engine): return engine._a\n"
-    text = inside + "def g(x, engine): return x._engine._b(), x.engine._c, engine.d"
-    assert len(engine_names("nanobatch", text)) == 2
-    assert len(engine_names("runtime/handle", text)) == 3
-    assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []
-
-
-def test_planted_assignment_is_found():
-    text = """
-self.engine = room.engine
-sched.budget = 3
-self.engine.reuse &= False
-runner.slab.v[-1][slot] = 0
-del room.engine.runner.begin
-rows[-1][:, first:] = engine.x
-"""
-    lines = [line.split()[0] for line in assigned("x", text)]
-    assert sorted(lines) == ["x.py:3", "x.py:4", "x.py:5", "x.py:6"]
-
-
 def test_quick_covers_every_package():
     tests = ROOT / "tests"
     gone = []

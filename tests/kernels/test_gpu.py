@@ -22,7 +22,6 @@ from checkpoints import Reference, make_checkpoint
 from harness import random_asks, run_schedule
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from parity import CONFIGS, LLAMA3, compare, whole
-from soak import soak
 
 import kv
 import llama
@@ -36,7 +35,6 @@ from models.rope import AttentionType, rope_periods
 from nanobatch import Engine, SamplingParams
 from policies import POLICIES
 from runner import Prefill
-from text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +79,9 @@ def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
         compare(engine, Reference(folder), seed, prompts=6)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("weights", ["bfloat16", "float16", "4 bits"])
+@pytest.mark.parametrize(
+    ("weights", "policy"), [("bfloat16", "continuous"), ("float16", "fair"), ("4 bits", "static")]
+)
 def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
     """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in
     company."""
@@ -113,28 +112,6 @@ def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
             chosen = np.take_along_axis(wanted[first:], np.array(handle.tokens)[:, None], 1)[:, 0]
             assert (wanted[first:].max(-1) - chosen < margin).all()
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
-
-
-def test_dynamic_rope_has_one_theta(tmp_path):
-    folder = make_checkpoint(
-        tmp_path,
-        seed=7,
-        rope_scaling={"type": "dynamic", "factor": 2.0},
-        max_position_embeddings=40,
-    )
-    theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
-    reference, rng = (
-        Reference(folder, {"rope_scaling": None, "rope_theta": theta}),
-        np.random.default_rng(7),
-    )
-    asks = random_asks(rng, 12, longest=120, tokens=12)
-    with Engine.load(
-        folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32
-    ) as engine:
-        handles = run_schedule(engine, asks, rng)
-    assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 3
-    for handle, ask in zip(handles, asks, strict=True):
-        assert handle.tokens == reference.greedy(ask.prompt, ask.max_tokens)[0]
 
 
 def test_mx_fast_rope_only_where_it_is_right(tmp_path, monkeypatch):
@@ -219,13 +196,6 @@ def test_rotary_positions_that_are_nan_are_found_at_load(monkeypatch):
 def test_the_trial_passes_where_mlx_is_right(dtype):
     for Dh in (8, 64, 128):
         assert rope_periods(10_000.0 ** (-mx.arange(0, Dh, 2) / Dh), dtype) is not None
-
-
-def test_a_soak(tmp_path):
-    """300 requests from four threads, with cancels: each gets what it gets alone, and ends once."""
-    folder = make_checkpoint(tmp_path, seed=1)
-    counts = soak(read_model(folder, "float32"), Tokenizer(folder, 272), 300)
-    assert counts["wrong"] == 0 and counts["compared"] > 100 and counts["cancelled"] > 20
 
 
 # --- the form -----------------------------------------------------------------------------------
@@ -364,7 +334,7 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
     return counts
 
 
-@pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [1, 2, 4, 5]])
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
     """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
@@ -471,13 +441,13 @@ def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
     dice = random.Random(1)
     held = []
     with Engine.load(folder, slots=4, max_len=512, chunk=64) as engine:
-        while engine.steps < 2_000:
+        while engine.steps < 1_000:
             if not engine.has_work:
                 for _ in range(4):
                     prompt = [dice.randrange(1, 200) for _ in range(dice.randint(3, 300))]
                     tokens = dice.randint(5, 200)
                     engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
             engine.step()
-            if engine.steps % 500 == 0:
+            if engine.steps % 250 == 0:
                 held.append(mx.get_cache_memory())
     assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # it levels off

@@ -78,7 +78,7 @@ def test_plain_c_has_the_same_bits(tmp_path):
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("sanitizer", "rounds", "level"),  # the first is dear to compile, and the second to run
-    [("address,undefined", "25", "-O0"), ("thread", "10", "-O1")],
+    [("address,undefined", "12", "-O0"), ("thread", "6", "-O1")],
 )
 def test_sanitizers_find_nothing(tmp_path, sanitizer, rounds, level):
     """No read beyond an array, and no data race."""
@@ -195,11 +195,11 @@ def planted(folder: Path) -> Path:
 @NEEDS_COMPILER
 def test_every_planted_bug_is_caught(tmp_path):
     """All are compiled once, and each process has one of them; the first has none."""
-    assert examined(tmp_path, planted(tmp_path), "-O1", *BEST).returncode == 0
+    assert examined(tmp_path, planted(tmp_path), "-O1", *BEST, how=["0", "20"]).returncode == 0
     caught = {
         bug
         for number, bug in enumerate(BUGS, 1)
-        if taken(tmp_path / "exam", str(number)).returncode == 1
+        if taken(tmp_path / "exam", str(number), "20").returncode == 1
     }
     is_fused = matmul_library.forms_here()[0] != "plain"
     assert caught | {bug for bug in BUGS if "unnamed" in bug and not is_fused} == BUGS.keys()

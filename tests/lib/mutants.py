@@ -16,7 +16,6 @@ class Mutant(NamedTuple):
 
 SCHED = "tests/core/test_sched.py"
 REUSE = "tests/core/test_prefix_caching.py"
-RUNNER = "tests/core/test_runner.py"
 SLOTS = "tests/core/test_slot_cache.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
@@ -128,7 +127,7 @@ CORE = [
         "kv.py",
         "T = max(ends[first:i])",
         "T = ends[i - 1]",
-        f"{RUNNER}::test_separate_passes_give_the_same_bits",
+        f"{OPS}::test_mask_is_per_sequence",
     ),
     Mutant(
         "kv.py",
@@ -141,7 +140,7 @@ CORE = [
         "llama.py",
         "            scale = 1.0\n",
         "",
-        "tests/core/test_parity.py::test_tokens_and_logits_equal_mlx_lm[gemma2]",
+        "tests/kernels/test_gpu.py::test_tokens_equal_mlx_lm_under_every_policy",
     ),
     Mutant(
         "llama.py",

@@ -68,6 +68,13 @@ class Stage:
                 return self
         raise AssertionError("this never ends")
 
+    def obey(self, order: str) -> str:
+        return self.session.obey(order)
+
+    def lines(self, draw, width: int, height: int) -> list[str]:
+        """What a function draws of this stage, as plain text."""
+        return plain(drawn(draw, self.state, width, height))
+
     def prompt(self, request: int) -> str:
         return state.prompt_of(self.state.requests[request])
 
@@ -80,6 +87,7 @@ class Show:
 
     def __init__(self, pilot, stage: Stage):
         self.pilot, self.stage, self.app = pilot, stage, pilot.app
+        self.state = stage.state
 
     async def turns(self, count: int = 1) -> None:
         """Run turns. The screen looks once, after the last of them."""

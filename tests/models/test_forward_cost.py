@@ -4,18 +4,17 @@ from collections import Counter
 
 import pytest
 from checkpoints import make_checkpoint
+from screen_stage import EndsAfter
 
 import llama
 from analysis import engine_probes, measured_roofline
-from analysis.step_cost_model import Work, expected, pass_cost
-from distributed.group import Ranks
+from analysis.step_cost_model import Work, pass_cost
 from kernels import mlx as device
 from kernels.mlx import device_lock, device_stream, mx
 from kernels.packed import Matrix
 from models.layers import Model
-from models.load import ModelReader, read_model
+from models.load import read_model
 from nanobatch import Engine, SamplingParams
-from runtime.handle import Handle
 from runtime.snapshot import Roof
 from screen.pages.step_cost import asked_of, parts_of
 from screen.step_columns import column
@@ -47,11 +46,6 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
     assert (view.experts, view.taken, view.expert_nbytes, view.window) == (0, 0, 0, None)
 
 
-def test_tied_head_counts_once(tmp_path):
-    tied = read_model(make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)).cost
-    assert tied == read_model(make_checkpoint(tmp_path / "own")).cost
-
-
 def test_packed_bytes(tmp_path):
     """Four bits a number, and a scale and an offset of two bytes each for 32 of them."""
     folder = make_checkpoint(
@@ -80,16 +74,6 @@ def test_packed_bytes(tmp_path):
         assert kept.row_nbytes == whole.row_nbytes
 
 
-def test_sixteen_bit_bytes(tmp_path):
-    folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
-    view, whole = read_model(folder).cost, read_model(folder, "float32").cost
-    if device.is_batch_invariant():
-        rows = 2 * 128 + 64 + 2 * 96 + 64
-        assert view.form == "bfloat16"
-        assert view.body_nbytes == 2 * view.body_products + 4 * rows + 4 * 3 * 64
-        assert view.body_products == whole.body_products
-
-
 def test_experts_are_counted_apart(tmp_path):
     view = read_model(make_checkpoint(tmp_path, **EXPERTS)).cost
     assert (view.experts, view.taken) == (6, 2)
@@ -105,36 +89,9 @@ def test_experts_are_counted_apart(tmp_path):
     assert view.nbytes == view.body_nbytes + view.tail_nbytes + 2 * 6 * view.expert_nbytes
 
 
-def test_layers_with_a_window_are_counted(tmp_path):
-    changes = {"model_type": "gemma2", "head_dim": 16, "sliding_window": 50}
-    view = read_model(make_checkpoint(tmp_path, **changes, num_hidden_layers=4)).cost
-    assert (view.window, view.windowed, view.layers) == (50, 2, 4)
-
-
-def test_each_rank_counts_its_share(tmp_path):
-    folder = make_checkpoint(tmp_path)
-    whole = read_model(folder).cost
-    first, second = (ModelReader(folder, "float32", Ranks(r, 2)).read().cost for r in (0, 1))
-    assert first.body_products == second.body_products == whole.body_products // 2
-    head = 272 * 64
-    assert first.tail_products - head == second.tail_products == (whole.tail_products - head) // 2
-    assert first.row_nbytes == whole.row_nbytes // 2 and first.width == whole.width // 2
-
-
 def prompt(length: int) -> list[int]:
     """No two begin alike, so no chunk copies another's rows."""
     return [length, *range(1, length)]
-
-
-class EndsAfter:
-    """The tokens that end an answer: whichever comes at this place. The end is seen a step late."""
-
-    def __init__(self, handle: Handle, tokens: int):
-        self.handle = handle
-        self.tokens = tokens
-
-    def __contains__(self, token: int) -> bool:
-        return len(self.handle.tokens) >= self.tokens
 
 
 # --- as a pass does it --------------------------------------------------------------------------
@@ -239,11 +196,6 @@ def test_experts_of_the_newest_step(tmp_path):
     assert seen["steps"] > 6 and seen["silent"] and seen["distinct"] > seen["steps"]
 
 
-def test_a_model_without_experts_takes_none(engine):
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    assert engine_probes.chosen_experts(engine) == (engine.steps, ())
-
-
 def test_kept_experts_copy_no_slab(tmp_path):
     """Of a chunk that ends no prompt the last layer's choices are never computed. If they were
     kept beyond the next pass, they would hold the slab, and a step would copy it."""
@@ -262,14 +214,6 @@ def test_kept_experts_copy_no_slab(tmp_path):
             steps += 1
         silent = sum(not asked_of(step) for step in engine.snapshot().steps)
     assert copies == 0 and silent > 8 and steps > silent
-
-
-def test_expected_experts(tmp_path):
-    view = read_model(make_checkpoint(tmp_path, **EXPERTS)).cost
-    assert expected(view, 0) == 0 and expected(view, 1) == pytest.approx(2)
-    # Two tokens: the second takes one of the four others with each of its two choices
-    assert expected(view, 2) == pytest.approx(2 + 2 * 4 / 6)
-    assert 5.99 < expected(view, 100) <= 6
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e12])
@@ -302,9 +246,3 @@ def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
     ):
         engine_probes.measure_roofline(engine, others)
         assert engine.snapshot().roof == roof_then
-
-
-def test_roofline_has_three_figures(engine):
-    """The model here is small: it is read again and again from a cache."""
-    engine_probes.measure_roofline(engine)
-    assert all(0 < figure < 1e16 for figure in engine.snapshot().roof[:3])

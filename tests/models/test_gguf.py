@@ -112,20 +112,6 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
     assert np.abs(ours - right).max() < 1e-4 * np.abs(right).max()
 
 
-SCALED = {
-    "linear": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-}
-
-
-@pytest.mark.parametrize("kind", SCALED)
-def test_stretched_positions_come_from_the_metadata(kind, tmp_path):
-    scaling = {"rope_type": kind, **SCALED[kind]}
-    own = {"type": kind, "factor": 4.0, "original_context_length": 64}
-    fields = {f"llama.rope.scaling.{name}": value for name, value in own.items()}
-    assert alike(*make_pair(tmp_path, "F32", fields=fields, rope_scaling=scaling))
-
-
 # --- what comes from elsewhere --------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import shutil
-import socket
 import struct
 import threading
 from collections import Counter
@@ -19,12 +18,11 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from kernels import mlx as device
 from kernels.mlx import mx
-from kv import Slab
 from models import config as configs
 from models import families, weights
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
-from models.memory import slab_nbytes, slab_of, slab_shape
+from models.memory import slab_of
 from nanobatch import Engine, SamplingParams, Tokenizer
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError
 from text import tokenizer as text
@@ -225,15 +223,6 @@ def test_what_lies_where_a_json_file_should_be(folder, file, content):
     refused(folder, file)
 
 
-def test_truncated_weight_file(folder):
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-100])
-    refused(folder, "cut off", f"{len(data):,}")
-    path.write_bytes(data + b"x")
-    refused(folder, "longer")
-
-
 def test_a_tail_of_zeros_where_a_download_stopped(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -322,17 +311,6 @@ def test_bad_experts(tmp_path):
     refused(folder, "experts.up_proj.weight", "2 shapes or types")
     change_weights(folder, lambda w: w.pop(name))
     refused(folder, "experts.up_proj.weight", "3 experts")
-
-
-def test_missing_fused_matrix_has_the_familys_name(tmp_path):
-    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for
-    it."""
-    folder, name = (
-        make_checkpoint(tmp_path, model_type="phi3"),
-        "model.layers.1.self_attn.qkv_proj.weight",
-    )
-    change_weights(folder, lambda w: w.pop(name))
-    refused(folder, "lacks", name)
 
 
 def test_bad_quantized_shapes(tmp_path):
@@ -547,14 +525,6 @@ def test_rope_scaling_precedes_rope_parameters(folder):
     assert read_model(folder).config.rope.type == "linear"
 
 
-def test_bad_safetensors_header(folder):
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"shape":[64]', b'"shape":[63]', 1))
-    assert path.read_bytes() != data
-    refused(folder, "model.safetensors", "header", "63")
-
-
 def test_model_larger_than_memory(whole, monkeypatch):
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)
     refused(whole, "weights", "KiB")
@@ -588,18 +558,6 @@ def test_sizes_are_fixed_before_loading(whole, monkeypatch):
         assert slab.slots > 1 and sum(array.nbytes for array in slab.arrays) <= 9_000_000
 
 
-def test_slab_size_is_as_estimated(whole):
-    c = read_model(whole).config
-    shape = slab_shape(c, slots=3, max_len=100, chunk=32)
-    slab = Slab(*shape, mx.float16)
-    assert slab_nbytes(*shape, itemsize=2) == sum(array.nbytes for array in slab.arrays) > 0
-
-
-def test_an_unknown_dtype_is_refused(whole):
-    with pytest.raises(ValueError, match="float8"):
-        Engine.load(whole, dtype="float8")
-
-
 # --- attacks: what is not a file, and what is not a number --------------------------------------
 
 FILES = (
@@ -625,17 +583,14 @@ def tried(folder) -> str:
         return line
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "/dev/zero", "/dev/null", "loop"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop"])
 @pytest.mark.parametrize("file", FILES)
-def test_special_files_are_refused(folder, file, kind, monkeypatch):
+def test_special_files_are_refused(folder, file, kind):
     """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
     path, said = folder / file, []
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "socket":
-        monkeypatch.chdir(folder)  # a socket's name must be short
-        socket.socket(socket.AF_UNIX).bind(file)
     elif kind == "folder":
         path.mkdir()
     else:
@@ -882,8 +837,3 @@ def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
             assert sizes[kv] == slab_of(engine.model, engine._sizes)
     # A row of each head more holds what attention knows of the slab
     assert sizes["float32"] == pytest.approx(sizes["auto"] * 4 / dtype.size, rel=0.02)
-
-
-def test_an_unknown_kv_is_refused(whole):
-    with pytest.raises(ValueError, match=r"float8.*auto or float32"):
-        Engine.load(whole, kv="float8")

@@ -69,23 +69,13 @@ def lines(stream: str) -> list[str]:
     return [line for line in stream.splitlines() if not any(a in line for a in always)]
 
 
-def test_prompts_run_at_once(model):
+def test_prompts_run_at_once(here):
     """Each answer is followed by its figures."""
-    done = asked(
-        "--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"
-    )
+    done = here("--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
     text = done.stdout
     assert done.returncode == 0, done.stderr
     assert text.index("--- 1: one") < text.index("--- 2: two")
     assert text.count("[length: 8 tokens, TTFT ") == 2 and text.count(" tokens/s]") == 2
-
-
-def test_a_dash_reads_standard_input(model):
-    given = asked("--model", model, "--prompt", "a question", "--max-tokens", "8", "--ignore-eos")
-    piped = asked(
-        "--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", input="a question"
-    )
-    assert answer(piped) == answer(given) != []
 
 
 def headings(done: subprocess.CompletedProcess) -> list[str]:
@@ -96,8 +86,6 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["one", "two", "--max-tokens", "8", "--ignore-eos"],
-        ["--max-tokens", "8", "--ignore-eos", "one", "two"],
         ["one", "--max-tokens", "8", "two", "--ignore-eos"],
         ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
         ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # plain ones come first
@@ -115,13 +103,9 @@ def test_prompts_and_options_in_any_order(here, arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["-"],
         [],
         ["--prompt", "-"],
-        ["first", "-"],
         ["-", "first"],
-        ["first", "--prompt", "-"],
-        ["-", "-"],
     ],
 )
 def test_no_prompt_reads_standard_input(here, arguments):
@@ -138,10 +122,10 @@ def test_no_prompt_reads_standard_input(here, arguments):
     assert answer(done) == answer(expected) != []
 
 
-def test_prompt_that_looks_like_an_option(model):
-    refused = asked("--model", model, "--max-tokens", "4", "--what")
+def test_prompt_that_looks_like_an_option(here):
+    refused = here("--max-tokens", "4", "--what")
     assert refused.returncode == 2 and "--what" in lines(refused.stderr)[-1]
-    done = asked("--model", model, "--max-tokens", "4", "--prompt=--what")
+    done = here("--max-tokens", "4", "--prompt=--what")
     assert done.returncode == 0 and headings(done) == ["--what"]
 
 
@@ -216,30 +200,11 @@ def test_the_chosen_slots_and_memory_are_said(here):
     )
 
 
-def test_a_reader_who_has_seen_enough_is_no_error(model):
-    command = [
-        sys.executable,
-        str(ROOT / "ask.py"),
-        "--model",
-        model,
-        "--prompt",
-        "x",
-        "--ignore-eos",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.read(20)
-    process.stdout.close()
-    stderr = process.stderr.read()
-    assert process.wait(60) == 141 and b"Traceback" not in stderr and b"BrokenPipe" not in stderr
-
-
 def answer(done: subprocess.CompletedProcess) -> list[str]:
     return [line for line in lines(done.stdout) if not line.startswith(("---", "    ["))]
 
 
-@pytest.mark.parametrize(
-    "option", [["--policy", "static"], ["--policy", "serial"], ["--slots", "1"], ["--slots", "7"]]
-)
+@pytest.mark.parametrize("option", [["--policy", "static"], ["--slots", "1"]])
 def test_no_option_changes_the_answer(here, option):
     prompts = ["--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"]
     assert answer(here(*prompts, *option)) == answer(here(*prompts)) != []
@@ -261,11 +226,6 @@ def test_no_option_changes_the_answer(here, option):
         (["--max-len", "999999999"], "--max-len"),
         (["--temperature", "-1"], "temperature = -1"),
         (["--temperature", "nan"], "temperature = nan"),
-        (["--top-p", "0"], "top_p = 0"),
-        (["--top-p", "1.5"], "top_p = 1.5"),
-        (["--top-k", "-1"], "top_k = -1"),
-        (["--min-p", "2"], "min_p = 2"),
-        (["--repetition-penalty", "0"], "repetition_penalty = 0"),
         (["--stop", ""], "stop holds ''"),
         (["--policy", "magic"], "magic"),
         (["--max-tokens", "many"], "many"),
@@ -319,19 +279,8 @@ LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().enc
     ("file", "content", "words"),
     [
         ("config.json", None, "config.json is missing"),
-        ("config.json", b"{", "not JSON"),
-        ("config.json", b'{"model_type": "gpt2"}', "Supported: llama, mistral, qwen2, qwen3"),
-        ("model.safetensors", None, "model*.safetensors"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
-        ("model.safetensors", b"<!DOCTYPE html>", "HTML"),
         ("config.json", b"[" * 100_000, "config.json"),
-        (
-            "config.json",
-            b'{"model_type": "llama", "hidden_size": 1' + b"0" * 400 + b"}",
-            "hidden_size",
-        ),
-        ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no tensors"),
-        ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", b"[]", "not a tokenizer"),
         ("tokenizer.json", LATE, "cannot read this prompt (WordLevel error: Missing [UNK] token"),
         (
@@ -349,14 +298,15 @@ def test_a_broken_model_is_one_line(here, model, tmp_path, file, content, words)
     assert done.returncode == 2 and len(lines(done.stderr)) == 1 and words in lines(done.stderr)[0]
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_broken_model_ends_the_process(model, tmp_path, file):
+def test_broken_model_ends_the_process(model, tmp_path):
     """What `main` says and what a user sees are the same only if nothing is said at the process's
     end."""
     folder = shutil.copytree(model, tmp_path / "model")
-    (folder / file).write_bytes(b"[]")
+    (folder / "config.json").write_bytes(b"[]")
     done = asked("--model", str(folder), "--prompt", "x")
-    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and file in lines(done.stderr)[0]
+    assert done.returncode == 2
+    (line,) = lines(done.stderr)
+    assert "config.json" in line
 
 
 def test_closed_pipe_exits_with_141(model):
@@ -446,18 +396,12 @@ def test_importing_changes_no_signal_handler():
     [
         (ask, ["--max-tokens"]),
         (ask, ["--slots=1", "--what"]),
-        (ask, ["--policy"]),
         (ask, ["--model"]),
-        (tui, ["--slots"]),
         (tui, ["--policy"]),
         (tui, ["--script"]),
-        (tui, ["--prompts"]),
         (tui, ["--record"]),
         (bench, ["--parts"]),
-        (bench, ["--rows"]),
         (bench, ["--shape"]),
-        (bench, ["--json"]),
-        (bench, ["--from"]),
     ],
 )
 def test_long_value_is_quoted_shortened(here, program, arguments):
@@ -467,11 +411,9 @@ def test_long_value_is_quoted_shortened(here, program, arguments):
     check_that_it_is_short(done)
 
 
-@pytest.mark.parametrize("program", ["tui.py", "bench.py"])
-def test_long_value_in_a_process(program):
-    """The model is looked for by a thread of the screen, and by another process of the
-    benchmark."""
-    check_that_it_is_short(run(ROOT / program, f"--model={BOOK}"))
+def test_long_value_in_a_process():
+    """The model is looked for by another process of the benchmark."""
+    check_that_it_is_short(run(ROOT / "bench.py", f"--model={BOOK}"))
 
 
 BOOK = "x" * 4000 + "\x1b[31m\n" + "y" * 1000

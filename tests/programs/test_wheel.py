@@ -164,25 +164,6 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(site, tmp_path):
     assert lab["sources"]["simulate.py"] == (ROOT / "web" / "simulate.py").read_text()
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["aks", "hello"], "'aks' is no command; choose among screen, ask, chat, serve, verify, "),
-        (["ask", "--book", "mine", "hello"], "--book takes a checkout; `nanobatch learn` says"),
-    ],
-)
-def test_wrong_command_gets_one_line(site, words, said):
-    done = command(site, *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"nanobatch: {said}")
-
-
-def test_learn_says_where_the_course_is(site):
-    lines = command(site, "learn").stdout.splitlines()
-    assert len(lines) == 3 and "pip install -e" in lines[1]
-
-
 def test_completion_knows_commands_and_options(site, tmp_path):
     script = command(site, "completion").stdout
     asks = "{ COMP_WORDS=(nanobatch $1 $2); COMP_CWORD=$3; _nanobatch nanobatch $2; echo ${COMPREPLY[@]}; }"

@@ -146,12 +146,12 @@ def test_ctrl_c_at_any_line_of_a_step(engine, expected):
     """Three requests on two slots: admissions, prefill, decode and ends, interrupted at one line
     after another."""
     interrupted = 0
-    for at in range(0, 2_600, 26):
+    for at in range(0, 2_600, 65):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
         interrupted += interrupt(lambda: [engine.step() for _ in range(9)], at)
         assert [handle.result(timeout=60).tokens for handle in handles] == expected, f"line {at}"
         check(engine)
-    assert interrupted > 60 and is_whole(engine, expected)
+    assert interrupted > 24 and is_whole(engine, expected)
 
 
 @pytest.mark.parametrize("what", ["submit", "cancel", "close"])
@@ -181,28 +181,11 @@ def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
                 )
                 assert doomed.result(timeout=60).finish_reason in ("length", "cancelled")
                 assert is_whole(engine, expected), f"line {at}"
-        at += 3
-    assert interrupted > 15
+        at += 8
+    assert interrupted > 5
 
 
 # --- at random moments --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["generate", "result"])
-def test_ctrl_c_at_random_lines_of_generate(engine, expected, what):
-    """The next request is right."""
-    dice, interrupted = random.Random(what), 0
-    for _ in range(10):
-        at = dice.randrange(2_000)
-        handle = engine.submit([4] * 20, LONG)
-        acts = {
-            "generate": lambda: engine.generate(PROMPTS, FEW),
-            "result": lambda handle=handle: handle.result(),
-        }
-        interrupted += interrupt(acts[what], at)
-        assert is_whole(engine, expected), f"line {at}"
-        assert handle.finish_reason == "length"
-    assert interrupted >= 5
 
 
 def press_after(seconds: float, act: Callable[[], object]) -> bool:
@@ -221,7 +204,7 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
     return not ended
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_ctrl_c_while_serving(engine, expected, seed):
     """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead:
     exit code 1."""

@@ -1,11 +1,9 @@
 """Files that are written are whole: all of the new one, or all of the one before."""
 
-import json
 import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,6 @@ import pytest
 from processes import run
 from servers import COMPLETIONS, Server
 
-import bench
 from runtime.files import check_writable, write_whole
 
 ROOT = Path(__file__).parents[2]
@@ -187,24 +184,6 @@ def test_screen_on_a_full_disk(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
-def test_plain_log_on_a_full_disk():
-    """It was a traceback."""
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "tui.py", "--plain", "--script", "burst2"],
-            stdin=subprocess.DEVNULL,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            timeout=300,
-        )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("nanobatch: standard output cannot be written: ")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
 @pytest.mark.parametrize(
     "command", ["ask.py --list", "tui.py --version", "bench.py --from docs/bench-open.json"]
 )
@@ -240,38 +219,6 @@ def test_a_file_without_an_end_is_one_line(command):
     )
     assert "/dev/zero" in done.stdout + done.stderr
     assert "characters" in done.stdout + done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def no_room(monkeypatch):
-    """Nothing that is longer than 4,000 bytes can be written, and no module is compiled so far."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_benchmark_on_a_full_disk(no_room, tmp_path, capsys, monkeypatch):
-    record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
-    record |= {"figures": {"decode tokens/s": 1.0}}
-    measured = tmp_path / "run.json"
-    measured.write_text(OLD)
-
-    def take_all(plan, samples, records, report):
-        return (records.append(record) for _ in range(100))
-
-    monkeypatch.setattr(bench, "take_all", take_all)
-    options = ["--json", str(measured), "--parts", "decode"]
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert bench.main(options) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    said = capsys.readouterr().err
-    assert f"File too large: '{measured}'" in said
-    assert measured.read_text() != OLD, "what found room is kept"
-    assert 0 < len(json.loads(measured.read_text())["records"]) < 100
 
 
 def test_concurrent_writes(tmp_path):

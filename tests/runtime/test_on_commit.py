@@ -23,12 +23,6 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
-@pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
-def engine(parts, request):
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=request.param) as engine:
-        yield engine
-
-
 class Hook:
     """Writes down what can be seen in each call, and that another thread can take the engine's
     locks meanwhile."""
@@ -68,13 +62,6 @@ def test_hook_sees_each_token_within_its_step(parts):
             "once a step, however many tokens it has"
         )
         assert hook.ended == [1, 2]
-
-
-def test_no_commit_no_call(engine):
-    hook = Hook(engine)
-    engine.step()
-    engine.submit([1], LONG)
-    assert hook.calls == []
 
 
 @pytest.mark.parametrize(
@@ -136,14 +123,6 @@ def test_failing_hook_is_logged(engine, caplog):
     assert f'{__file__}", line' in caplog.text and "in broken" in caplog.text
 
 
-def test_hook_that_exits(engine):
-    """SystemExit in a serving thread leaves it serving."""
-    engine.on_commit = lambda handles: sys.exit(3)
-    with engine.serving():
-        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
-        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
-
-
 def test_slow_hook_blocks_no_other_thread(engine):
     """Others submit, cancel and take snapshots meanwhile."""
     inside, go = threading.Event(), threading.Event()
@@ -181,16 +160,6 @@ def test_hook_may_submit_and_cancel(engine):
     assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
     assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
     harness.check(engine)
-
-
-def test_hook_may_not_wait(engine):
-    """In the serving thread that would be a deadlock, so it is refused and logged."""
-    before = engine.snapshot()
-    with engine.serving():
-        handle = engine.submit([1], LONG)
-        engine.on_commit = lambda handles: handle.result()
-        assert handle.result(timeout=60).finish_reason == "length"
-    assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
 
 
 def test_hook_may_close_the_engine(parts):

@@ -26,13 +26,6 @@ def test_estimate_grows_with_depth():
     assert told.done == told.total and not told.is_long
 
 
-def test_cached_tokens_are_in_no_rate():
-    clock = PrefillClock()
-    clock.take(900, 950, 10.0, 11.0)
-    told = clock.look(1_000, 900, 2**63, 10.0, 11.0)
-    assert told == PrefillProgress(950, 1_000, 900, 1.0, 50.0, 1.0)
-
-
 def test_estimate_counts_down_within_a_chunk():
     clock = PrefillClock()
     clock.take(0, 50, 0.0, 10.0)
@@ -71,13 +64,6 @@ def test_time_left_is_rounded(left, words):
     assert PrefillProgress(1, 2, left_s=left).left == words
 
 
-def test_words():
-    told = PrefillProgress(11_339, 18_813, 0, 100.0, 182.3, 355.0)
-    assert told.words == "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
-    assert PrefillProgress(0, 18_813).words == "0 of 18,813 tokens"
-    assert PrefillProgress(26, 524, 0, 60.0, 0.12, 99.0).pace == "0.1 tokens/s, about 2 min"
-
-
 def test_snapshot_has_prefill_progress():
     """A chunk takes 5 ms, so 1,000 chunks of 64 tokens take 5 s."""
     clock = Clock()
@@ -96,13 +82,6 @@ def test_snapshot_has_prefill_progress():
         assert long.result().finish_reason == "length"
         done = engine.snapshot()
         assert done.prompt_tokens == 64_010 and done.prompt_tokens_per_s == 0.0
-
-
-def test_a_short_prompt_is_not_long(engine: Engine):
-    handle = engine.submit([1, 2, 3], SHORT)
-    assert not handle.prefill.is_long
-    handle.result()
-    assert handle.prefill.done == handle.prefill.total == 3 and not handle.prefill.is_long
 
 
 def test_a_second_turn_reads_only_what_is_new(engine: Engine):

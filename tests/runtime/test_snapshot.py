@@ -176,19 +176,6 @@ def test_missed_ends_are_counted(engine):
     assert engine.snapshot(engine.snapshot(look)).missed_ends == 0 == start.missed_ends
 
 
-def test_two_watchers_do_not_take_from_each_other(engine):
-    one = other = engine.snapshot()
-    ended = [], []
-    for n in range(12):
-        engine.submit([n], SHORT).result()
-        one = engine.snapshot(one)
-        ended[0].extend(view.id for view in one.ended)
-        if n % 5 == 4:
-            other = engine.snapshot(other)
-            ended[1].extend(view.id for view in other.ended)
-    assert ended[0] == list(range(1, 13)) and ended[1] == list(range(1, 11))
-
-
 # --- the line -----------------------------------------------------------------------------------
 
 
@@ -219,32 +206,6 @@ def test_snapshot_of_a_long_queue(parts, monkeypatch):
         assert look.waiting == 5_001 and (look.submitted, look.finished) == (5_003, 0)
         for handle in handles:
             handle.cancel()
-
-
-def test_waiting_request_is_new_once(parts):
-    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
-        look, seen = engine.snapshot(), {}
-        for n in range(60):
-            for _ in range(n % 3):
-                engine.submit([n], SHORT)
-            engine.step()
-            look = engine.snapshot(look)
-            for view in look.requests:
-                if view.slot is None:
-                    seen[view.id] = seen.get(view.id, 0) + 1
-            assert len([view for view in look.requests if view.slot is not None]) <= 1
-        assert len(seen) > 40 and set(seen.values()) == {1}
-
-
-def test_running_request_is_updated(engine):
-    handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
-    look, texts = engine.snapshot(), []
-    while handle.finish_reason is None:
-        engine.step()
-        look = engine.snapshot(look)
-        texts += [(view.text, view.metrics.output_tokens) for view in look.requests]
-    assert len(texts) > 15 and texts == sorted(texts, key=lambda each: each[1])
-    assert all(handle.text.startswith(text) for text, _ in texts)
 
 
 # --- slots --------------------------------------------------------------------------------------

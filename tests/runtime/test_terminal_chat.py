@@ -58,17 +58,6 @@ def test_question_continues_the_conversation(engine):
         assert answer in said
 
 
-def test_second_question_reads_only_new_tokens(engine):
-    """The line of figures says how many."""
-    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
-    read, prompt, kept = re.search(
-        r"read (\d+) of (\d+) tokens; (\d+) were still in the slot", said
-    ).groups()
-    assert int(read) + int(kept) == int(prompt) and int(kept) > 10
-    messages = dialogue.talk.messages()
-    assert int(prompt) == len(engine.text.encode_chat(messages[:3]))
-
-
 def test_system_message_survives_new(engine):
     """A new conversation keeps it."""
     dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")

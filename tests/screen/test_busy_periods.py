@@ -1,32 +1,31 @@
 """What stays of a busy period: its totals, its steps, and counts that go on beyond what is
 remembered."""
 
-import random
 import re
 from dataclasses import replace
 
 import pytest
-from screen_stage import Stage, drawn, like_golden, plain, show
+from screen_stage import Stage, like_golden, show
 
 from nanobatch import SamplingParams
 from runtime.snapshot import RanksView, percentile
 from screen import step_columns
 from screen.draw import status, step
-from screen.pages import busy_periods, race, request_details
+from screen.pages import busy_periods, request_details
 
 
 def test_the_statistics_of_a_busy_period():
     """After a burst nothing was left to read."""
     stage = Stage().load()
     for policy in ("continuous", "static"):
-        stage.session.obey(f"/policy {policy}")
-        stage.session.obey("/burst 20")
+        stage.obey(f"/policy {policy}")
+        stage.obey("/burst 20")
         if policy == "static":
             stage.turns(30)
-            stage.session.obey("/pause")
+            stage.obey("/pause")
             stage.turns()
             stage.time.now += 100  # looked at for a while
-            stage.session.obey("/resume")
+            stage.obey("/resume")
         stage.finish()
     first, second = stage.state.periods
     assert first.over and second.over and list(second.policies) == ["static"]
@@ -52,77 +51,38 @@ def test_the_statistics_of_a_busy_period():
 
 def test_each_leg_of_a_race_is_a_period():
     stage = Stage().load()
-    stage.session.obey("/race 10")
+    stage.obey("/race 10")
     stage.finish()
     assert [(list(p.policies), p.requests) for p in stage.state.periods] == [
         (["static"], 10),
         (["continuous"], 10),
     ]
-    stage.session.obey("/burst 10")
+    stage.obey("/burst 10")
     stage.turns(30)
-    stage.session.obey("/cancel all")
+    stage.obey("/cancel all")
     stage.finish()
     period = stage.state.periods[-1]
     assert period.requests == 10 and 0 < period.lost <= 10
-    stage.session.obey("/pause")
-    stage.session.obey("/burst 5")
-    stage.session.obey("/cancel all")  # none of these has run
+    stage.obey("/pause")
+    stage.obey("/burst 5")
+    stage.obey("/cancel all")  # none of these has run
     stage.turns(3)
     assert len(stage.state.periods) == 3 and period.requests == 10
 
 
-def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
-    """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2
-    times here. Each leg's time without them stands beside the other now, and is the race's own."""
-    stage = Stage(slots=3).load()
-    begin = stage.engine.runner.begin
-
-    def disturbed(order):
-        stage.time.now += 0.3 * (
-            random.random() < 0.2 and stage.engine.sched.policy.name == "continuous"
-        )
-        return begin(order)
-
-    monkeypatch.setattr(stage.engine.runner, "begin", disturbed)
-    random.seed(1)
-    stage.session.obey("/race 10")
-    stage.finish()
-    titles, *rows = (
-        re.split("  +", line.strip()) for line in busy_periods.farewell(stage.state, 120)[:3]
-    )
-    took, makespan = (
-        [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
-    )
-    assert (
-        makespan == [run.figures[1] for run in race.shown_in(stage.state).last.runs]
-        and makespan[0] != makespan[1]
-    )
-    assert (
-        stage.state.periods[1].ended - stage.state.periods[1].began
-        > 2 * race.shown_in(stage.state).last.runs[1].makespan
-    )
-    said = (
-        busy_periods.farewell(stage.state, 120),
-        plain(drawn(busy_periods.draw, stage.state, 120, 9)),
-    )
-    assert took != makespan and all(
-        "makespan: without interruptions, as in a race" in "".join(text) for text in said
-    )
-
-
 def test_totals_after_a_burst():
     async def scenario(it):
-        it.stage.session.obey("/resume")  # else it might be text
+        it.stage.obey("/resume")  # else it might be text
         await it.press("t")
         assert "Nothing has run yet" in it.text()
         await it.press("escape", "b", turns=2)
         assert "last:" not in it.text()
         it.stage.finish()
-        it.stage.session.obey("/policy static")
-        it.stage.session.obey("/burst 30")
+        it.stage.obey("/policy static")
+        it.stage.obey("/burst 30")
         it.stage.finish()
         await it.turns()
-        period = it.stage.state.periods[-1]
+        period = it.state.periods[-1]
         assert (
             f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
         )
@@ -132,24 +92,6 @@ def test_totals_after_a_burst():
         assert "Slots" in it.text()
 
     show(scenario, size=(120, 40))
-
-
-def test_the_farewell_counts_unfinished_requests():
-    """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns
-    that they had not."""
-    stage = Stage().load()
-    stage.session.obey("/burst 20")
-    stage.turns(100)
-    left = stage.state.view.engine.submitted - stage.state.view.engine.finished
-    assert 0 < left < 20
-    for width in (60, 120):
-        said = " ".join(busy_periods.farewell(stage.state, width))
-        assert f"{left} requests not finished." in said and "On the engine's clock" in said
-        said = " ".join(plain(drawn(busy_periods.draw, stage.state, width, 20)))
-        assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (
-            " useful " in said
-        ) == (width == 120)
-    assert "not finished" not in " ".join(busy_periods.farewell(stage.finish().state, 60))
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
@@ -177,12 +119,12 @@ def test_counts_go_on_beyond_what_is_remembered():
         for _ in range(100):
             stage.engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True))
         stage.finish()
-    assert "600 ended" in plain(drawn(status.draw_status, stage.state, 80, 1))[0]
+    assert "600 ended" in stage.lines(status.draw_status, 80, 1)[0]
     assert (
         sum(period.requests for period in stage.state.periods) == 600
         and len(stage.state.ended) == 50
     )
-    assert "1 of 600 that have ended" in plain(drawn(request_details.draw, stage.state, 80, 20))[0]
+    assert "1 of 600 that have ended" in stage.lines(request_details.draw, 80, 20)[0]
 
 
 def test_of_requests_with_long_texts_fewer_can_be_opened():
@@ -205,9 +147,9 @@ def test_the_step_pane():
     stage = Stage(slots=4).load()
     # C gets the 7 that are left of the budget
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
-        stage.session.obey(letter * length)
+        stage.obey(letter * length)
     stage.turns(2)
-    text = "\n".join(plain(drawn(step.draw_step, stage.state, 70, 14)))
+    text = "\n".join(stage.lines(step.draw_step, 70, 14))
     admitted = (
         "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
     )
@@ -217,38 +159,38 @@ def test_the_step_pane():
     assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
     assert "held     r3: over the budget, or what they share is being written" in text
     stage.turns()  # now the device works on the step before, while Python stands
-    lines = plain(drawn(step.draw_step, stage.state, 70, 14))
+    lines = stage.lines(step.draw_step, 70, 14)
     assert lines[-3:-1] == [
         " time     15.00 ms = Python 1.00 + device 14.00 + wait 0.00",
         " Python   plan 0.00, build 1.00, commit 0.00",
     ]
     assert re.fullmatch(r" {10}─*P─+device─+w", lines[-1]), lines[-1]
-    stage.session.obey("/cancel all")
-    stage.session.obey("d")
+    stage.obey("/cancel all")
+    stage.obey("d")
     stage.turns(4)
-    text = " ".join(plain(drawn(step.draw_step, stage.state, 70, 14)))
+    text = " ".join(stage.lines(step.draw_step, 70, 14))
     assert re.search(r"decode +slot \d ", text), "one slot was called slots"
 
 
 def test_ranks_are_shown():
     """How many there are, and what each of them holds."""
     stage = Stage(slots=3).load()
-    stage.session.obey("a" * 20)
+    stage.obey("a" * 20)
     stage.turns(2)
-    assert "rank" not in "\n".join(plain(drawn(step.draw_step, stage.state, 90, 14)))
+    assert "rank" not in "\n".join(stage.lines(step.draw_step, 90, 14))
     ranks = RanksView("ring", (300 * 2**20, 200 * 2**20))
     stage.state.view = stage.state.view._replace(
         engine=replace(stage.state.view.engine, ranks=ranks)
     )
-    text = "\n".join(plain(drawn(step.draw_step, stage.state, 90, 14)))
+    text = "\n".join(stage.lines(step.draw_step, 90, 14))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
-    assert "2 ranks" in plain(drawn(status.draw_status, stage.state, 120, 1))[0]
+    assert "2 ranks" in stage.lines(status.draw_status, 120, 1)[0]
 
 
 def test_the_farewell_fits_any_width():
     """In one of a single column it was a ValueError."""
     stage = Stage().load()
-    stage.session.obey("/burst 12")
+    stage.obey("/burst 12")
     stage.finish()
     for width in range(160):
         lines = busy_periods.farewell(stage.state, width)

@@ -39,18 +39,6 @@ def test_words_can_be_read_in_every_theme(name):
         assert contrast(Color.parse(style.text_color_on(hue)), Color.parse(hue)) > 4.4
 
 
-def test_thoughts_are_dim_and_calls_stand_out():
-    p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
-    text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
-    on = Canvas(p, 80, 24)
-    draw_parts(on, text, False)
-    lines = on.lines
-    ends = [line[-1].text.split()[-1] for line in lines]
-    assert ends == ["<think>Hm.</think>", "Yes.", "<tool_call>{}</tool_call>"]
-    colours = [line[-1].style.color.name.lower() for line in lines]
-    assert colours == [Color.parse(colour).hex.lower() for colour in (p.muted, p.text, p.accent)]
-
-
 def test_a_thought_opened_by_the_prompt_is_dim():
     """It became dim at its end, when the mark came."""
     p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
@@ -73,18 +61,6 @@ def test_prefill_can_be_seen_on_light_and_on_dark():
                 p.back,
                 request,
             )
-
-
-def test_d_toggles_dark_and_light():
-    async def scenario(it):
-        dark = it.app.palette
-        await it.press("d")
-        await it.pilot.pause()
-        assert it.app.palette != dark and Color.parse(it.app.palette.back).brightness > 0.7
-        await it.press("d")
-        assert it.app.palette == dark
-
-    show(scenario)
 
 
 def test_without_colour_textures_tell_the_phases_apart(monkeypatch):

@@ -3,7 +3,7 @@ lost."""
 
 import re
 
-from screen_stage import Show, Stage, at_every_size, show
+from screen_stage import Show, Stage, show
 from word_engine import WordText
 
 from screen.draw import style
@@ -70,18 +70,6 @@ def test_typing_opens_the_conversation():
     show(scenario, Talking(), size=(120, 40))
 
 
-def test_prompts_are_independent_on_the_panes_or_without_a_template():
-    async def scenario(it):
-        await it.press("i", *"one", "enter", *"two", "enter", turns=2)
-        assert len(it.stage.state.chats.all) == 2 and "Slots" in it.text()
-        await ended(it)
-        await it.press("escape", "o", "i", *"three", "enter", turns=2)
-        assert it.stage.prompt(3) == "three"
-        assert "each question is sent alone" in it.text() and "❯ two" in it.text()
-
-    show(scenario, size=(120, 40))
-
-
 def test_a_question_waits_and_escape_returns_it():
     async def scenario(it):
         await it.press("i", *"one", "enter", turns=4)
@@ -91,7 +79,7 @@ def test_a_question_waits_and_escape_returns_it():
         await it.press(*"three", "enter", turns=0)
         assert it.app.prompt.value == "three", "a refused prompt stays in the box"
         await it.press("ctrl+u", "escape", turns=3)
-        assert it.stage.state.ended[-1].reason == "cancelled" and "; stopped" in it.text()
+        assert it.state.ended[-1].reason == "cancelled" and "; stopped" in it.text()
         assert it.app.prompt.value == "two" and it.app.focused is it.app.prompt
         await it.press("enter", turns=4)
         assert it.stage.shown[-1].startswith("u:one;a:once upon")
@@ -100,9 +88,9 @@ def test_a_question_waits_and_escape_returns_it():
         await ended(it)
         assert it.stage.shown[-1].endswith(";u:last;"), "it is asked when its turn has come"
         await it.press("escape", turns=0)
-        assert it.app.focused is None and it.stage.state.chatting
+        assert it.app.focused is None and it.state.chatting
         await it.press("escape", turns=0)
-        assert not it.stage.state.chatting
+        assert not it.state.chatting
 
     show(scenario, Talking(), size=(120, 40))
 
@@ -112,10 +100,10 @@ def test_escape_while_paused_keeps_the_question():
 
     async def scenario(it):
         await it.press("space", "i", *"one", "enter", "escape", turns=2)
-        assert it.app.focused is None and not it.stage.state.ended
+        assert it.app.focused is None and not it.state.ended
         await it.press("space", turns=0)
         await ended(it)
-        assert it.stage.state.ended[-1].reason != "cancelled"
+        assert it.state.ended[-1].reason != "cancelled"
 
     show(scenario, Talking(), size=(120, 40))
 
@@ -124,11 +112,11 @@ def test_several_conversations_run_at_once():
     async def scenario(it):
         await it.press("i", *"one", "enter", turns=4)
         await it.press(*"/new", "enter", *"two", "enter", turns=4)
-        slots = it.stage.state.view.engine.slots
+        slots = it.state.view.engine.slots
         assert [slot.request for slot in slots[:2]] == [1, 2]
-        assert "Conversation 2 of 2: two" in it.text() and it.stage.state.selected == 1
+        assert "Conversation 2 of 2: two" in it.text() and it.state.selected == 1
         await it.press("ctrl+n", turns=1)
-        assert "Conversation 1 of 2: one" in it.text() and it.stage.state.selected == 0
+        assert "Conversation 1 of 2: one" in it.text() and it.state.selected == 0
         await it.press("escape", "escape", "n", turns=1)
         assert "Conversation 2 of 2: two" in it.text()
         await it.press("slash", *"next", "enter", turns=1)
@@ -146,7 +134,7 @@ def test_system_message_and_asking_again():
         await it.press("ctrl+r", turns=0)
         await ended(it)
         assert it.stage.shown == ['s:Be brief.;u:Say "x".;'] + 2 * ['s:Be brief.;u:Say "y".;']
-        assert len(it.stage.state.chats.open.turns) == 1 and "system: Be brief." in it.text()
+        assert len(it.state.chats.open.turns) == 1 and "system: Be brief." in it.text()
         copied = []
         it.app.copy_to_clipboard = copied.append
         await it.press("escape", "y", turns=0)
@@ -160,14 +148,14 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
     filler = "x" * 70
 
     async def scenario(it):
-        it.stage.session.obey("/set max=16")
+        it.stage.obey("/set max=16")
         await it.press("i", turns=0)
         for letter in "ab":
             await ask(it, letter + filler)
         assert "tokens are left: /drop and /new make room" in seen(it)
         await ask(it, "c" + filler)
         assert "a slot holds 256, answer included: /drop forgets" in seen(it)
-        assert it.app.prompt.value == "" and it.stage.state.chats.open.waiting == "c" + filler
+        assert it.app.prompt.value == "" and it.state.chats.open.waiting == "c" + filler
         await it.press(*"/drop", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
@@ -178,7 +166,7 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
         it.app.prompt.put("d" + filler)
         await it.press("enter", *"more", "enter", turns=0)
         await ended(it)
-        assert it.stage.state.chats.open.waiting == f"d{filler}\nmore", "no question is lost"
+        assert it.state.chats.open.waiting == f"d{filler}\nmore", "no question is lost"
         await it.press(*"/new", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1] == f"u:d{filler}\nmore;" and "2 of 2: dxx" in it.text()
@@ -186,19 +174,7 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
     show(scenario, Talking(max_len=256), size=(120, 40))
 
 
-def test_text_typed_while_loading_begins_the_conversation():
-    async def scenario(it):
-        await it.pilot.press("i", "ctrl+u", *"one", "enter", *"two", "enter")
-        it.stage.client.load()
-        it.app.look()
-        await ended(it)
-        assert it.stage.shown[0] == "u:one;" and it.stage.state.chatting
-
-    show(scenario, Talking(), size=(120, 40), load=False)
-
-
-@at_every_size
-def test_the_conversation_with_a_strip_of_the_engine(size):
+def test_the_conversation_with_a_strip_of_the_engine():
     async def scenario(it):
         await it.press("i", turns=0)
         await ask(it, 'Say "**Three** things:\n\n1. one\n2. `two`".')
@@ -215,7 +191,7 @@ def test_the_conversation_with_a_strip_of_the_engine(size):
         ).groups()
         assert int(read) + int(kept) == int(all_) and int(kept) > 40
 
-    show(scenario, Talking(), size=size)
+    show(scenario, Talking())
 
 
 def test_thoughts_are_dim_and_folded_when_they_are_over():
@@ -239,7 +215,7 @@ def test_thoughts_are_dim_and_folded_when_they_are_over():
 
 def test_the_conversation_goes_back_in_time_and_scrolls():
     async def scenario(it):
-        it.stage.session.obey("/set max=240")
+        it.stage.obey("/set max=240")
         await it.press("i", turns=0)
         await ask(it, "one")
         await ask(it, "two")
@@ -247,15 +223,15 @@ def test_the_conversation_goes_back_in_time_and_scrolls():
         await it.press(*["pageup"] * 9, turns=0)
         assert "❯ one" in it.text() and " 0 lines above, " in it.text()
         await it.press(*["pagedown"] * 9, "escape", "left", turns=0)
-        assert it.stage.state.cursor and it.stage.state.chatting
+        assert it.state.cursor and it.state.chatting
         for _ in range(300):
-            it.stage.state.move(-1)
+            it.state.move(-1)
         it.app.paint()
         await it.pilot.pause()
-        now = it.stage.state.chats.open.turns[-1].request.text
+        now = it.state.chats.open.turns[-1].request.text
         assert now[-40:] not in " ".join(it.text().split())
         await it.press("escape", turns=0)
-        assert it.stage.state.cursor is None and it.stage.state.chatting
+        assert it.state.cursor is None and it.state.chatting
 
     show(scenario, Talking(), size=(80, 24))
 

@@ -3,20 +3,17 @@ place."""
 
 from dataclasses import replace
 
-import pytest
-from rich.cells import cell_len
-from screen_stage import Stage, at_every_size, drawn, plain, show
+from screen_stage import Stage, show
 
 from nanobatch import SamplingParams
 from runtime.error_reports import show_fault
 from screen import app, engine_view
 from screen.pages import error_log
-from screen.state import State
 
 
 def test_a_failed_step_is_reported_with_its_place():
     async def scenario(it):
-        it.stage.session.obey("one")
+        it.stage.obey("one")
         await it.turns(5)
         it.stage.engine.runner.fail = RuntimeError("the device is on fire")
         await it.turns(2)
@@ -42,7 +39,7 @@ def test_ten_thousand_faults_are_a_few_warnings():
         it.stage.client.fault("the first")
         await it.turns()
         await it.sees("the first")
-        it.stage.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
+        it.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
         await it.turns()
         await it.sees("other faults)")
         assert 1 <= len(it.app._notifications) <= app.WARNINGS
@@ -66,42 +63,31 @@ def test_the_newest_tracebacks_are_kept():
         await it.turns()
         await it.press("E")
         await it.sees(f"fault {number} came")
-        kept = it.stage.state.tracebacks
+        kept = it.state.tracebacks
         assert len(kept) == app.TRACEBACKS and f"fault {number} came" in kept[-1]
         assert [line.split()[1] for line in told] == [str(i) for i in range(number + 1)]
 
     show(scenario, size=(120, 40))
 
 
-def test_the_page_of_errors_without_a_failure():
-    async def scenario(it):
-        it.stage.session.obey("one")
-        await it.press("E")
-        await it.sees("Nothing has failed.")
-
-    show(scenario)
-
-
-@at_every_size
-def test_a_pane_that_raises_shows_its_error(size, monkeypatch, caplog):
+def test_a_pane_that_raises_shows_its_error(monkeypatch, caplog):
     def broken(state, on):
         on.pen().put("?", on.no_such_colour)
 
     monkeypatch.setitem(app.PANES, "slots", broken)
 
     async def scenario(it):
-        it.stage.session.obey("one")
+        it.stage.obey("one")
         await it.turns(40)
         assert "✗ slots: AttributeError" in it.text() and "step" in it.text()
-        assert len(it.stage.state.tracebacks) == 1, "once, however often it is painted"
+        assert len(it.state.tracebacks) == 1, "once, however often it is painted"
         await it.press("E", turns=3)
         await it.sees("the pane 'slots' cannot be drawn")
         assert (
-            "in broken" in it.stage.state.tracebacks[0]
-            and "test_error_log.py" in it.stage.state.tracebacks[0]
+            "in broken" in it.state.tracebacks[0] and "test_error_log.py" in it.state.tracebacks[0]
         )
 
-    stage = show(scenario, size=size)
+    stage = show(scenario)
     assert stage.engine.steps > 10
     assert len(caplog.records) == 1
 
@@ -113,27 +99,6 @@ def test_tracebacks_go_to_the_terminal_after_the_screen(caplog):
     stage = show(scenario)
     show_fault("a test failed", ValueError("after the end"))
     assert stage.state.tracebacks == [] and "a test failed" in caplog.text
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_traceback_of_any_width_fits_its_page(width):
-    block = (
-        "step 3 failed\nTraceback:\n"
-        + " " * 90
-        + "deep = inside\n    "
-        + "x" * 300
-        + "\n  "
-        + "文" * 90
-    )
-    state = State(tracebacks=[block, "another\nTraceback:"])
-    lines = drawn(error_log.draw, state, width, 20)
-    assert all(cell_len(line) <= width for line in plain(lines))
-    text = "".join(plain(lines))
-    assert (
-        text.index("another") < text.index("step 3 failed")
-        and text.count("x") >= 300
-        and text.count("文") == 90
-    )
 
 
 def test_a_notice_that_outlives_the_screen_is_no_fault():
@@ -152,11 +117,11 @@ def test_a_notice_that_outlives_the_screen_is_no_fault():
 def test_failed_requests_are_on_the_page_of_errors():
     """After a NaN the page said that nothing had failed."""
     stage = Stage().load()
-    stage.session.obey("one")
+    stage.obey("one")
     handle = stage.engine.submit([97], SamplingParams(max_tokens=9))
     stage.turns(2)
     ended = replace(handle.view(), reason="error", error="the model computed no number", ended=1.0)
     stage.state.ended.append(ended)
-    text = "".join(plain(drawn(error_log.draw, stage.state, 80, 24)))
+    text = "".join(stage.lines(error_log.draw, 80, 24))
     assert f"r{handle.id} failed: the model computed no number" in text
     assert "Nothing has failed" not in text

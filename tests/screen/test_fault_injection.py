@@ -5,7 +5,6 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from rich.cells import cell_len
 from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
 from word_engine import WordRunner
 
@@ -19,7 +18,7 @@ from screen.pages.fault_injection import BREAKS, FaultInjection
 
 
 def broken(stage: Stage, what: str) -> FaultInjection:
-    stage.session.obey(f"/break {what}")
+    stage.obey(f"/break {what}")
     stage.turns()
     stage.finish()
     found = stage.state.view.finding
@@ -108,16 +107,16 @@ def test_the_planted_traceback_is_on_the_page_of_errors():
         await it.press("E")
         await it.sees("screen.pages.fault_injection.Planted: planted by /break step")
         assert "fault_injection.py" in it.text()
-        assert not it.stage.state.faults, "what is meant needs no notices over the page"
+        assert not it.state.faults, "what is meant needs no notices over the page"
 
     show(scenario, size=(120, 40))
 
 
 def test_a_users_requests_are_the_witnesses_if_there_are_enough():
     stage = Stage().load()
-    stage.session.obey("/set max=60 temperature=0.9")
+    stage.obey("/set max=60 temperature=0.9")
     for i in range(10):
-        stage.session.obey(f"prompt {i}")
+        stage.obey(f"prompt {i}")
     stage.turns(6)
     found = broken(stage, "client")
     assert [each.id for each in found.witnesses] == [*range(1, 11)]
@@ -144,18 +143,18 @@ def test_changed_answers_are_reported(wrong, words):
 
 
 @pytest.mark.parametrize("what", BREAKS)
-@pytest.mark.parametrize("turns", [2, 8, 40])
+@pytest.mark.parametrize("turns", [2, 40])
 def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
     stage = with_slab(Stage().load())
     runner = stage.engine.runner
-    stage.session.obey(f"/break {what}")
+    stage.obey(f"/break {what}")
     stage.turns(turns)
     assert stage.state.view.experimenting
-    stage.session.obey("/cancel all")
+    stage.obey("/cancel all")
     stage.turns(3)
     assert not stage.engine.has_work and stage.engine.runner is runner
     assert not stage.state.view.experimenting
-    stage.session.obey("a request")
+    stage.obey("a request")
     stage.finish()
     assert stage.state.ended[-1].reason == "length"
 
@@ -238,49 +237,16 @@ def test_the_page_before_any_fault():
         row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
         await it.pilot.click("#sheet", offset=(8, row))
         await it.turns(30)
-        assert it.stage.state.view.finding.what == "client"
+        assert it.state.view.finding.what == "client"
         await it.press("K")
         assert "Slots" in it.text(), "its own key closes it, and does not end the experiment"
-        assert it.stage.state.view.experimenting
+        assert it.state.view.experimenting
         await it.press("K", "2", turns=2)
-        assert "another experiment is running" in it.stage.state.faults[-1].message
+        assert "another experiment is running" in it.state.faults[-1].message
         await it.press("X", turns=3)
-        assert not it.stage.state.view.busy
+        assert not it.state.view.busy
 
     show(scenario)
-
-
-@pytest.mark.parametrize("width", [60, 80, 97, 200])
-def test_no_line_of_the_page_is_longer_than_the_page(width):
-    stage = Stage().load()
-    seen = 0
-    for what in ("step", "client"):
-        stage.session.obey(f"/break {what}")
-        stage.turns()
-        while not stage.session.settled:
-            stage.turns(40)
-            for line in plain(draw(stage, width, 24)):
-                assert cell_len(line) <= width, line
-                seen += 1
-    assert seen > 200
-
-
-def test_the_log_of_a_fault_injection():
-    stage, lines = Stage().load(), []
-    log = commands.PlainLog(stage.session, lines.append)
-    log.obey("/break client")
-    while not stage.session.settled:
-        stage.client.loop.turn()
-        log.look()
-    log.flush()
-    told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
-    assert told[1:] == [
-        "break it: a client that vanishes",
-        "r1 was cancelled after 3 tokens",
-        "ended: r1: cancelled",
-        "1 ended by it, 11 went on to the end of their answers; no bit changed",
-        "compared: 531 tokens and 1,062 log probabilities with those of the same requests alone, all bits",
-    ]
 
 
 def test_a_failed_step_fills_its_column():
@@ -290,9 +256,9 @@ def test_a_failed_step_fills_its_column():
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)
     stage.state.look_at(stage.state.index_of(failed[0].step))
-    text = "\n".join(plain(drawn(timeline.draw_timeline, stage.state, 100, 10)))
+    text = "\n".join(stage.lines(timeline.draw_timeline, 100, 10))
     assert sum("✗" in line for line in text.splitlines()[1:-1]) == 8 and "✗failed" in text
-    assert "This step failed" in "".join(plain(drawn(step.draw_step, stage.state, 80, 10)))
-    assert "This step failed" in "".join(plain(drawn(step_cost.draw, stage.state, 80, 24)))
+    assert "This step failed" in "".join(stage.lines(step.draw_step, 80, 10))
+    assert "This step failed" in "".join(stage.lines(step_cost.draw, 80, 24))
     steps_seen = [column.step for column in stage.state.history]
     assert steps_seen == [*range(steps_seen[0], steps_seen[-1] + 1)], "no number is left out"

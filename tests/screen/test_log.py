@@ -4,11 +4,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import Stage, show
+from screen_stage import Stage
 
 import tui
-from policies import POLICIES
-from screen import app, commands, keys
+from screen import commands, keys
 from screen.draw.style import clean
 from server.access_log import RequestRecord, ServerView
 
@@ -87,14 +86,6 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
 
 
-def test_the_help_names_the_words_of_a_script(capsys):
-    """It gave an example, and no more."""
-    with pytest.raises(SystemExit):
-        tui.parse_arguments(["--help"])
-    said = set(re.findall(r"\w+", capsys.readouterr().out))
-    assert {*POLICIES, *commands.LOGGED, *commands.ON_A_SCREEN} <= said
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -154,14 +145,6 @@ def test_a_plain_log_has_no_control_characters():
     assert len(lines) > 3 and all(map(is_plain, lines)), lines
 
 
-def test_right_options_are_taken(tmp_path):
-    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    args = tui.parse_arguments(
-        ["--slots", "3", "--seed", "0", "--prompts", str(tmp_path / "p.txt"), "--size", "80x24"]
-    )
-    assert (args.slots, args.seed, args.asks, args.size) == (3, 0, ["one", "two"], (80, 24))
-
-
 def test_a_plain_log_has_a_line_for_each_event():
     stage = Stage(slots=2, policy="static")
     lines: list[str] = []
@@ -211,7 +194,7 @@ def test_an_interrupted_log_is_complete():
     stage = Stage().load()
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
-    stage.session.obey("/burst 2")
+    stage.obey("/burst 2")
     for _ in range(3):
         stage.client.loop.turn()
         log.look()
@@ -228,9 +211,9 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     stage.load()
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
-    stage.session.obey("/burst 4")
+    stage.obey("/burst 4")
     stage.turns(5)
-    stage.session.obey("/policy static")
+    stage.obey("/policy static")
     for _ in range(900):
         stage.client.loop.turn()  # and nobody looks
     log.look()
@@ -239,31 +222,10 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4
 
 
-def test_only_what_has_changed_is_painted():
-    async def scenario(it):
-        await it.press("b", turns=30)
-        painted = []
-        for pane in it.app.query(app.Pane):
-            refresh = pane.refresh
-            pane.refresh = lambda *a, pane=pane, refresh=refresh, **k: (
-                painted.append((pane.id, len(a))),
-                refresh(*a, **k),
-            )
-        it.app.look()
-        it.app.paint()
-        assert painted == []
-        await it.turns(1)
-        assert {"slots", "timeline"} <= {name for name, _ in painted} and "settings" not in dict(
-            painted
-        )
-
-    show(scenario)
-
-
 def test_pages_in_a_log_name_no_keys():
     """ "Esc back" and "↑↓ scroll" stood in its headings."""
     stage = Stage().load()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):
         said = "\n".join(keys.PAGES[name].told(stage.state))

@@ -82,11 +82,11 @@ def test_the_load_average_replaces_missing_counts():
 def test_the_header_names_other_programs(size):
     """ "219 ms = build 170" blamed the engine."""
     stage = Stage().load()
-    stage.session.obey("/burst 20")
+    stage.obey("/burst 20")
     stage.turns(70)
     before = plain(drawn(status.draw_status, stage.state, size[0], 1))
     stage.state.view = stage.state.view._replace(others=1.58, cores=2)
     (line,) = plain(drawn(status.draw_status, stage.state, size[0], 1))
     assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
     stage.finish()
-    assert "others" not in plain(drawn(status.draw_status, stage.state, 200, 1))[0]
+    assert "others" not in stage.lines(status.draw_status, 200, 1)[0]

@@ -33,7 +33,7 @@ from screen.commands import PlainLog, orders_of
 
 async def scenario(it):
     assert "H Hello" in it.text().splitlines()[-1]
-    it.stage.session.obey("/resume")  # else the letter might be text
+    it.stage.obey("/resume")  # else the letter might be text
     await it.press("H", turns=0)
     assert it.app.page.name == "hello" and "8 slots say hello." in it.text()
     await it.press("t", turns=0)
@@ -49,7 +49,7 @@ said = []
 PlainLog(stage.session, said.append).obey("/hello")
 assert said[1:] == [" 8 slots say hello."], said
 assert orders_of("burst8 hello", logged=True) == [("burst", "8"), ("hello", "")]
-assert "says hello" in "".join(plain(drawn(keys.draw_help, stage.state, 120, 40)))
+assert "says hello" in "".join(stage.lines(keys.draw_help, 120, 40))
 print("hello, too")
 """
 
@@ -93,7 +93,7 @@ def test_no_file_but_the_table_of_keys_lists_the_pages():
 def test_every_page_can_be_read_in_a_log():
     """Totals, errors and clients were for screens alone."""
     stage = Stage().load()
-    stage.session.obey("/burst 4")
+    stage.obey("/burst 4")
     stage.finish()
     for page in keys.PAGES.values():
         if not page.disturbs:

@@ -31,7 +31,7 @@ from screen.pages import race, request_details
 )
 def test_the_main_screen_in_mid_burst_is_as_drawn(policy, width, height):
     async def scenario(it):
-        it.stage.session.obey("/burst 20")
+        it.stage.obey("/burst 20")
         await it.turns(70)
         like_golden(f"main-{policy}-{width}x{height}", it.text())
 
@@ -47,7 +47,7 @@ def test_the_screen_before_anything_has_run_is_as_drawn():
 
 def test_the_comparison_is_as_drawn():
     async def scenario(it):
-        it.stage.session.obey("/burst 20")
+        it.stage.obey("/burst 20")
         it.stage.finish()
         await it.press("c")
         like_golden("compare-120x40", it.text())
@@ -57,9 +57,9 @@ def test_the_comparison_is_as_drawn():
 
 def test_the_lesson_is_as_drawn():
     async def scenario(it):
-        it.stage.session.obey("/burst 40")
+        it.stage.obey("/burst 40")
         await it.turns(250)
-        while it.stage.state.lower != "lesson":
+        while it.state.lower != "lesson":
             await it.press("v", turns=0)
         await it.turns(0)
         like_golden("lesson-120x40", it.text())
@@ -70,9 +70,9 @@ def test_the_lesson_is_as_drawn():
 @pytest.mark.parametrize("lower", [name for name in layout.LOWER[:-1] if name != "lesson"])
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
-        it.stage.session.obey("/burst 12")
+        it.stage.obey("/burst 12")
         await it.turns(40)
-        while it.stage.state.lower != lower:
+        while it.state.lower != lower:
             await it.press("v", turns=0)
         await it.turns(0)
         like_golden(f"pane-{lower}-80x24", it.text())
@@ -172,9 +172,9 @@ def check_places(found, width, height):
 def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     """A line that is cut would tell a lie: 179 of 1799."""
     stage = Stage(slots=slots, policy="static").load()
-    stage.session.obey("/burst 30")
+    stage.obey("/burst 30")
     stage.session.has_chats = True
-    stage.session.obey(
+    stage.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
     seen = Counter()
@@ -207,7 +207,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         seen["requests"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
             continue  # with one slot, the first is still alone
-        stage.session.obey("/compare")
+        stage.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
@@ -224,7 +224,7 @@ def check_lines(name: str, lines: list[style.Line], region: Region) -> None:
 
 def test_any_size_survives_and_below_60x20_is_a_line():
     async def scenario(it):
-        it.stage.session.obey("/burst 20")
+        it.stage.obey("/burst 20")
         for size in (
             (59, 24),
             (80, 19),

@@ -16,9 +16,9 @@ def test_the_box_stays_open_after_enter():
         await it.press("i", *"one", "enter", *"two", "enter", turns=3)
         assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]
         await it.press(*"/pause", "enter", *"b", turns=1)
-        assert it.stage.state.view.paused and it.app.prompt.value == "b"
+        assert it.state.view.paused and it.app.prompt.value == "b"
         await it.press("ctrl+u", "escape", "slash", *"resume", "enter", turns=1)
-        assert not it.stage.state.view.paused and it.app.focused is None
+        assert not it.state.view.paused and it.app.focused is None
 
     show(scenario)
 
@@ -72,16 +72,6 @@ def test_a_multiline_prompt_is_visible_and_editable():
         assert it.app.prompt.region == before, "it covers panes only while it is used"
         await it.press("i", "enter", "up", turns=1)
         assert it.stage.prompt(1) == it.app.prompt.value == "first!\nsecond x\n␛[31mthird"
-
-    show(scenario)
-
-
-def test_the_box_takes_a_third_of_the_screen_at_most():
-    async def scenario(it):
-        await it.press("i", turns=0)
-        it.app.prompt.put("word " * 400)
-        await it.pilot.pause()
-        assert it.app.prompt.region.height == 8
 
     show(scenario)
 

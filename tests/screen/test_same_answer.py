@@ -4,7 +4,6 @@ import random
 from functools import cache
 
 import pytest
-from rich.cells import cell_len
 from screen_stage import (
     Stage,
     draft_at_random,
@@ -28,7 +27,7 @@ SHORT = "Tell me a story about a fox."
 
 
 def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
-    stage.session.obey(order)
+    stage.obey(order)
     stage.turns()
     stage.finish()
     assert stage.state.faults == []
@@ -77,10 +76,9 @@ def test_half_of_the_runs_have_drafts_and_the_same_answer():
     assert f"{right:,} accepted" in found.drafts
 
 
-@pytest.mark.parametrize("many", [6, 7])
-def test_different_tokens_are_two_answers(many):
+def test_different_tokens_are_two_answers():
     stage = Stage().load()
-    turned = turned_by_company(stage, many, "token")
+    turned = turned_by_company(stage, 6, "token")
     found = gathered(stage)
     right, wrong = found.kinds
     assert found.texts == found.bits == 2
@@ -99,22 +97,6 @@ def test_different_bits_are_one_answer_by_tokens():
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
     (unlike,) = same_answer.unlike(found)
     assert unlike.difference == same_answer.Difference(5, 2**-20, None, ("", ""))
-
-
-def test_a_run_alone_that_differs_from_all_others():
-    stage = Stage().load()
-    finish = stage.engine.runner.finish
-
-    def bent(flight, picks):
-        flight = finish(flight, picks)
-        for place, found in flight.outputs.items():
-            entry = found.logprob._replace(logprob=-0.5 * (1 + stage.engine.steps % 7))
-            flight.outputs[place] = found._replace(logprob=entry)
-        return flight
-
-    stage.engine.runner.finish = bent
-    found = gathered(stage)
-    assert found.texts == 1 and found.bits > 5 and found.unlike >= 25
 
 
 def answer(*words: str, by: float = 0.0) -> Bits:
@@ -171,33 +153,33 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
 
 def test_the_run_alone_is_really_alone():
     stage = Stage().load()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.turns(5)
-    stage.session.obey(f"/same 10 {SHORT}")
+    stage.obey(f"/same 10 {SHORT}")
     stage.turns(3)
     assert stage.state.view.finding.stage == "waits"
     while stage.state.view.finding.stage == "waits":
         stage.turns()
     turned = turned_by_company(stage, 2, "token")
-    stage.session.obey("an intruder")
+    stage.obey("an intruder")
     while stage.state.view.finding.stage == "alone":
         stage.turns()
     assert len(turned) == 1 and "wolf" not in stage.state.view.finding.alone.text
-    stage.session.obey("/cancel all")
+    stage.obey("/cancel all")
     stage.finish()
 
 
 @pytest.mark.parametrize("when", ["waits", "alone", "runs"])
 def test_ending_it_cancels_its_requests(when):
     stage = Stage().load()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.turns(5)
-    stage.session.obey(f"/same 50 {SHORT}")
+    stage.obey(f"/same 50 {SHORT}")
     stage.turns()
     while stage.state.view.finding is None or stage.state.view.finding.stage != when:
         stage.turns()
     stage.turns(20 if when == "runs" else 2)
-    stage.session.obey("/cancel all")
+    stage.obey("/cancel all")
     stage.turns(3)
     assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
     assert stage.state.view.finding.stage == when
@@ -208,10 +190,10 @@ def test_it_ends_the_slow_motion_of_a_first_burst():
     """At sixteen steps a second, 200 runs took minutes."""
     stage = Stage().load()
     stage.session.eases = True
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.turns(2)
     assert stage.state.view.slow
-    stage.session.obey(f"/same 5 {SHORT}")
+    stage.obey(f"/same 5 {SHORT}")
     stage.turns(2)
     assert stage.state.view.slow == 0 and stage.state.view.experimenting
 
@@ -219,12 +201,12 @@ def test_it_ends_the_slow_motion_of_a_first_burst():
 def test_an_experiment_is_one_busy_period():
     """Alone and in company, and each request that is compared: all were periods of their own."""
     stage = Stage().load()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.finish()
     gathered(stage)
-    stage.session.obey("/break client")
+    stage.obey("/break client")
     stage.finish()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.finish()
     ran = [period.requests for period in reversed(stage.state.periods)]
     assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 60
@@ -232,13 +214,13 @@ def test_an_experiment_is_one_busy_period():
 
 def test_a_run_that_is_cancelled_by_hand_is_run_again():
     stage = Stage().load()
-    stage.session.obey(f"/same 10 {SHORT}")
+    stage.obey(f"/same 10 {SHORT}")
     cancelled = 0
     while cancelled < 5:
         stage.turns()
         runs = [h for h in stage.client.own.values() if h.origin.prompt == SHORT]
         if stage.state.view.finding.stage == "runs" and runs:
-            stage.session.obey(f"/cancel {runs[0].id}")
+            stage.obey(f"/cancel {runs[0].id}")
             cancelled += 1
     stage.finish()
     assert stage.state.view.finding.so_far == "10 runs, 1 answer"
@@ -246,7 +228,7 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
 
 def test_a_failed_run_ends_the_experiment():
     stage = Stage().load()
-    stage.session.obey(f"/same 50 {SHORT}")
+    stage.obey(f"/same 50 {SHORT}")
     sched = stage.engine.sched
     while len(sched.running) < sched.slots or not sched.waiting:
         stage.turns()
@@ -269,7 +251,7 @@ def test_a_failed_run_ends_the_experiment():
 )
 def test_one_slot_is_refused(options, words):
     stage = Stage(**options).load()
-    stage.session.obey("/same 5")
+    stage.obey("/same 5")
     stage.turns(2)
     assert words in stage.state.faults[-1].message and not stage.state.view.experimenting
 
@@ -278,19 +260,6 @@ def test_one_slot_is_refused(options, words):
 def test_a_wrong_number_of_runs_is_refused(order):
     with pytest.raises(ValueError, match="same = "):
         Stage().load().session.obey(order)
-
-
-def test_which_prompt_is_used():
-    stage = Stage().load()
-    longest = max((prompt for prompt, _ in BURST), key=len)
-    asked = [gathered(stage, "/same 1").ask.prompt]
-    asked.append(gathered(stage, "/same 2 Why batch?").ask.prompt)
-    asked.append(gathered(stage, "/same Why batch so much?").ask.prompt)
-    stage.session.obey("What is a ghost?")
-    stage.finish()
-    stage.state.selected = stage.state.ended[-1].slot
-    asked.append(gathered(stage, "/same 1").ask.prompt)
-    assert asked == [longest, "Why batch?", "Why batch so much?", "What is a ghost?"]
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -304,7 +273,7 @@ def test_the_page_is_as_drawn(wrong, others):
         if wrong:
             turned_by_company(it.stage, 7, wrong)
         await it.press("a")
-        while not it.stage.state.view.finding or len(it.stage.state.view.finding.runs) < 120:
+        while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
             it.stage.turns()
         await it.turns(1)
         like_golden(f"same-{others}-120x40", it.text())
@@ -319,13 +288,13 @@ def test_a_opens_the_page_and_X_ends_the_experiment():
         assert "The same answer in company" in it.text() and "X ends it" in it.text()
         await it.turns(300)
         assert " of 200 runs, 1 answer" in it.text()
-        runs = len(it.stage.state.view.finding.runs)
+        runs = len(it.state.view.finding.runs)
         await it.press("escape", turns=100)
         assert "Slots" in it.text()
         await it.press("a", turns=30)
-        assert "The same answer" in it.text() and len(it.stage.state.view.finding.runs) > runs
+        assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
         await it.press("X", turns=3)
-        assert "and then it was ended" in it.text() and not it.stage.state.view.busy
+        assert "and then it was ended" in it.text() and not it.state.view.busy
         await it.press("escape")
         it.app.action_command("/same last")
         await it.sees("and then it was ended")
@@ -335,22 +304,6 @@ def test_a_opens_the_page_and_X_ends_the_experiment():
 
 def page(stage: Stage, width: int, height: int) -> list[style.Line]:
     return drawn(keys.PAGES["same"].draw, stage.state, width, height)
-
-
-@pytest.mark.parametrize("width", [60, 80, 97, 200])
-def test_no_line_of_the_page_is_longer_than_the_page(width):
-    stage = Stage().load()
-    turned_by_company(stage, 3, "token")
-    stage.session.obey(
-        "/same 150 日本語のテキスト and_a_very_long_word_that_has_no_blank_in_it_at_all"
-    )
-    seen = 0
-    while not stage.session.settled:
-        stage.turns(50)
-        for line in plain(page(stage, width, 24)):
-            assert cell_len(line) <= width, line
-            seen += 1
-    assert seen > 100
 
 
 def test_the_log_has_only_the_result():

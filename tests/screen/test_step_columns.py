@@ -46,7 +46,7 @@ def test_a_ghost_is_no_gap_between_two_tokens():
 
 def test_back_in_time_only_earlier_ends_count():
     stage = Stage(slots=2, prompts=[("hello", 5), ("you", 10), ("there", 20)]).load()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.finish()
     state = stage.state
     assert state.finished == 3

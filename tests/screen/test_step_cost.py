@@ -1,20 +1,17 @@
 """The cost of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
-from screen_stage import Stage, drawn, like_golden, plain, show
+from screen_stage import Stage, like_golden, show
 from word_engine import VIEW
 
-from analysis.step_cost_model import Floors, Member, Work, floors_of, of_rows, pass_cost
+from analysis.step_cost_model import Member, Work, pass_cost
 from runtime.model_cost import ModelCost
-from runtime.snapshot import ExpertsView, RanksView, Roof
+from runtime.snapshot import ExpertsView, Roof
 from screen.commands import PlainLog, orders_of
-from screen.draw.style import UNSEEN
 from screen.pages import step_cost
 from screen.remote_client import RemoteEngineClient
-from screen.step_columns import gap
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
 # Numbers that can be added up by heart
@@ -40,7 +37,7 @@ def ready(**options) -> Stage:
 
 
 def page(stage: Stage, width: int = 120, height: int = 40) -> str:
-    return "\n".join(plain(drawn(step_cost.draw, stage.state, width, height)))
+    return "\n".join(stage.lines(step_cost.draw, width, height))
 
 
 # --- the sum
@@ -63,15 +60,6 @@ def test_a_middle_chunk_reads_no_head():
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
 
 
-def test_weights_are_shared_and_keys_are_not():
-    one = of_rows(MODEL, 1, 100)
-    for rows in (2, 4, 8, 16):
-        many = of_rows(MODEL, rows, 100)
-        assert many.weights / rows == pytest.approx(1_400 / rows + 8)
-        assert many.keys / rows == one.keys
-        assert many.operations == rows * one.operations
-
-
 def test_experts_are_counted_or_expected():
     """In the last layer only the tokens that are asked take any."""
     work = Work(tokens=3, rows=3, looks=3, asked=1)
@@ -81,33 +69,6 @@ def test_experts_are_counted_or_expected():
     chance = 8 * (1 - 0.75**3)
     assert drafted.weights == pytest.approx(1_424 + (2 * chance + 2) * 60)
     assert known.products == drafted.products == 2 * (3 * 250 + 100 + (3 + 3 + 1) * 2 * 15)
-
-
-def test_a_small_model_has_the_roofline_of_the_cache():
-    step = of_rows(MODEL, 1, 100)
-    assert floors_of(step, Roof()) is None
-    assert floors_of(step, Roof(100.0, 200.0, 10.0)) == Floors(
-        step.nbytes / 200, step.operations / 10
-    )
-    assert floors_of(step, Roof(100.0, 50.0, 10.0)).reading == step.nbytes / 100
-
-
-def test_it_is_said_with_how_many_rows_the_sum_turns():
-    """A row of 100 brings 4,800 bytes of keys and values: more than the weights from the first on.
-    Of rows of 1 it takes 35 (48 n >= 1400 + 8 n)."""
-    long = step_cost.where_it_ends(MODEL, Roof(), 100)
-    assert long == "The gain ends where these weigh more than the weights (from 1 row on)."
-    assert "(from 35 rows on)" in step_cost.where_it_ends(MODEL, Roof(), 1)
-    # n rows: (1400 + 56 n) / 100 seconds of reading, 748 n / 1000 of multiplying
-    roof = Roof(100.0, 100.0, 1000.0)
-    turns = next(n for n in range(1, 999) if (1400 + 56 * n) / 100 < 748 * n / 1000)
-    assert step_cost.where_it_ends(MODEL, roof, 1) == (
-        "The gain ends where these weigh more than the weights (from 35 rows on), "
-        f"or where arithmetic takes longer than reading (from {turns} rows on)."
-    )
-    assert "arithmetic" not in step_cost.where_it_ends(MODEL, Roof(1.0, 1.0, 1e9), 1)
-    tiny = MODEL._replace(row_nbytes=0)
-    assert step_cost.where_it_ends(tiny, Roof(1.0, 1.0, 1e9), 1) == "Nothing ends that gain here."
 
 
 # --- what bounds a step
@@ -162,11 +123,11 @@ def test_what_bounds_a_step_is_said_in_a_sentence(seconds, python, roof, words):
 
 def test_the_bill_is_as_drawn():
     async def scenario(it):
-        it.stage.session.obey("/set max=9")
-        it.stage.session.obey("a prompt alone")
+        it.stage.obey("/set max=9")
+        it.stage.obey("a prompt alone")
         it.stage.finish()
-        it.stage.session.obey("/set max=320")
-        it.stage.session.obey("/burst 20")
+        it.stage.obey("/set max=320")
+        it.stage.obey("/burst 20")
         await it.turns(70)
         await it.press("B")
         await it.turns(5)
@@ -178,9 +139,9 @@ def test_the_bill_is_as_drawn():
 
 def test_the_page_tells_what_was_seen_and_nothing_else():
     stage = ready()
-    stage.session.obey("alone")
+    stage.obey("alone")
     stage.finish()
-    stage.session.obey("/cost")
+    stage.obey("/cost")
     stage.turns()
     stage.state.move(-3)
     text = page(stage)
@@ -196,44 +157,12 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)
 
 
-def test_an_unusually_long_step_says_so():
-    stage = ready()
-    stage.session.obey("alone")
-    stage.finish()
-    stage.session.obey("/cost")
-    begin = stage.engine.runner.begin
-
-    def slow(order):
-        flight = begin(order)
-        flight.cost += 0.05
-        return flight
-
-    stage.engine.runner.begin = slow
-    stage.session.obey("/set max=2")
-    stage.session.obey("once more")
-    stage.finish()
-    while stage.state.step.prefill or stage.state.step.seconds < 0.02:
-        stage.state.move(-1)
-    assert "Other steps with as many rows took 10.0 ms." in page(stage)
-
-
-def test_sequences_that_do_not_fit_are_counted():
-    parts = [Member(id, 1, 500 - id) for id in range(1, 31)]
-    for width in range(30, 120):
-        words = step_cost.named(parts, width)
-        shown = re.findall(r"r\d+", words)
-        left = int(re.search(r"(\d+) more$", words)[1])
-        assert len(shown) + left == 30 and shown[0] == "r1"
-        assert len(words) <= width or len(shown) == 1
-    assert step_cost.named(parts[:1], 10) == "499 rows of r1"
-
-
 def test_the_arrows_lead_to_other_steps_and_s_takes_one():
     async def scenario(it):
-        it.stage.session.obey("/burst 4")
+        it.stage.obey("/burst 4")
         await it.turns(30)
         await it.press("space", "B")
-        newest = it.stage.state.history[-1].step
+        newest = it.state.history[-1].step
         assert f"The cost of step {newest:,}" in it.text()
         await it.press("left", "left")
         assert f"The cost of step {newest - 2:,}" in it.text()
@@ -258,21 +187,21 @@ def test_the_roofline_is_measured_once_off_the_clock():
         stage.engine.registry.roof = ROOF
 
     stage.client._measure_roofline = measure
-    stage.session.obey("/burst 9")
+    stage.obey("/burst 9")
     stage.turns(5)
     assert stage.engine._in_flight, "the engine runs ahead"
-    stage.session.obey("/cost")
+    stage.obey("/cost")
     stage.turns(1)
-    stage.session.obey("/cost")
+    stage.obey("/cost")
     stage.finish()
     assert len(measured) == 1
     assert max(column.view.seconds for column in stage.state.history) < 0.1
     assert max(r.metrics.ttft_s for r in stage.state.ended) < 3
-    stage.session.obey("/cost again")
+    stage.obey("/cost again")
     stage.finish()
     assert len(measured) == 2
     with pytest.raises(ValueError, match="only again may follow"):
-        stage.session.obey("/cost twice")
+        stage.obey("/cost twice")
 
 
 def test_a_roofline_measured_next_to_other_programs():
@@ -281,8 +210,8 @@ def test_a_roofline_measured_next_to_other_programs():
     stage.client._measure_roofline = lambda others: setattr(
         stage.engine.registry, "roof", ROOF._replace(reading=5e9, others=others)
     )
-    stage.session.obey("alone")
-    stage.session.obey("/cost")
+    stage.obey("alone")
+    stage.obey("/cost")
     stage.finish()
     stage.state.move(-3)
     text = page(stage)
@@ -290,44 +219,11 @@ def test_a_roofline_measured_next_to_other_programs():
     assert f"{roof} then: /cost again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.client.others.look = lambda: 0.0
-    stage.session.obey("/cost again")
+    stage.obey("/cost again")
     stage.turns()
     text = page(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
     assert "more than memory yields: the weights are in a cache" in " ".join(text.split())
-
-
-def test_shards_and_windows_are_named():
-    """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
-    stage = ready()
-    stage.engine.registry.model = VIEW._replace(window=30, windowed=3)
-    stage.engine.ranks = SimpleNamespace(view=RanksView("ring", (3, 4)), size=1, leave=lambda: None)
-    stage.session.obey("a" * 20)
-    stage.turns(5)
-    text = page(stage)
-    assert "read once (the share of rank 0, of 2)" in text and "window" not in text
-    stage.turns(20)
-    assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in page(stage)
-
-
-def test_missed_steps_have_no_cost():
-    stage = ready()
-    stage.session.obey("/burst 4")
-    stage.turns(20)
-    here = stage.state.history[-1]
-    stage.state.history[-1] = gap(UNSEEN, here.view, stage.state.history[-2], 9, 9)
-    text = page(stage)
-    assert "9 steps up to this one went by before the screen looked" in text and "roof" in text
-    assert "in products" not in text and "measured  " not in text.replace("measured │", "")
-    assert step_cost.cost_line(stage.state).startswith(
-        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roofline"
-    )
-
-
-def test_before_anything_has_run_the_table_is_there():
-    stage = ready()
-    text = page(stage, 80, 24)
-    assert "Nothing has run yet" in text and len(re.findall(r"^ +\d+ +[\d.]+ MB", text, re.M)) == 5
 
 
 # --- experts
@@ -361,7 +257,7 @@ async def looks(it) -> None:
 def test_experts_are_asked_only_while_the_page_is_open():
     async def scenario(it):
         stage = it.stage
-        stage.session.obey("/burst 3")
+        stage.obey("/burst 3")
         await it.turns(20)
         assert not stage.asked and "experts" not in it.text()
         await it.press("space", turns=3)
@@ -394,7 +290,7 @@ def test_failed_questions_are_not_repeated():
     async def scenario(it):
         stage = it.stage
         stage.client._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
-        stage.session.obey("/burst 3")
+        stage.obey("/burst 3")
         await it.turns(20)
         await it.press("space", "B", turns=3)
         for _ in range(3):
@@ -407,25 +303,9 @@ def test_failed_questions_are_not_repeated():
     show(scenario, expert_stage(), (120, 40), load=False)
 
 
-def test_experts_of_one_of_two_passes_are_not_used():
-    stage = expert_stage()
-    stage.session.obey("/burst 3")
-    stage.turns(20)
-    stage.session.obey("/pause")
-    stage.turns(3)
-    stage.client.ask_experts()
-    stage.turns()
-    step = stage.state.step.step
-    assert step_cost.seen_experts(stage.state, stage.state.here)
-    layers = step_cost.experts_in(stage.state)[step].layers
-    step_cost.experts_in(stage.state)[step] = ExpertsView(step, (layers[0][:1], *layers[1:]))
-    assert not step_cost.seen_experts(stage.state, stage.state.here)
-    assert "expected: " in page(stage)
-
-
 def test_only_the_newest_hundred_answers_are_kept():
     stage = expert_stage()
-    stage.session.obey("/burst 9")
+    stage.obey("/burst 9")
     for _ in range(130):
         stage.turns()
         stage.client.ask_experts()
@@ -439,10 +319,10 @@ def test_only_the_newest_hundred_answers_are_kept():
 
 def test_a_watched_roofline_is_not_measured():
     stage = expert_stage()
-    stage.session.obey("/burst 3")
+    stage.obey("/burst 3")
     stage.turns(20)
     stage.session.client = RemoteEngineClient("127.0.0.1:1")
-    stage.session.obey("/cost")
+    stage.obey("/cost")
     stage.state.view = stage.state.view._replace(watches=True)
     text = page(stage)
     assert "not measured there" in text and "bounds" not in text
@@ -461,7 +341,7 @@ def test_the_log_has_the_cost_once_the_roofline_is_known():
     assert lines[-1:] == [
         "no step has run yet; the roofline: memory 10.0 GB/s, arithmetic 100 GFLOP/s"
     ]
-    stage.session.obey("alone")
+    stage.obey("alone")
     stage.finish()
     stage.state.move(-3)
     log.obey("/cost")

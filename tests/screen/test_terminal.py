@@ -77,9 +77,7 @@ def test_the_first_frame_comes_before_mlx(model, tmp_path):
         terminal.ends(0)
 
 
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
 def test_a_signal_restores_the_terminal(model, number, code):
     with Terminal("--model", model, "--script", "burst24") as terminal:
         terminal.sees("Slots")
@@ -93,22 +91,18 @@ def ask(port: int) -> bytes:
     return Line("127.0.0.1", port).post(COMPLETIONS, body).everything()
 
 
-CRASHES = {
-    "in a paint": """
+CRASH = """
 def spoil(self):
     import screen.widgets
     screen.widgets.Pane.render_line = lambda *_: 1 / 0
     self.screen.query_one("#slots").refresh()
-tui.Screen.action_zoom = spoil""",
-    "without a word": "tui.Screen.action_zoom = lambda self: self.panic()",
-}
+tui.Screen.action_zoom = spoil"""
 
 
-@pytest.mark.parametrize("where", CRASHES)
-def test_a_crashed_screen_lets_clients_finish(model, where):
+def test_a_crashed_screen_lets_clients_finish(model):
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
-    with Terminal(*options, spoiled=CRASHES[where]) as terminal:
+    with Terminal(*options, spoiled=CRASH) as terminal:
         terminal.sees("Slots", "idle")
         terminal.type(" ")
         terminal.sees("paused")
@@ -116,9 +110,7 @@ def test_a_crashed_screen_lets_clients_finish(model, where):
             answer = pool.submit(ask, port)
             terminal.sees("queue 1")
             terminal.type("z")
-            terminal.ends(
-                1, saying="by itself" if where == "without a word" else "ZeroDivisionError"
-            )
+            terminal.ends(1, saying="ZeroDivisionError")
             assert b"[DONE]" in answer.result()
 
 
@@ -163,32 +155,13 @@ def test_ctrl_z_suspends(model):
         terminal.ends(0)
 
 
-def test_a_broken_model_says_what_helps(tmp_path):
-    folder = make_checkpoint(tmp_path / "broken", seed=1)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    with Terminal("--model", str(folder), size=(80, 24)) as terminal:
-        terminal.sees("is cut off", "q quits")
-        terminal.type("\x03")
-        terminal.ends(2, saying="is cut off")
-
-
-def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("first prompt\nsecond prompt\n")
+def test_without_a_terminal_the_same_run_is_a_plain_log(model):
     command = [ROOT / "tui.py", "--model", model, "--max-len", "128", "--slots", "2"]
-    done = run(*command, "--prompts", prompts, cwd="/")
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert any("r1 waits: first prompt" in line for line in lines)
-    assert any("r2 is admitted to slot 1" in line for line in lines)
-    assert sum(" ends (" in line for line in lines) == 2
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(lines))
     done = run(*command, input="hello\n/set max=5\nyou\n/race 4\n", cwd="/")
     text = done.stdout
-    assert (
-        done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
-    )
+    assert done.returncode == 0, done.stderr
+    assert "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 

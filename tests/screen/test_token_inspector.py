@@ -50,13 +50,6 @@ def test_the_view_has_the_candidates_of_each_token():
         validate(json.loads(handle.text), json.loads(SCHEMA))
 
 
-def test_no_candidates_without_a_grammar():
-    with Engine.load("demo", slots=1, max_len=64) as engine:
-        handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=5, logprobs=3))
-        engine.step()
-        assert handle.view().glass == ()
-
-
 class JsonStage(Stage):
     def __init__(self, model):
         super().__init__()
@@ -75,7 +68,7 @@ def test_the_token_inspector_stays_in_sight_on_a_small_screen(model):
         await it.press("j", turns=3)
         for _ in range(6):
             await it.press("s", turns=3)
-        assert it.stage.state.lower == "streams" and it.stage.state.selected == 1
+        assert it.state.lower == "streams" and it.state.selected == 1
         assert "slot 1 r2" in it.text() and "✓" in it.text() and "│ " in it.text()
 
     show(scenario, JsonStage(model))

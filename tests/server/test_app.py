@@ -88,15 +88,6 @@ def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
     here.loop.resume()
 
 
-def test_hang_up_during_an_answer_gives_no_advice(here):
-    here.api.advise = pytest.fail
-    for _ in range(2):
-        line = here.line().post(COMPLETIONS, BODY | {"stream": True})
-        line.until(b'"text"')
-        line.hang_up()
-        wait_for(lambda: not here.api.look().open)
-
-
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_silent_streams_get_pings(here, monkeypatch, version):
     """Proxies close a connection on which nothing moves; a full line or a pause may last minutes.
@@ -231,14 +222,6 @@ def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owne
     caplog.clear()
     assert here.complete(temperature="hot").status == 400 and here.complete().status == 200
     assert caplog.text == ""
-
-
-def test_close_removes_the_engine_hook(engine):
-    with Here(engine) as here:
-        assert here.complete().status == 200 and engine.on_commit is not None
-    assert engine.on_commit is None
-    engine.generate([[1]], SamplingParams(max_tokens=3))
-    assert engine.snapshot().faults == ()
 
 
 def test_close_ends_all_connections(engine):

@@ -111,19 +111,6 @@ def test_completion_prompts(server, client):
     assert server.complete([5, 6, 7], temperature=0).json["choices"][0] == from_ids["choices"][0]
 
 
-def test_completion_stream_equals_whole(server):
-    whole = server.complete(temperature=0).json
-    events = server.complete(temperature=0, stream=True).events
-    assert events[-1] == "[DONE]"
-    assert (
-        "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
-    )
-    assert events[-2]["choices"][0]["finish_reason"] == "length"
-    assert {event["object"] for event in events[:-1]} == {
-        "text_completion"
-    } and "usage" not in events[0]
-
-
 def test_event_stream_ends_with_done(server):
     reply = server.chat(stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -203,14 +190,6 @@ def test_tokens_after_a_stop_string_have_no_logprobs(server):
     )
 
 
-def test_logit_bias(server):
-    plain = server.complete([5, 6, 7], temperature=0, max_tokens=1, logprobs=0).json
-    text = plain["choices"][0]["text"]
-    forbidden = {str(token): -1000 for token in range(1000)}
-    other = server.complete([5, 6, 7], temperature=0, max_tokens=1, logit_bias=forbidden)
-    assert other.status == 200 and other.json["choices"][0]["text"] != text
-
-
 def test_repeated_prompt_is_cached(server):
     text = "Tell me a long story about a fox, " * 12
     server.chat(text, max_tokens=2)
@@ -268,11 +247,8 @@ def test_answer_message_as_input(server):
     [
         {"top_k": -1},
         {"top_p": 0},
-        {"presence_penalty": 0, "frequency_penalty": 0.0},
         {"tools": [], "tool_choice": "none"},
         {"response_format": {"type": "text"}},
-        {"response_format": {}},
-        {"stream_options": {}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
         {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
         {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
@@ -290,7 +266,6 @@ def test_answer_message_as_input(server):
             "verbosity": "medium",
             "add_generation_prompt": True,
         },
-        {"temperature": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": -1},
         dict.fromkeys(
             (
                 "model",
@@ -318,35 +293,32 @@ def test_neutral_values_are_accepted(server, fields):
 
 
 REFUSED = {  # field: values
-    "model": [5, [], True],
-    "stream": ["yes", 1, {}],
-    "stream_options": [5, "x", [1], {"include_usage": "yes"}, {"include_obfuscation": True}],
+    "model": [5],
+    "stream": ["yes", 1],
+    "stream_options": [5, {"include_usage": "yes"}, {"include_obfuscation": True}],
     "store": [True],
     "service_tier": ["priority", 5],
     "parallel_tool_calls": ["no", 0],
-    "max_tokens": [0, -1, 1.5, "5", True, []],
+    "max_tokens": [0, 1.5, "5", True],
     "max_completion_tokens": [0, "5"],
-    "temperature": [-1, "hot", [1], 10**400, True],
-    "top_p": [-0.1, 1.1, "x"],
-    "top_k": [-2, 1.5, "x"],
-    "min_p": [-1, 2, "x"],
-    "seed": ["x", 1.5, 2**70, {}],
-    "n": [0, -1, 1000, "2", 1.5, True],
-    "stop": [5, [5], [None], [""], "", {"a": 1}, ["x"] * 100, "x" * 5000],
-    "logprobs": ["x", 5.5, 3],
-    "top_logprobs": [-1, 21, 1.5, "x", 2],
+    "temperature": [-1, "hot", 10**400],
+    "top_p": [1.1],
+    "top_k": [-2],
+    "min_p": [2],
+    "seed": ["x", 2**70],
+    "n": [0, 1000, "2"],
+    "stop": [5, [None], "", ["x"] * 100, "x" * 5000],
+    "logprobs": ["x", 3],
+    "top_logprobs": [21, 1.5, 2],
     "logit_bias": [
         5,
-        [1],
         {"x": 1},
-        {"5": "x"},
         {"99999999": 1},
-        {"-1": 1},
         {"5": None},
         {str(i): 1 for i in range(2000)},
     ],
-    "repetition_penalty": [0, -1, "x"],
-    "ignore_eos": [1, "x"],
+    "repetition_penalty": [0],
+    "ignore_eos": [1],
     "tools": [[{"type": "function", "function": {"name": "f"}}]],
     "functions": [[{"name": "f"}]],
     "response_format": [
@@ -359,8 +331,8 @@ REFUSED = {  # field: values
     "guided_regex": [5, "(a", "a" * 40_000],
     "guided_choice": [[], [5], {}],
     "guided_grammar": ["start: x", 5],
-    "presence_penalty": [2.5, "x", True],
-    "frequency_penalty": [-2.5, [], 10**400],
+    "presence_penalty": [2.5, True],
+    "frequency_penalty": [-2.5, 10**400],
     "best_of": [3],
     "echo": [True],
     "suffix": ["x"],
@@ -415,18 +387,12 @@ def test_unreadable_message_is_refused(server, message):
     [
         None,
         "",
-        [],
-        [""],
         ["a", ""],
         [[]],
         [5, "a"],
-        [[5], "a"],
-        [5.5],
         [[5, None]],
         {},
-        5,
         [-1],
-        [10**9],
         [2**70],
         "\ud800",
     ],
@@ -442,9 +408,6 @@ def test_unreadable_prompt_is_refused(server, prompt):
         b"",
         b"{",
         b"[]",
-        b"5",
-        b"null",
-        b'"x"',
         b"\xff\xfe",
         b'{"messages": "\xff"}',
         b"[" * 100_000,
@@ -503,13 +466,6 @@ def test_counts_in_a_body_are_limited(server, body, message):
     assert reply.status in (400, 413) and message in reply.error["message"], reply.error
 
 
-def test_too_many_prompts_and_a_huge_token_id(server):
-    reply = server.complete([[5]] * 129)
-    assert reply.status == 400 and "129 prompts" in reply.error["message"]
-    reply = server.complete([int("9" * 4000)])
-    assert reply.status == 400 and len(reply.error["message"]) < 200
-
-
 def test_errors_become_client_exceptions(client):
     ask = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="does not exist"):
@@ -553,28 +509,15 @@ def test_alias():
             assert (reply.status, reply.json["model"]) == (200, "demo")
         reply = server.chat(model="gpt-5", max_tokens=1)
         assert reply.status == 404 and "--alias" in reply.error["message"]
+        idle, began = server.line(), time.monotonic()
+        assert server.stop() == 0
+        took = time.monotonic() - began
+        assert took < HEAD_TIMEOUT_S / 2, "it has waited for the idle connection"
+        idle.hang_up()
     with Server("--alias", "*") as server:
         assert server.chat(model="anything/at-all", max_tokens=1).status == 200
         assert server.chat(model=5, max_tokens=1).status == 400
         assert [model["id"] for model in server.ask("/v1/models").json["data"]] == ["demo"]
-
-
-def test_both_penalties_reach_the_model(server):
-    told = server.chat("Tell me a story.", temperature=0, max_tokens=60).json
-    other = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
-    text = other["choices"][0]["message"]["content"]
-    assert text != told["choices"][0]["message"]["content"]
-    again = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
-    assert again["choices"][0]["message"]["content"] == text
-
-
-def test_models_are_listed_and_found(server, client):
-    assert [model.id for model in client.models.list()] == ["demo"]
-    assert (
-        client.models.retrieve("demo").object == "model" == client.models.retrieve("default").object
-    )
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other/model")
 
 
 def test_content_type_must_be_json(server):
@@ -619,17 +562,6 @@ def test_http_2_upgrade_is_ignored(server):
     line = server.line()
     for _ in range(2):
         assert COUNT in line.post(CHAT, say(temperature=0), *offer).reply().body.decode()
-
-
-def test_request_byte_by_byte(server):
-    data = json.dumps(say(temperature=0)).encode()
-    line = server.line()
-    for byte in (
-        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        + data
-    ):
-        line.send(bytes([byte]))
-    assert COUNT in line.reply().body.decode()
 
 
 @pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
@@ -751,8 +683,7 @@ def test_error_reaches_a_client_that_is_still_sending(server, said, status):
     assert server.ask("/health").status == 200
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("version", "stream"), [("1.0", False), ("1.1", True)])
 def test_half_closed_client_gets_its_answer(server, version, stream):
     """`nc -N` and others shut their sending side down after the body. That was taken for a
     hang-up."""
@@ -762,18 +693,16 @@ def test_half_closed_client_gets_its_answer(server, version, stream):
     assert (b"data: [DONE]" if stream else COUNT.encode()) in said
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("sent", [10, -1])
-def test_incomplete_request_does_not_count(server, version, sent):
+def test_incomplete_request_does_not_count(server, sent):
     data = json.dumps(say()).encode()
-    head = f"POST {CHAT} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     line = server.line().send((head.encode() + data)[:sent])
     line.socket.shutdown(socket.SHUT_WR)
     assert line.everything() == b""
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("abrupt", [False, True])
+@pytest.mark.parametrize(("stream", "abrupt"), [(False, True), (True, False)])
 def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
     """Eight times as many as there are slots: those in line must leave it, too."""
     lines = [
@@ -796,7 +725,7 @@ def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
     server.says(r"hung_up=true")
 
 
-def test_64_streams_equal_64_answers_alone(server):
+def test_streams_at_once_equal_answers_alone(server):
     async def all_of_them() -> list[str]:
         client = openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
 
@@ -810,12 +739,12 @@ def test_64_streams_equal_64_answers_alone(server):
             )
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-        return await asyncio.gather(*(one(n) for n in range(64)))
+        return await asyncio.gather(*(one(n) for n in range(36)))
 
     texts = asyncio.run(all_of_them())
     alone = [
         server.chat(f"Count from {n} to {n + 9}.", temperature=0, max_tokens=64)
-        for n in range(0, 64, 9)
+        for n in range(0, 36, 9)
     ]
     assert [reply.json["choices"][0]["message"]["content"] for reply in alone] == texts[::9]
     assert all(texts) and server.is_idle()
@@ -979,25 +908,6 @@ def test_full_queue_is_429_with_retry_after(guarded):
     wait_for(lambda: counts(b"_waiting 0"))
 
 
-def test_model_without_a_template_refuses_chat(guarded):
-    assert guarded.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2}, **key("kéy")).status == 200
-    if "no chat template" in guarded.ask(CHAT, say(), **key("kéy")).body.decode():
-        assert guarded.ask(CHAT, say(), **key("kéy")).status == 400
-
-
-def test_endless_template_is_reported_at_start(tmp_path):
-    """The first client would have found out, and held a thread that reads prompts."""
-    folder = make_checkpoint(tmp_path, seed=1)
-    loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(loops)
-    words = "the chat template takes more than 1 s for a sample conversation"
-    with Server("--model", str(folder), "--max-len", "64") as server:
-        server.says(rf"nanobatch: {folder}/chat_template.jinja: {words}")
-        chat = server.chat()
-        assert chat.status == 400 and words in chat.error["message"]
-        assert server.complete("x").status == 200
-
-
 # --- figures, the log, and watching ---------------------------------------------------------------
 
 
@@ -1061,41 +971,12 @@ def test_log_line_per_request(server):
     assert '"/a?b=' in server.says(r"route=(\S*a\?b\S*)")[0]
 
 
-def test_unread_log_does_not_stop_the_server(tmp_path):
-    """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one
-    blocks."""
-    command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        line = next(line for line in map(bytes.decode, process.stderr) if "/v1" in line)
-        server = Server.__new__(Server)
-        server.host, server.port = "127.0.0.1", int(re.search(r":(\d+)/v1", line)[1])
-        connection = server.line()
-        for _ in range(700):
-            connection.send(f"GET /{'x' * 150} HTTP/1.1\nHost: localhost\n\n").reply()
-        assert server.chat(max_tokens=2).status == 200
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
 # --- beginning and ending -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--port", "70000"],
-        ["--host", "256.1.1.1"],
-        ["--model", "/no/such/folder"],
-        ["--book", "/no/such/folder"],
-    ],
-)
-def test_wrong_option_is_one_line_and_exit_code_2(arguments):
-    """Read by argparse, by the server, and by the loader. `test_cli.py` has more, without
-    processes."""
-    done = run("serve.py", *arguments)
+def test_wrong_option_is_one_line_and_exit_code_2():
+    """`test_cli.py` has more, without processes."""
+    done = run("serve.py", "--model", "/no/such/folder")
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
 
@@ -1152,12 +1033,11 @@ def test_503_while_the_model_is_loading(tmp_path):
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_first_signal_drains(by):
+def test_first_signal_drains():
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
-        server.process.send_signal(by)
+        server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.ask("/health").status != 200)
         reply = server.chat()
         assert (reply.status, reply.error["code"]) == (503, "draining")
@@ -1178,14 +1058,13 @@ def test_second_signal_ends_streams_with_an_error():
         assert server.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_many_signals_end_a_busy_server(by):
+def test_many_signals_end_a_busy_server():
     """A third one came out of `close` as an exception: a traceback, work left on the device, any
     exit code."""
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
-        hail(server.process, by)
+        hail(server.process, signal.SIGINT)
         assert server.process.wait(60) == 0, server.log.read_text()
         assert "Traceback" not in server.log.read_text()
         assert b"[DONE]" in line.everything()
@@ -1269,14 +1148,3 @@ def test_second_signal_ends_a_blocked_server():
     finally:
         process.kill()
         process.wait()
-
-
-def test_idle_server_ends_at_once():
-    with Server() as server:
-        idle = server.line()
-        began = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - began < HEAD_TIMEOUT_S / 2, (
-            "it has waited for the idle connection"
-        )
-        idle.hang_up()

@@ -46,25 +46,13 @@ from streams import WITHOUT_STREAM, ask
 from waiting import wait_for
 
 BAD = [
-    (CHAT, b"{"),
     (CHAT, {"messages": [], "stream": True}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}),
     (COMPLETIONS, {"prompt": "x" * 100_000}),
-    (COMPLETIONS, {"prompt": ["a", 5]}),
-    (COMPLETIONS, {"prompt": "x", "stop": 5}),
-    (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999999": 1}}),
     (EMBEDDINGS, {"input": ["x", ""]}),
-    (EMBEDDINGS, {"input": ["x"] * 50, "dimensions": 5000}),
-    (EMBEDDINGS, {"input": ["x"] * 50 + ["x" * 100_000]}),
-    ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
     ("/v1/responses", {"input": [{"type": "computer_call"}], "stream": True}),
     ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 5000}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
     ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": []}]}]}),
-    ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": "x"}]}),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "frequency_penalty": 3}),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "store": True}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": "gpt-5"}),
 ]
 MUCH = (
@@ -93,43 +81,19 @@ SAID = [{"role": "user", "content": "x"}]
 # What asks for much work in few bytes, or in as many as are let in.
 HEAVY = [
     (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
-    (CHAT, {"messages": [{"role": "user", "content": ""}] * 2_048}),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 40_000}]}),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
     (CHAT, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}"),
-    (CHAT, b'{"a":' * 40_000),
-    (CHAT, b'{"seed":' + b"9" * 10**6 + b"}"),
-    (CHAT, {"messages": SAID, "temperature": 10**4000}),
     (CHAT, {"messages": SAID, "stop": ["a"] * 100_000}),
-    (CHAT, {"messages": SAID, "logit_bias": {str(token): 1 for token in range(50_000)}}),
-    (CHAT, {"messages": SAID, "tools": [{"type": "function"}] * 10_000}),
     (CHAT, {"messages": [{"role": "user", "content": "\ufdfa\u0301👩‍👧" * 100_000}]}),
-    (
-        CHAT,
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "data:" + "A" * 10**6}}],
-                }
-            ]
-        },
-    ),
     (COMPLETIONS, {"prompt": ["x"] * 500_000}),
     (COMPLETIONS, {"prompt": [5] * 500_000}),
-    (COMPLETIONS, {"prompt": [int("9" * 4000)]}),
     (COMPLETIONS, b"x" * 5_000_000),
 ]
 # What is no request, or none for this server. All end with a refusal, or with their connection.
 RAW = [
     b"hello\r\n\r\n",
-    b"\x16\x03\x01" * 200 + b"\r\n\r\n",
     b"GET /" + b"x" * 70_000,
-    b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000,
-    b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
-    b"GET /watch HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n",
     b"GET /%1b]0;x%07%e2%80%ae HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
 ]

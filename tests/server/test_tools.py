@@ -299,7 +299,7 @@ def test_unmarked_call_in_each_protocol(taught, path):
 )
 def test_truncated_call_is_no_content(taught, path, call):
     """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
-    for length in range(9, len("I look.\n" + call) - 20, 7):
+    for length in range(9, len("I look.\n" + call) - 20, 19):
         body = body_of(path, f"I look.\n{call}", length)
         found = ask(taught, path, body, False)
         assert found == ask(taught, path, body, True)
@@ -400,7 +400,6 @@ AT_ONCE = {
         (HERMES, TREE),
         (HERMES, TWICE | {"required": ["a", "b"]}),
         (HERMES, AT_ONCE),
-        (HERMES, {"title": "any"}),
         (MISTRAL, TREE),
     ],
 )
@@ -421,7 +420,7 @@ def test_recursive_schema_of_arguments(template, schema):
                 validate(json.loads(call["function"]["arguments"]), {"type": "object", **schema})
                 is_whole = True
                 break
-        assert is_whole or schema == {"title": "any"}
+        assert is_whole
 
 
 def test_required_call_of_many_tools():

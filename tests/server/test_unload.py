@@ -33,11 +33,3 @@ def test_wrong_unload_time_is_refused(given, capsys):
         serve.parse_arguments([f"--unload-after={given}"])
     said = capsys.readouterr().err
     assert "--unload-after" in said and given in said and said.count("\n") == 1
-
-
-def test_ranks_keep_their_weights(monkeypatch, capsys):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(SystemExit, match="2"):
-        serve.parse_arguments(["--unload-after", "5"])
-    assert "several ranks share the model" in capsys.readouterr().err

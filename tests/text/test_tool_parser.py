@@ -293,7 +293,7 @@ def spaced(text: str, dice: random.Random) -> str:
 def test_long_white_space_is_parsed_however_cut(format):
     """More than 300 blanks after reasoning were the answer in one piece, and vanished in many."""
     compared = 0
-    for seed in range(ANSWERS // 4):
+    for seed in range(ANSWERS // 8):
         text, _, output_format = make_answer(format or HERMES, seed)
         output_format = output_format._replace(tools=format)
         dice = random.Random(seed)
@@ -306,7 +306,7 @@ def test_long_white_space_is_parsed_however_cut(format):
             pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
             assert parse(pieces, output_format, **how) == parts, (seed, cut, text)
             compared += 1
-    assert compared == ANSWERS // 4 * 8
+    assert compared == ANSWERS // 8 * 8
 
 
 SPEECH = OutputFormat(REASONING_MARKS[0], HERMES)
@@ -633,11 +633,11 @@ def test_parsing_cost_does_not_grow(text):
     assert time.thread_time() - began < 20
 
 
-@pytest.mark.parametrize("before", ["", "a", "<think>a", "<tool_call>", "<tool_call>add"])
+@pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
     """A client can ask for it with a logit bias. Held back, all of it was looked at for each token:
     100,000 took four seconds of the thread that serves all clients."""
-    for text in (before + " \n" * 2000 + "x", before + " \n" * 2000 + "<tool_call>x"):
+    for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)
         parts = []
         for count, piece in enumerate(text, start=1):

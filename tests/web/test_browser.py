@@ -140,15 +140,6 @@ def test_the_space_bar_plays_wherever_the_focus_is(opens):
     until(tab, "nanobatch.player.playing")
 
 
-def test_the_space_bar_opens_what_has_the_focus(opens):
-    """A summary could not be opened by keys: the page played instead."""
-    tab = opens(DEMO, reduced_motion="reduce")
-    tab.locator("summary >> nth=-1").focus()
-    tab.keyboard.press(" ")
-    until(tab, "[...document.querySelectorAll('details')].at(-1).open")
-    assert not tab.evaluate("nanobatch.player.playing")
-
-
 def test_heading_and_picture_show_the_same_step(opens):
     """The words are written more seldom than a step ends, and the picture had gone on."""
     tab = opens(DEMO)
@@ -222,16 +213,6 @@ def test_any_text_stays_in_its_row(plays, runs):
         in_place_everywhere(tab, 100 * runs)
 
 
-def test_any_text_stays_on_its_card_in_the_game(opens):
-    tab = opens(DEMO)
-    put = "(texts) => nanobatch.game.setup.wishes.forEach((wish, i) => (wish.prompt = texts[i % texts.length]))"
-    tab.evaluate(put, TEXTS)
-    tab.evaluate(  # without the wait
-        "const { game } = nanobatch; game.deal(); while (game.hand.line.length < 20) game.hand.step(); game.draw()"
-    )
-    in_place_everywhere(tab, 200)
-
-
 def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
     time = Clock()
     api = APIServer(Options(port=0)).start()
@@ -266,45 +247,6 @@ Give me a recipe with numbered steps.
 Say hello in Chinese and in Hebrew.
 Write a short poem about the sea in four lines.
 """
-
-
-@pytest.fixture(scope="module")
-def told(published, tmp_path_factory) -> Path:
-    """The page of a run with a published model."""
-    folder = tmp_path_factory.mktemp("told")
-    run, out = str(folder / "run.json"), folder / "page.html"
-    command = [sys.executable, str(ROOT / "tui.py"), "--model", str(published), "--plain"]
-    command += ["--slots", "4", "--max-len", "512", "--record", run]
-    subprocess.run(command, input=ASKED, text=True, check=True, timeout=600)
-    assert page.main([run, str(out)]) == 0
-    return out
-
-
-def test_a_published_models_answers_stay_in_their_rows(opens, told):
-    tab = opens(told)
-    until(tab, "nanobatch.player.now > 0")
-    broken = 0
-    for part in (0.1, 0.3, 0.5, 0.7, 1.0):
-        tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
-        in_place_everywhere(tab, 50)
-        broken += tab.inner_text(".slots").count("¶")
-    for number in range(1, ASKED.count("\n")):
-        choose(tab, number)
-        in_place_everywhere(tab, 50)
-        broken += tab.inner_text("[data-request] .answer").count("\n")
-    assert broken > 20, "its answers have no line breaks any more"
-
-
-def test_long_answers_stay_in_their_rows(opens, published):
-    with Server("--model", str(published), "--slots", "4", "--max-len", "512") as server:
-        tab = opens(f"{server.address}/", offline=False)
-        shows(tab, "[data-status]", "Nothing runs")
-        for number, prompt in enumerate(ASKED.splitlines()[1:], start=1):
-            server.chat(prompt, max_tokens=60, temperature=0)
-            until(tab, f"nanobatch.player.lanes[0].figuresAt(1e9).answered === {number}")
-            choose(tab, number)
-            in_place_everywhere(tab, 30)
-        assert tab.inner_text(".slots").count("¶") > 3
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):

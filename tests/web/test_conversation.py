@@ -275,13 +275,6 @@ def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
     }
 
 
-def test_the_chat_box_is_visible_at_first(talks):
-    """It came below a timeline of nothing."""
-    tab = talks()
-    above = "document.querySelector('[data-chat]').compareDocumentPosition(document.querySelector('[data-race]'))"
-    assert tab.evaluate(above) == 4, "the timeline follows"
-
-
 def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
     """It said "about 0 tokens" for minutes."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)
@@ -442,15 +435,6 @@ def hear(tab, said: str, thought: str = "") -> None:
     how = {"body": body, "content_type": "text/event-stream; charset=utf-8"}
     tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**how))
     say(tab, "?")
-
-
-def test_an_answer_that_came_in_one_piece_has_no_rate(talks):
-    """A busy tab read it all at once, and said that it had come at 150,000 tokens/s."""
-    tab = talks()
-    tab.add_init_script("let calls = 0; performance.now = () => (calls += 0.1);")
-    tab.reload()
-    hear(tab, "word " * 30)
-    assert facts(tab).endswith("9 tokens")
 
 
 EVIL = (

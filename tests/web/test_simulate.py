@@ -90,12 +90,6 @@ def test_a_policy_that_admits_nobody_is_said_to_do_so():
     assert asked(lines)["error"] == "no slots are taken, 12 wait, and no step is planned"
 
 
-def test_a_missing_policy_is_named():
-    lines = simulate.lines().replace('"mine"', '"gentle"')
-    assert asked(lines, policy="mine")["error"] == "these lines have no policy 'mine'"
-    assert "error" not in asked(lines, policy="gentle")
-
-
 def test_a_load_spreads_the_arrivals_the_same_each_time():
     played = asked(rate=20.0)
     assert played["arrivals"] == asked(rate=20.0)["arrivals"] == sorted(played["arrivals"])
