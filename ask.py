@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             "speculate": args.speculate,
             "kv": args.kv,
             "attention": args.attention,
+            "activations": args.activations,
         }
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers

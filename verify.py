@@ -154,8 +154,9 @@ def ended(handle: Handle) -> Bits:
     return Bits.of(handle)
 
 
-def ask_alone(model: str) -> list[Case]:
-    with Engine.load(model, slots=1, max_len=LENGTH, prefix_cache=False, speculate=0) as engine:
+def ask_alone(model: str, activations: int) -> list[Case]:
+    options = {"slots": 1, "max_len": LENGTH, "prefix_cache": False, "speculate": 0}
+    with Engine.load(model, activations=activations, **options) as engine:
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)
@@ -192,23 +193,23 @@ def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -
 def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
-            yield compare_one(args.model, way, args.rounds, asked)
+            yield compare_one(args, way, asked)
         # Such as weights that do not fit the memory when widened
         except (ValueError, BusyError) as error:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
 
-def compare_one(model: str, way: str, rounds: int, asked: Sequence[Case]) -> Tally:
+def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Tally:
     if way == "threads":
-        return compare_threads(model, asked)
+        return compare_threads(args, asked)
     options = {"slots": SLOTS, "max_len": LENGTH, "prefix_cache": False} | WAYS[way]
-    with Engine.load(model, **options) as engine:
+    with Engine.load(args.model, activations=args.activations, **options) as engine:
         if way == "prefill":
             return compare_prefill(engine, Tally(way), asked)
         tally = Tally(way)
         dice = random.Random(way)
         metrics = []
-        for _ in range(rounds):
+        for _ in range(args.rounds):
             handles = ask_in_company(engine, asked, dice)
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
@@ -237,13 +238,14 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
     return tally
 
 
-def compare_threads(model: str, asked: Sequence[Case]) -> Tally:
+def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
     """The number of threads is fixed per process, so each number has its own."""
     if device.has_gpu() or device.blas.name == "mlx":
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
-        command = [*cli.start("verify.py"), "--model", model, "--answers"]
+        command = [*cli.start("verify.py"), "--model", args.model, "--answers"]
+        command += ["--activations", str(args.activations)]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
@@ -273,10 +275,13 @@ def hash_of_the_demo() -> str:
         return answer_hash.compared(answer_hash.fingerprint(engine), device.mx.__version__)
 
 
-def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:
+def receipt(
+    args: argparse.Namespace, asked: Sequence[Case], tallies: Sequence[Tally]
+) -> dict[str, Any]:
     return {
-        "model": model,
-        "model_sha256": hash_of(model),
+        "model": args.model,
+        "model_sha256": hash_of(args.model),
+        "activations": args.activations,
         "processor": cli.processor(),
         "product": labelled(device.named()),
         "promises": device.is_batch_invariant(),
@@ -307,7 +312,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     if not found["promises"]:
         yield "  Nothing is promised here: this product may sum in another order when the batch changes."
     yield f"  model      {found['model']}, sha256 {found['model_sha256'][:16]}"
-    yield f"  product    {found['product']}"
+    yield f"  product    {found['product']}; activations of {found['activations']} bits"
     yield f"  processor  {found['processor']}"
     yield f"  version    {found['version']}"
     yield f"  settings   {', '.join(found['settings'])}"
@@ -332,6 +337,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = cli.CommandLine("verify.py", description=says)
     add = parser.add_argument
     parser.add_model()
+    parser.add_activations()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
     says = "how often each question is asked in company (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
@@ -349,8 +355,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
-    asked = ask_alone(args.model)
-    say(f"nanobatch: {args.model}; {labelled(device.named())}")
+    asked = ask_alone(args.model, args.activations)
+    rounded = "; activations of 8 bits" * (args.activations == 8)
+    say(f"nanobatch: {args.model}; {labelled(device.named())}{rounded}")
     say(
         f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
         "other ways:"
@@ -359,14 +366,15 @@ def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
     for tally in compare(args, asked):
         say(line(tally))
         tallies.append(tally)
-    return receipt(args.model, asked, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
+    return receipt(args, asked, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         if args.answers:
-            sys.stdout.buffer.write(pickle.dumps([ask.alone for ask in ask_alone(args.model)]))
+            alone = [ask.alone for ask in ask_alone(args.model, args.activations)]
+            sys.stdout.buffer.write(pickle.dumps(alone))
             return 0
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))

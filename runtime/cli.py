@@ -360,9 +360,14 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         says = "plain: the formula in llama.py, in place of the operation that has the same bits"
         self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
+        self.add_activations()
         says = "take options from this file, by their names (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
         self.add_book()
+
+    def add_activations(self) -> None:
+        says = "bits of an activation next to packed weights; 8 is faster, and rounds (default: 32)"
+        self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""
